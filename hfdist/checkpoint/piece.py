@@ -1,0 +1,40 @@
+"""A piece: what one rank holds of one named tensor. The common language of engines and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+WEIGHT = "weight"
+"""The key of a parameter's value; other keys are the optimizer's, such as `exp_avg`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A contiguous run of a named tensor, as this rank holds it.
+
+    `view` is live: saving reads it, loading writes into it.
+    """
+
+    name: str
+    """The parameter's name in the Hugging Face model."""
+    key: str
+    """`WEIGHT`, `master`, or a key of the optimizer's state."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: int
+    """First element, counted in the flattened whole tensor."""
+    view: torch.Tensor
+    """This rank's elements, in order; any shape that flattens without a copy."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.view.numel()
+
+    @property
+    def total(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)

@@ -1,0 +1,1 @@
+"""Typed config values, their checks and all batch arithmetic. Loads no torch."""

@@ -1,0 +1,77 @@
+"""All batch arithmetic: from the two sizes that a user gives to every number that the libraries want.
+
+    global_batch = micro_batch * num_microbatches * data_size          (sequences)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfdist.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How one optimizer step is cut. Sizes in sequences."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_microbatches: int
+    """Forwards of one data rank in one step; equals gradient accumulation where there is no pipeline."""
+    data_size: int
+    sequence_length: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step reads, over all processes."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Sequences that one data rank reads in one step."""
+        return self.micro_batch_size * self.num_microbatches
+
+
+def plan_batch(
+    *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int
+) -> BatchPlan:
+    """Cut the global batch over data ranks and micro batches.
+
+    Raises:
+        ConfigError: a size does not divide; the message proposes the nearest that do.
+    """
+    if lanes % data_size != 0:
+        raise ConfigError(
+            "the data ranks cannot share the lanes of the stream evenly",
+            where="data.lanes",
+            found=f"{lanes} lanes for {data_size} data ranks",
+            allowed=f"a multiple of {data_size} (the order of the data depends on it: fix it at the start of a run)",
+            hint=f"data.lanes={nearest_multiples(lanes, data_size)[-1]}",
+        )
+    unit = micro_batch_size * data_size
+    if global_batch_size % unit != 0:
+        near = nearest_multiples(global_batch_size, unit)
+        micro = [m for m in range(micro_batch_size, 0, -1) if global_batch_size % (m * data_size) == 0]
+        hint = f"train.global_batch_size={near[-1]}"
+        if micro:
+            hint += f", or train.micro_batch_size={micro[0]}"
+        raise ConfigError(
+            f"the global batch does not divide into micro batches of {micro_batch_size} on {data_size} data ranks",
+            where="train.global_batch_size",
+            found=global_batch_size,
+            allowed=f"a multiple of {unit}; nearest: {' or '.join(map(str, near))}",
+            hint=hint,
+        )
+    return BatchPlan(
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=global_batch_size // unit,
+        data_size=data_size,
+        sequence_length=sequence_length,
+    )
+
+
+def nearest_multiples(value: int, unit: int) -> list[int]:
+    """Give the multiples of `unit` just below and above `value`, without zero."""
+    below = value // unit * unit
+    return [m for m in (below, below + unit) if m > 0]

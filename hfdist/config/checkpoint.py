@@ -1,0 +1,19 @@
+"""`checkpoint.*`: when to save, what to keep, where to start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfdist.config.limits import limited
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints are `<run.dir>/checkpoints/step-00000100`."""
+
+    every: int | None = limited(None, at_least=1)
+    """Steps between saves; null: none."""
+    keep: int = limited(2, at_least=1)
+    """How many of the newest are kept."""
+    resume: str = "auto"
+    """`auto`: the newest that verifies, if there is one; `never`: refuse a run folder that has checkpoints; or a path."""

@@ -1,0 +1,67 @@
+"""`model.*`: which model, from where, in which form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hfdist.config.limits import limited
+
+
+class Init(Enum):
+    """Where the weights come from."""
+
+    random = "random"
+    pretrained = "pretrained"
+
+
+class Dtype(Enum):
+    """Type in which the parameters are held; `auto` is the checkpoint's own, float32 for random weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Attention(Enum):
+    """Attention implementation of transformers; `auto` lets transformers choose."""
+
+    auto = "auto"
+    eager = "eager"
+    sdpa = "sdpa"
+    flash_attention_2 = "flash_attention_2"
+    flex_attention = "flex_attention"
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    """A tokenizer from the Hub or a folder, or one trained on the corpus at first use."""
+
+    name: str | None = None
+    """Hub id or folder; null: train a byte-level BPE on the training documents and cache it."""
+    revision: str | None = None
+    vocab_size: int = limited(8192, at_least=257)
+    """Size of a trained tokenizer, in tokens. Unused with a name."""
+    train_bytes: int = limited(16_000_000, at_least=10_000)
+    """How much text, in bytes, a trained tokenizer sees at the most."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A causal language model of transformers."""
+
+    name: str | None = None
+    """Hub id or folder (of weights, or of a `config.json` for random weights); null: `type` gives the architecture."""
+    revision: str | None = None
+    type: str | None = None
+    """A `model_type` of transformers, such as `llama`; used only where `name` is null."""
+    init: Init = Init.random
+    dtype: Dtype = Dtype.auto
+    attention: Attention = Attention.auto
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the Hugging Face config to set or override, checked against its class."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    trust_remote_code: bool = False
+    """Run Python code of the model's repository. Accepted from the command line only."""

@@ -1,0 +1,24 @@
+"""`report.*`: what people and scripts see of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hfdist.config.limits import limited
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """`metrics.jsonl` is always written."""
+
+    log_every: int = limited(1, at_least=1)
+    """Steps between lines."""
+    to: list[str] = field(default_factory=list)
+    """Trackers of transformers' `report_to`, such as tensorboard or wandb."""
+    progress: bool = True
+    """Show a progress bar on rank 0."""
+    plot: bool = True
+    """Draw loss.png at the end."""
+    sample_prompt: str | None = None
+    """Text that the trained model continues at the end; null: no sample."""
+    sample_tokens: int = limited(64, at_least=1)

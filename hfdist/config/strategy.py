@@ -1,0 +1,44 @@
+"""`strategy.*`: the layout, that is the degrees of parallelism and how state is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hfdist.config.limits import limited
+
+
+class Sharding(Enum):
+    """What is cut over the data ranks: nothing, optimizer state, and gradients, and parameters."""
+
+    none = "none"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+class Offload(Enum):
+    """Where the optimizer's state lives and steps."""
+
+    none = "none"
+    cpu = "cpu"
+
+
+@dataclass(kw_only=True)
+class StrategyConfig:
+    """A degree that is not given is 1; the data degree is what is left of the processes."""
+
+    sharding: Sharding = Sharding.none
+    data: int | None = limited(None, at_least=1)
+    """Data-parallel degree; null: all processes that are left. A number makes another count an error."""
+    min_data: int = limited(1, at_least=1)
+    """Fewest data ranks: a launcher that silently starts a single process is then noticed."""
+    pipeline: int = limited(1, at_least=1)
+    context: int = limited(1, at_least=1)
+    tensor: int = limited(1, at_least=1)
+    expert: int = limited(1, at_least=1)
+    offload: Offload = Offload.none
+    """ZeRO: keep the optimizer's state in host memory."""
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""

@@ -1,0 +1,51 @@
+"""`train.*`: steps, batch sizes, precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hfdist.config.limits import limited
+
+
+class Precision(Enum):
+    """Type of the arithmetic; the optimizer always keeps float32 masters."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Compile(Enum):
+    """What `torch.compile` is applied to."""
+
+    none = "none"
+    blocks = "blocks"
+    model = "model"
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """What a step is and how many there are."""
+
+    max_steps: int = limited(100, at_least=1)
+    """Optimizer steps."""
+    global_batch_size: int = limited(32, at_least=1)
+    """Sequences in one optimizer step, over all processes."""
+    micro_batch_size: int = limited(8, at_least=1)
+    """Sequences in one forward of one data rank."""
+    eval_every: int | None = limited(None, at_least=1)
+    """Steps between evaluations; null: only at the end."""
+    eval_micro_batch_size: int | None = limited(None, at_least=1)
+    """Sequences in one evaluation forward; null: `micro_batch_size`. Does not change the result."""
+    precision: Precision = Precision.fp32
+    max_grad_norm: float = limited(1.0, above=0)
+    """Gradients are scaled down to this global norm."""
+    seed: int = limited(0, at_least=0)
+    """Of random weights and dropout."""
+    compile: Compile = Compile.none
+    gradient_checkpointing: bool = False
+    """Keep only the blocks' inputs and compute the rest again in the backward."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further fields of transformers' TrainingArguments, checked against its dataclass."""

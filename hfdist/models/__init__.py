@@ -1,0 +1,1 @@
+"""Models and tokenizers of transformers: from the Hub, a folder, or random weights."""

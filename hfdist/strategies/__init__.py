@@ -1,0 +1,1 @@
+"""Ways of spreading a model over processes: one file each, chosen in `select`."""

@@ -1,0 +1,63 @@
+"""The two interfaces that carry hfdist: a Strategy says how a model becomes distributed, an Engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.topology import Topology
+
+Batch = dict[str, torch.Tensor]
+
+
+class Engine(Protocol):
+    """What the trainer may ask of a distributed model. An engine never sees the trainer.
+
+    `default` is the bound method of the Hugging Face Trainer for the same purpose, so that an engine that needs
+    nothing special is one line a method.
+    """
+
+    model: nn.Module
+    """What the Trainer is given: the whole model, or this rank's part of it, under the model's own names."""
+
+    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
+        """Take what accelerate made of the model (DDP, a DeepSpeed engine) and of the optimizer."""
+
+    def forward_backward(
+        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
+
+        Args:
+            batch: tensors of shape [sequences, tokens].
+            num_items: number of target tokens in the whole global batch.
+            default: `Trainer.training_step` without the model argument.
+        """
+
+    def evaluate(self, batch: Batch, default: Callable[..., Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the sum of the token losses (float64) of this batch and the number of its target tokens."""
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
+
+    def pieces(self) -> Iterable[Piece]:
+        """List what this rank holds of which named tensor: weights and optimizer state, for saving and loading."""
+
+    def loaded(self) -> None:
+        """Make everything derived from the pieces true again after a checkpoint was read into them."""
+
+
+class Strategy(Protocol):
+    """How one model becomes a distributed one. Cheap: needs no process group."""
+
+    topology: Topology
+
+    def training_arguments(self) -> dict[str, object]:
+        """Fields of TrainingArguments that this layout needs."""
+
+    def build(self, model: nn.Module) -> Engine:
+        """Make the engine of a model that is whole (or, under ZeRO-3, already cut while loading)."""

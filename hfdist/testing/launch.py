@@ -1,0 +1,120 @@
+"""Run one function on N gloo ranks, forked from this process, and give back what each returned.
+
+Importing torch, transformers and deepspeed costs seconds; a fork of a process that already has them costs
+milliseconds. The ranks meet through a file, never through a fixed port.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 120, group: bool = True
+) -> list[Any]:
+    """Call `function(*arguments)` on `world_size` forked ranks.
+
+    Args:
+        function: runs with RANK, WORLD_SIZE and LOCAL_RANK set and one thread; must return something picklable.
+        world_size: number of ranks.
+        arguments: passed on.
+        timeout_seconds: after this, all ranks are killed.
+        group: make the default gloo process group first.
+
+    Returns:
+        What each rank returned, in order of rank.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that failed.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="hfdist-ranks-") as folder:
+        ranks = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(theirs, function, arguments, rank, world_size, folder if group else None)
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        try:
+            return _collect([ours for _, ours in ranks], timeout_seconds)
+        finally:
+            for process, ours in ranks:
+                process.kill()
+                process.join()
+                ours.close()
+
+
+def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankFailed(f"ranks {missing} did not finish in {timeout_seconds:g} s")
+        for pipe in ready:
+            rank = next(index for index, candidate in enumerate(pipes) if candidate is pipe)
+            try:
+                succeeded, value = pipe.recv()
+            except EOFError as error:
+                raise RankFailed(f"rank {rank} died without a word") from error
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    folder: str | None,
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    try:
+        torch.set_num_threads(1)
+        _forget_accelerate_state()
+        if folder is not None:
+            # accelerate and deepspeed both take over a group that is already there.
+            store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own exit: gloo and DeepSpeed sometimes abort in it.
+    os._exit(0 if answer[0] else 1)
+
+
+def _forget_accelerate_state() -> None:
+    """Drop what the parent process may have put into accelerate's process-wide singletons."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()

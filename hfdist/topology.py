@@ -1,0 +1,172 @@
+"""Who am I: the degrees of parallelism and this process's place in them, as one frozen value without torch.
+
+Processes are numbered with the tensor axis fastest and the pipeline axis slowest, because neighbours in rank
+usually share a machine and tensor parallelism talks the most:
+
+    rank = ((pipeline_index * data + data_index) * context + context_index) * tensor + tensor_index
+
+Expert parallelism takes no axis of its own: experts are spread over `expert` neighbouring data ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hfdist.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """How many ways each axis is split. `data=None`: whatever is left of the processes."""
+
+    data: int | None = None
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def model(self) -> int:
+        """Processes that hold one replica of the model between them."""
+        return self.pipeline * self.context * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The place of one process in the layout. Build it with `Topology.of` or `Topology.from_environment`."""
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    data: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    AXES = ("pipeline", "data", "context", "tensor")
+
+    @classmethod
+    def of(cls, degrees: Degrees, *, world_size: int, rank: int = 0, local_rank: int | None = None) -> Topology:
+        """Give the place of `rank` among `world_size` processes.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the number of processes.
+        """
+        data = degrees.data if degrees.data is not None else max(1, world_size // degrees.model)
+        if data * degrees.model != world_size:
+            raise _wrong_world_size(degrees, world_size)
+        if data % degrees.expert != 0:
+            raise ConfigError(
+                "experts are spread over data ranks, so the expert degree must divide the data degree",
+                where="strategy.expert",
+                found=f"{degrees.expert} with {data} data ranks",
+                allowed=", ".join(str(d) for d in range(1, data + 1) if data % d == 0),
+            )
+        return cls(
+            world_size=world_size,
+            rank=rank,
+            local_rank=rank if local_rank is None else local_rank,
+            data=data,
+            pipeline=degrees.pipeline,
+            context=degrees.context,
+            tensor=degrees.tensor,
+            expert=degrees.expert,
+        )
+
+    @classmethod
+    def from_environment(cls, degrees: Degrees, environment: Mapping[str, str] | None = None) -> Topology:
+        """Read the place that the launcher gave this process. No launcher: one process."""
+        place = read_launcher(environment)
+        return cls.of(degrees, world_size=place.world_size, rank=place.rank, local_rank=place.local_rank)
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Axis name to size, slowest axis first: the shape of the device mesh."""
+        return {axis: getattr(self, axis) for axis in self.AXES}
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares into which each global batch is cut."""
+        return self.data
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this process reads; equal for all ranks of one model replica."""
+        return self.rank // (self.context * self.tensor) % self.data
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Place along the pipeline axis."""
+        return self.rank // (self.data * self.context * self.tensor)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the reports."""
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """One line for people, for example `8 processes: pipeline 2 x data 4`."""
+        axes = [f"{axis} {size}" for axis, size in self.mesh_shape.items() if size > 1]
+        if self.expert > 1:
+            axes.append(f"expert {self.expert} (within data)")
+        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        return f"{processes}: {' x '.join(axes)}" if axes else processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherPlace:
+    """What the launcher said in the environment."""
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+
+
+def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace:
+    """Read RANK, WORLD_SIZE and LOCAL_RANK: the only place in hfdist that does.
+
+    Raises:
+        ConfigError: a value that is not a number in range.
+    """
+    values = os.environ if environment is None else environment
+    world_size = _number(values, "WORLD_SIZE", 1)
+    rank = _number(values, "RANK", 0)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(
+            "the launcher's environment does not name a process",
+            where="RANK, WORLD_SIZE",
+            found=f"RANK={rank} WORLD_SIZE={world_size}",
+            allowed="0 <= RANK < WORLD_SIZE",
+            hint="start with `accelerate launch`, or unset both for a single process",
+        )
+    return LauncherPlace(world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0))
+
+
+def _number(values: Mapping[str, str], name: str, default: int) -> int:
+    text = values.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError("not a whole number in the environment", where=name, found=text) from error
+
+
+def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
+    asked = {"data": degrees.data, **{a: getattr(degrees, a) for a in ("pipeline", "context", "tensor")}}
+    product = " x ".join(f"{axis} {size}" for axis, size in asked.items() if size not in (None, 1)) or "one process"
+    if degrees.data is None:
+        needed = f"a multiple of {degrees.model}"
+        example = degrees.model
+    else:
+        example = degrees.data * degrees.model
+        needed = str(example)
+    return ConfigError(
+        f"the layout does not fit the processes: it asks for {needed} (strategy: {product})",
+        where="strategy",
+        found=f"{world_size} process{'es' if world_size > 1 else ''}",
+        allowed=needed,
+        hint=f"accelerate launch --multi_gpu --num_processes {example} ... (without --multi_gpu, or with --cpu, "
+        "accelerate starts a single process), or a file of conf/launch/, or other degrees in strategy.*",
+    )
