@@ -19,9 +19,10 @@ from hfdist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How many ways each axis is split. `data=None`: whatever is left of the processes."""
+    """How many ways each axis is split. `data=None`: whatever is left of the processes, `min_data` at least."""
 
     data: int | None = None
+    min_data: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
@@ -56,7 +57,7 @@ class Topology:
             ConfigError: the degrees do not multiply to the number of processes.
         """
         data = degrees.data if degrees.data is not None else max(1, world_size // degrees.model)
-        if data * degrees.model != world_size:
+        if data * degrees.model != world_size or data < degrees.min_data:
             raise _wrong_world_size(degrees, world_size)
         if data % degrees.expert != 0:
             raise ConfigError(
@@ -156,17 +157,25 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
 def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
     asked = {"data": degrees.data, **{a: getattr(degrees, a) for a in ("pipeline", "context", "tensor")}}
     product = " x ".join(f"{axis} {size}" for axis, size in asked.items() if size not in (None, 1)) or "one process"
-    if degrees.data is None:
-        needed = f"a multiple of {degrees.model}"
-        example = degrees.model
-    else:
+    if degrees.data is not None:
         example = degrees.data * degrees.model
-        needed = str(example)
+        needed = f"exactly {example} ({product})"
+    else:
+        example = degrees.min_data * degrees.model
+        needed = f"{example} or more"
+        if degrees.model > 1:
+            needed += f", a multiple of {degrees.model} ({product})"
+    if example == 1:
+        start = "start it without a launcher"
+    else:
+        start = (
+            f"accelerate launch --multi_gpu --num_processes {example} ... or --config_file conf/launch/*.yaml "
+            "(without --multi_gpu, or with --cpu, accelerate starts one process, whatever the number)"
+        )
     return ConfigError(
-        f"the layout does not fit the processes: it asks for {needed} (strategy: {product})",
-        where="strategy",
+        "the layout does not fit the number of processes",
+        where="strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy",
         found=f"{world_size} process{'es' if world_size > 1 else ''}",
         allowed=needed,
-        hint=f"accelerate launch --multi_gpu --num_processes {example} ... (without --multi_gpu, or with --cpu, "
-        "accelerate starts a single process), or a file of conf/launch/, or other degrees in strategy.*",
+        hint=f"{start}; or another layout, such as strategy={'single' if world_size == 1 else 'ddp'}",
     )

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.config.batch import BatchPlan
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Which part of a model's state one rank holds, from 1 / data_size to 1."""
+
+    weights: float
+    gradients: float
+    optimizer: float
 
 
 class Engine(Protocol):
@@ -55,6 +66,8 @@ class Strategy(Protocol):
     """How one model becomes a distributed one. Cheap: needs no process group."""
 
     topology: Topology
+    batch: BatchPlan
+    shares: Shares
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""

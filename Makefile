@@ -1,0 +1,40 @@
+# hfdist: every command sets up what it needs. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format clean
+
+help:  ## List the commands.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(READY)  ## Make the environment in .venv (done by the others when needed).
+
+# torch first and by name: another package's requirement must not choose the build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tests]"
+	@touch $(READY)
+
+demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
+	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
+
+test: $(READY)  ## Run all tests.
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)  ## Format and fix what can be fixed.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the environment, runs and caches of tools.
+	rm -rf $(VENV) runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,164 @@
+"""The Hugging Face config of the model that a run trains: found, overridden and checked before any weight exists."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hfdist.config.model import Attention, Init, ModelConfig
+from hfdist.errors import ConfigError
+from hfdist.models.hub import reading_from_hub
+
+
+def load_architecture(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int
+) -> PreTrainedConfig:
+    """Give the model's Hugging Face config, with `model.config.*` applied and the tokenizer's size and ids.
+
+    Raises:
+        ConfigError: an unknown type or field, a model without a causal language head, a vocabulary that is
+            smaller than the tokenizer's, or sequences longer than the model's positions.
+    """
+    architecture = _find(config)
+    if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
+        raise ConfigError(
+            "transformers has no causal language model of this type",
+            where="model.name" if config.name else "model.type",
+            found=architecture.model_type,
+            allowed="a type with an AutoModelForCausalLM class",
+            hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        )
+    _override(architecture, config.config)
+    _fit_vocabulary(architecture, tokenizer, config)
+    _check_positions(architecture, sequence_length)
+    if config.attention is not Attention.auto:
+        architecture._attn_implementation = config.attention.value
+    architecture.use_cache = False
+    return architecture
+
+
+def _find(config: ModelConfig) -> PreTrainedConfig:
+    if config.name is not None:
+        _check_folder(config.name)
+        with reading_from_hub("model.name", config.name):
+            return AutoConfig.from_pretrained(
+                config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
+    kind = config.type or ""
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            "transformers knows no causal language model of this type",
+            where="model.type",
+            found=kind,
+            allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
+            hint=_nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        )
+    return AutoConfig.for_model(kind)
+
+
+def _check_folder(name: str) -> None:
+    """A name that looks like a path must be one: otherwise the Hub is asked for a strange id."""
+    looks_local = name.startswith((".", "/", "~")) or Path(name).expanduser().exists()
+    if looks_local and not (Path(name).expanduser() / "config.json").is_file():
+        raise ConfigError(
+            "this folder holds no config.json",
+            where="model.name",
+            found=name,
+            allowed="a Hub id, or a folder written by save_pretrained",
+        )
+
+
+def _override(architecture: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """Set fields of the config; a field that its class does not have is an error, and so is another kind of value."""
+    known = _fields(architecture)
+    for name, value in fields.items():
+        key = f"model.config.{name}"
+        if name not in known:
+            raise ConfigError(
+                f"{type(architecture).__name__} has no such field",
+                where=key,
+                found=value,
+                allowed=", ".join(sorted(known)),
+                hint=_nearest(name, known, prefix="model.config."),
+            )
+        present = getattr(architecture, name, None)
+        if not _same_kind(present, value):
+            raise ConfigError(
+                "a value of another type than the field holds",
+                where=key,
+                found=f"{value!r} ({type(value).__name__})",
+                allowed=f"{type(present).__name__}, such as {present!r}",
+            )
+        try:
+            setattr(architecture, name, value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(_first_line(error), where=key, found=value) from error
+    try:
+        # Cross-checks of transformers itself, such as heads that do not divide the hidden size.
+        architecture.validate()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(_first_line(error), where="model.config", found=fields) from error
+
+
+def _fields(architecture: PreTrainedConfig) -> set[str]:
+    names = set(architecture.to_dict()) | set(getattr(type(architecture), "attribute_map", {}))
+    return {name for name in names if not name.startswith("_")} - {"model_type", "transformers_version", "dtype"}
+
+
+def _same_kind(present: Any, value: Any) -> bool:
+    """Whether `value` may take the place of `present`: None fits all, an int fits a float, a bool only a bool."""
+    if present is None or value is None:
+        return True
+    if isinstance(present, bool) or isinstance(value, bool):
+        return isinstance(present, bool) and isinstance(value, bool)
+    if isinstance(present, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, type(present)) or isinstance(present, type(value))
+
+
+def _fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Random weights take the tokenizer's size unless one is given; a vocabulary too small is an error."""
+    text = architecture.get_text_config()
+    size = len(tokenizer)
+    if config.init is Init.random and "vocab_size" not in config.config and text.vocab_size < size:
+        text.vocab_size = size
+    if config.init is Init.random and config.tokenizer.name is None and "vocab_size" not in config.config:
+        text.vocab_size = size
+    if text.vocab_size < size:
+        raise ConfigError(
+            "the tokenizer has more tokens than the model has embeddings",
+            where="model.config.vocab_size",
+            found=f"{text.vocab_size} embeddings, {size} tokens",
+            allowed=f">= {size}",
+            hint=f"model.config.vocab_size={size}, or the model's own tokenizer: model.tokenizer.name={config.name}",
+        )
+    if config.init is Init.random:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(architecture, name, getattr(tokenizer, name))
+
+
+def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> None:
+    limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < sequence_length:
+        raise ConfigError(
+            "sequences are longer than the model has positions",
+            where="data.sequence_length",
+            found=sequence_length,
+            allowed=f"<= {limit} (model.config.max_position_embeddings)",
+            hint=f"data.sequence_length={limit}, or model.config.max_position_embeddings={sequence_length} "
+            "for random weights",
+        )
+
+
+def _nearest(name: str, known: Any, prefix: str = "") -> str | None:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"{prefix}{close[0]}" if close else None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) if lines else type(error).__name__

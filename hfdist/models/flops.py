@@ -1,0 +1,61 @@
+"""Floating-point operations of training, by one documented formula, and devices' peaks for MFU."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# Dense bf16 peaks in FLOP/s from the vendors' data sheets, by a part of torch's device name.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
+    """Forward and backward operations of one token:
+
+        6 * N + 12 * L * H * T
+
+    N: parameters that multiply (all but the input embedding; a tied head counts once), L: blocks, H: attention
+    heads times head size, T: tokens in a sequence. The attention term counts the full square, not the causal half,
+    as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
+    """
+    text: PreTrainedConfig = model.config.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", 0) or 0
+    hidden_size = getattr(text, "hidden_size", 0) or 0
+    num_heads = getattr(text, "num_attention_heads", 0) or 0
+    head_size = getattr(text, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)
+    return 6.0 * _multiplying_parameters(model) + 12.0 * num_layers * num_heads * head_size * sequence_length
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak operations a second of one device in bf16, or None where it is not known (a CPU, for one)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Number of parameters of the whole model, also where ZeRO-3 has cut them; tied ones once."""
+    return sum(whole_numel(parameter) for parameter in model.parameters())
+
+
+def whole_numel(parameter: torch.Tensor) -> int:
+    """Elements of the whole parameter: DeepSpeed leaves a cut one empty and keeps its size beside it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _multiplying_parameters(model: PreTrainedModel) -> int:
+    embedding = model.get_input_embeddings().get_parameter("weight")
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.get_parameter("weight") is embedding
+    return num_parameters(model) - (0 if is_tied else whole_numel(embedding))

@@ -1,0 +1,100 @@
+"""The run's tokenizer: from the Hub or a folder, or a byte-level BPE trained on the corpus once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hfdist.config.model import ModelConfig, TokenizerConfig
+from hfdist.errors import ConfigError
+from hfdist.models.hub import reading_from_hub
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def load_tokenizer(
+    config: ModelConfig, *, corpus_id: str, texts: Callable[[int], Iterable[str]], cache_dir: Path
+) -> PreTrainedTokenizerBase:
+    """Give the tokenizer that `model.tokenizer` names, or the cached one trained on the corpus.
+
+    Args:
+        config: the model's config; the tokenizer's repository code runs only with its `trust_remote_code`.
+        corpus_id: identity of the corpus and of its held-out split; part of the cache's key.
+        texts: gives training documents up to a number of bytes.
+        cache_dir: where trained tokenizers are kept, shared by all processes of the machine.
+
+    Raises:
+        ConfigError: no such tokenizer, or one without an end-of-text token.
+    """
+    if config.tokenizer.name is None:
+        return _trained(config.tokenizer, corpus_id=corpus_id, texts=texts, cache_dir=cache_dir)
+    with reading_from_hub("model.tokenizer.name", config.tokenizer.name):
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.tokenizer.name,
+            revision=config.tokenizer.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-text token, which separates documents",
+            where="model.tokenizer.name",
+            found=config.tokenizer.name,
+            hint="set `eos_token` in its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def _trained(
+    config: TokenizerConfig, *, corpus_id: str, texts: Callable[[int], Iterable[str]], cache_dir: Path
+) -> PreTrainedTokenizerBase:
+    identity = json.dumps([1, corpus_id, config.vocab_size, config.train_bytes])
+    key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    folder = cache_dir / "tokenizers" / f"bpe-{config.vocab_size}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # All processes of a machine come here at once: the first trains, the others wait and read.
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "tokenizer.json").is_file():
+            logger.info("training a byte-level BPE of %d tokens, once", config.vocab_size)
+            _save_atomically(train_bpe(texts(config.train_bytes), config.vocab_size), folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE: every string can be encoded and decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    # Digits one by one, so that numbers have one spelling; the rest as in GPT-2.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,68 @@
+"""The whole model on every rank: one process, or data parallel with averaged gradients (DDP by accelerate)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.config.batch import BatchPlan
+from hfdist.strategies import pieces_replicated
+from hfdist.strategies.base import Batch, Shares
+from hfdist.topology import Topology
+
+
+class ReplicatedStrategy:
+    """`strategy.sharding=none` without a model axis."""
+
+    def __init__(self, topology: Topology, batch: BatchPlan) -> None:
+        self.topology = topology
+        self.batch = batch
+        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0)
+
+    def training_arguments(self) -> dict[str, object]:
+        """Gradient accumulation by the Trainer itself."""
+        return {"gradient_accumulation_steps": self.batch.num_microbatches}
+
+    def build(self, model: nn.Module) -> ReplicatedEngine:
+        """Take the model as it is: accelerate wraps it in DDP where there are several processes."""
+        return ReplicatedEngine(model)
+
+
+class ReplicatedEngine:
+    """Everything as in the Hugging Face Trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
+        """Keep torch's optimizer, which accelerate has wrapped."""
+        self._optimizer = optimizer.optimizer
+
+    def forward_backward(
+        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the Trainer's own training step."""
+        return default(batch, num_items)
+
+    def evaluate(
+        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on the batch of this rank."""
+        return default(batch)
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """Clip as the Trainer does: the gradients are already whole."""
+        return default()
+
+    def pieces(self) -> Iterable[Piece]:
+        """Every parameter and its optimizer state, whole."""
+        assert self._optimizer is not None
+        return pieces_replicated.list_pieces(self.model, self._optimizer)
+
+    def loaded(self) -> None:
+        """Nothing is derived from the pieces."""

@@ -1,0 +1,76 @@
+"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) cut over the data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import TrainConfig
+from hfdist.strategies import pieces_zero
+from hfdist.strategies.base import Batch, Shares
+from hfdist.strategies.deepspeed_config import STAGE, generate
+from hfdist.topology import Topology
+
+
+class ZeroStrategy:
+    """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
+
+    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
+        self.topology = topology
+        self.batch = batch
+        self.stage = STAGE[strategy.sharding]
+        self._deepspeed = generate(strategy, train, batch)
+        share = 1.0 / topology.data_size
+        self.shares = Shares(
+            weights=share if self.stage >= 3 else 1.0, gradients=share if self.stage >= 2 else 1.0, optimizer=share
+        )
+
+    def training_arguments(self) -> dict[str, object]:
+        """The generated DeepSpeed config. Under ZeRO-3, models built after it are cut while they are made."""
+        return {"gradient_accumulation_steps": self.batch.num_microbatches, "deepspeed": self._deepspeed}
+
+    def build(self, model: nn.Module) -> ZeroEngine:
+        """Take the model: accelerate hands it to DeepSpeed."""
+        return ZeroEngine(model)
+
+
+class ZeroEngine:
+    """Training as the Trainer does it with DeepSpeed; state is found where DeepSpeed keeps it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._engine: Any = None
+
+    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
+        """Keep the DeepSpeed engine that accelerate made."""
+        self._engine = prepared
+
+    def forward_backward(
+        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the Trainer's own step; DeepSpeed reduces, clips and steps inside the last backward."""
+        return default(batch, num_items)
+
+    def evaluate(
+        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on the batch of this rank; under ZeRO-3 all ranks take part in every forward."""
+        return default(batch)
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """Give the norm: DeepSpeed has clipped by then."""
+        return default()
+
+    def pieces(self) -> Iterable[Piece]:
+        """This rank's runs of the flattened parameters and of their optimizer state."""
+        return pieces_zero.list_pieces(self.model, self._engine)
+
+    def loaded(self) -> None:
+        """Copy the float32 masters that were read into the weights that the model computes with."""
+        pieces_zero.after_load(self.model, self._engine)

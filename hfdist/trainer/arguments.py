@@ -1,0 +1,128 @@
+"""From our config to transformers' TrainingArguments: the only place that names its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from hfdist.config.batch import BatchPlan
+from hfdist.config.optimizer import OptimizerConfig, Schedule
+from hfdist.config.run import RunConfig
+from hfdist.config.train import Compile, Precision
+from hfdist.errors import ConfigError
+from hfdist.strategies.base import Strategy
+
+
+def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
+    """Give the Trainer's arguments. Starts the process group.
+
+    Raises:
+        ConfigError: a key of `train.arguments` that TrainingArguments does not have or that hfdist sets itself.
+    """
+    fields = _generated(config, strategy.batch) | strategy.training_arguments()
+    _check_extra(config.train.arguments, fields)
+    try:
+        return TrainingArguments(**fields, **config.train.arguments)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"transformers refuses the arguments: {str(error).splitlines()[0]}",
+            where="train.arguments, report.to, optimizer.* or train.*",
+        ) from error
+
+
+def _generated(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
+    train = config.train
+    return {
+        "output_dir": config.run.dir,
+        "run_name": config.run.name,
+        "max_steps": train.max_steps,
+        "per_device_train_batch_size": batch.micro_batch_size,
+        "per_device_eval_batch_size": train.eval_micro_batch_size or batch.micro_batch_size,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "bf16": train.precision is Precision.bf16,
+        "fp16": train.precision is Precision.fp16,
+        "torch_compile": train.compile is Compile.model,
+        "activation_checkpointing": train.gradient_checkpointing,
+        "eval_strategy": "no" if train.eval_every is None else "steps",
+        "eval_steps": train.eval_every,
+        "save_strategy": "no" if config.checkpoint.every is None else "steps",
+        "save_steps": config.checkpoint.every or 1,
+        "logging_steps": config.report.log_every,
+        # A loss that is not finite must be seen, not replaced by the average of the others.
+        "logging_nan_inf_filter": False,
+        "report_to": config.report.to or "none",
+        # The bar is ours: it shows tokens/s.
+        "disable_tqdm": True,
+        "log_level": "warning",
+        "log_level_replica": "error",
+        "use_cpu": not torch.cuda.is_available(),
+        # The stream seeks: nothing is read again to be thrown away.
+        "ignore_data_skip": True,
+        "remove_unused_columns": False,
+        "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": False,
+    } | _optimizer(config.optimizer, batch, train.max_steps)
+
+
+def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
+    scheduler_type, scheduler_kwargs = _schedule(optimizer, max_steps)
+    return {
+        "optim": "adamw_torch_fused",
+        "learning_rate": optimizer.lr,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "lr_scheduler_type": scheduler_type,
+        "lr_scheduler_kwargs": scheduler_kwargs,
+        "warmup_steps": num_warmup_steps(optimizer, batch),
+    }
+
+
+def num_warmup_steps(optimizer: OptimizerConfig, batch: BatchPlan) -> int:
+    """Length of the warm-up in steps, given in steps or in tokens."""
+    if optimizer.warmup_tokens is None:
+        return optimizer.warmup_steps
+    return math.ceil(optimizer.warmup_tokens / batch.tokens_per_step)
+
+
+def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, Any]]:
+    min_lr_ratio = 0.1 if optimizer.min_lr_ratio is None else optimizer.min_lr_ratio
+    match optimizer.schedule:
+        case Schedule.cosine:
+            return "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+        case Schedule.wsd:
+            num_decay_steps = max(1, round(max_steps * optimizer.decay_fraction))
+            return "warmup_stable_decay", {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio}
+        case Schedule.linear:
+            return "linear", {}
+        case Schedule.constant:
+            return "constant_with_warmup", {}
+
+
+def _check_extra(extra: dict[str, Any], ours: dict[str, Any]) -> None:
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name, value in extra.items():
+        key = f"train.arguments.{name}"
+        if name in ours:
+            raise ConfigError(
+                "hfdist sets this argument itself, from its own keys",
+                where=key,
+                found=value,
+                hint="see conf/ for the key of the same purpose",
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise ConfigError(
+                "transformers' TrainingArguments has no such field",
+                where=key,
+                found=value,
+                allowed="a field of TrainingArguments",
+                hint=f"train.arguments.{near[0]}" if near else None,
+            )

@@ -1,0 +1,126 @@
+"""What people and scripts see while a run goes: metrics.jsonl and a progress bar, on rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsWriter(TrainerCallback):
+    """One JSON object for each logged step and each evaluation, floats at full precision.
+
+    A value that is not finite is written as null: JSON has no NaN.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS
+        self._file: TextIO | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Open the file; on a resume, drop lines of steps that will be done again."""
+        if not state.is_world_process_zero:
+            return
+        kept = [line for line in read_metrics(self._path) if line["step"] <= state.global_step]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w", encoding="utf-8")
+        for line in kept if state.global_step > 0 else []:
+            self._write(line)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Write training lines (with `loss`) and evaluation lines (with `eval_loss`)."""
+        if self._file is not None and logs is not None and ("loss" in logs or "eval_loss" in logs):
+            self._write({"step": state.global_step} | logs)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self._file is not None
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read a metrics.jsonl; none: an empty list. A line cut off by a kill is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+class ProgressBar(TrainerCallback):
+    """A bar with loss, held-out loss and tokens/s."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._shown: dict[str, str] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Show the bar, from the step at which the run goes on."""
+        if state.is_world_process_zero:
+            self._bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc="train",
+                unit="step",
+                file=sys.stderr,
+                dynamic_ncols=True,
+                mininterval=0.5,
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Advance."""
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Show the newest figures."""
+        if self._bar is None or logs is None:
+            return
+        for key, label, form in _SHOWN:
+            if key in logs:
+                self._shown[label] = form.format(logs[key])
+        self._bar.set_postfix(self._shown, refresh=False)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Leave the full bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+_SHOWN = (
+    ("loss", "loss", "{:.3f}"),
+    ("eval_loss", "held-out", "{:.3f}"),
+    ("tokens_per_second", "tok/s", "{:,.0f}"),
+    ("mfu", "mfu", "{:.1%}"),
+)

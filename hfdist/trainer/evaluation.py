@@ -1,0 +1,62 @@
+"""Held-out loss that neither the batch size nor the number of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from hfdist.topology import Topology
+from hfdist.trainer.loss import IGNORED
+
+
+class DealtItems(Dataset[dict[str, Any]]):
+    """Every data_size-th item of a dataset, filled up with items without targets to the same number on each rank.
+
+    Under ZeRO-3 every forward is a collective, so all ranks must run equally many.
+    """
+
+    def __init__(self, dataset: Any, topology: Topology, micro_batch_size: int) -> None:
+        self._dataset = dataset
+        self._rank, self._size = topology.data_rank, topology.data_size
+        largest_share = -(-len(dataset) // self._size)
+        self._length = -(-largest_share // micro_batch_size) * micro_batch_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        place = index * self._size + self._rank
+        if place < len(self._dataset):
+            return dict(self._dataset[place])
+        item = dict(self._dataset[0])
+        return item | {"labels": torch.full_like(torch.as_tensor(item["labels"]), IGNORED)}
+
+
+def dealt_batches(
+    dataset: Any, *, topology: Topology, micro_batch_size: int, collate: Callable[[list[Any]], Any]
+) -> DataLoader[Any]:
+    """Give this rank's batches of a map-style dataset."""
+    return DataLoader(DealtItems(dataset, topology, micro_batch_size), batch_size=micro_batch_size, collate_fn=collate)
+
+
+def mean_token_loss(
+    batches: DataLoader[Any],
+    evaluate: Callable[[Any], tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+) -> tuple[float, int]:
+    """Sum losses and targets over this rank's batches and all ranks; give the mean loss and the number of targets."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in batches:
+        batch_total, batch_count = evaluate(batch)
+        total += batch_total
+        count += batch_count
+    if dist.is_initialized():
+        both = torch.stack([total, count])
+        dist.all_reduce(both)
+        total, count = both.unbind()
+    return (total / count).item(), int(count.item())

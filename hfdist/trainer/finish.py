@@ -1,0 +1,77 @@
+"""The end of a run: held-out loss beside a baseline, the model as a Hub folder, a sample of it, a picture."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfdist.config.report import ReportConfig
+from hfdist.trainer.plot import plot_losses
+from hfdist.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+
+
+def finish(trainer: Trainer, report: ReportConfig) -> None:
+    """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
+    run_dir = Path(trainer.args.output_dir)
+    loss = _last_held_out_loss(trainer)
+    folder = run_dir / MODEL
+    trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
+        baseline = unigram_loss(item["labels"] for item in trainer.eval_dataset)
+        logger.info("held-out loss %.4f, perplexity %.1f", loss, math.exp(min(loss, 700)))
+        logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, math.exp(baseline))
+        if report.sample_prompt is not None:
+            text = sample(folder, report.sample_prompt, report.sample_tokens)
+            logger.info("%s continues %r:\n%s", folder, report.sample_prompt, text)
+        if report.plot:
+            logger.info("loss curve: %s", plot_losses(run_dir))
+        logger.info("model: %s", folder)
+    if dist.is_initialized():
+        # Ranks that leave early would take the launcher down while rank 0 still samples.
+        dist.barrier()
+    trainer.end()
+
+
+def _last_held_out_loss(trainer: Trainer) -> float:
+    """The evaluation of the last step, made now unless it has been made."""
+    history = trainer.state.log_history
+    last = next((entry for entry in reversed(history) if "eval_loss" in entry), None)
+    if last is None or last["step"] != trainer.state.global_step:
+        return float(trainer.evaluate()["eval_loss"])
+    return float(last["eval_loss"])
+
+
+def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
+    """Entropy of the tokens in nats: the best that any model without context can do on these very tokens."""
+    counts = torch.bincount(torch.cat([labels[labels >= 0] for labels in sequences])).double()
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * share.log()).sum())
+
+
+def sample(folder: Path, prompt: str, num_tokens: int) -> str:
+    """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed)."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        output = model.generate(
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(output[0], skip_special_tokens=True)

@@ -1,0 +1,42 @@
+"""Who may speak: rank 0 tells how the run goes, the other ranks only what goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+import datasets
+import transformers
+
+from hfdist.topology import Topology
+
+
+def set_up_logging(topology: Topology) -> None:
+    """Let `hfdist` speak plainly on rank 0, and keep the libraries' chatter and repeated warnings out."""
+    logger = logging.getLogger("hfdist")
+    logger.propagate = False
+    logger.setLevel(logging.INFO if topology.is_main else logging.ERROR)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Plain())
+    logger.handlers[:] = [handler]
+
+    level = logging.WARNING if topology.is_main else logging.ERROR
+    transformers.logging.set_verbosity(level)
+    datasets.logging.set_verbosity(level)
+    datasets.disable_progress_bars()
+    # DeepSpeed and accelerate log each step of their set-up.
+    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    for name in ("DeepSpeed", "accelerate", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not topology.is_main:
+        warnings.simplefilter("ignore")
+
+
+class _Plain(logging.Formatter):
+    """Messages as they are; warnings and errors say so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"

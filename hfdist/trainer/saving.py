@@ -1,0 +1,99 @@
+"""What a checkpoint of the Trainer holds besides tensors, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hfdist.checkpoint import export_model, prune, read_checkpoint, write_checkpoint
+from hfdist.data import Cursor, TokenStream
+from hfdist.trainer.gather import gather_json
+
+if TYPE_CHECKING:
+    from hfdist.trainer.trainer import DistributedTrainerMixin
+
+CHECKPOINTS = "checkpoints"
+TRAINER_STATE = "trainer_state.json"
+
+
+def save(trainer: DistributedTrainerMixin) -> Path:
+    """Write `<output_dir>/checkpoints/step-N` and remove the oldest beyond `save_total_limit`. Call on all ranks."""
+    folder = Path(trainer.args.output_dir) / CHECKPOINTS
+
+    def write_files(path: Path) -> None:
+        _write_model_files(trainer, path)
+        trainer.state.save_to_json(str(path / TRAINER_STATE))
+
+    saved = write_checkpoint(
+        folder,
+        step=trainer.state.global_step,
+        pieces=trainer.engine.pieces(),
+        state=_state(trainer),
+        write_model_files=write_files,
+    )
+    if trainer.args.save_total_limit is not None:
+        prune(folder, keep=trainer.args.save_total_limit)
+    return saved
+
+
+def export(trainer: DistributedTrainerMixin, folder: Path) -> None:
+    """Write a Hub folder with the weights as they are. Call on all ranks."""
+    export_model(folder, trainer.engine.pieces(), lambda path: _write_model_files(trainer, path))
+
+
+def restore(trainer: DistributedTrainerMixin, path: Path) -> None:
+    """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
+    state = read_checkpoint(path, trainer.engine.pieces())
+    trainer.engine.loaded()
+    _restore_schedule(trainer, state["schedule_steps"])
+    if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
+        trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
+    if isinstance(trainer.train_dataset, TokenStream):
+        trainer.train_dataset.load_state_dict(state["cursor"])
+
+
+def _state(trainer: DistributedTrainerMixin) -> dict[str, Any]:
+    scaler = trainer.accelerator.scaler
+    return {
+        "schedule_steps": trainer.lr_scheduler.last_epoch,
+        "loss_scaler": None if scaler is None else scaler.state_dict(),
+        "cursor": _cursor(trainer),
+    }
+
+
+def _cursor(trainer: DistributedTrainerMixin) -> dict[str, Any] | None:
+    """Where the whole stream stands: each data rank knows only its own lanes."""
+    if not isinstance(trainer.train_dataset, TokenStream):
+        return None
+    cursors = (
+        gather_json(trainer.train_dataset.state_dict())
+        if dist.is_initialized()
+        else [trainer.train_dataset.state_dict()]
+    )
+    return Cursor.merge([Cursor.from_json(cursor) for cursor in cursors]).to_json()
+
+
+def _write_model_files(trainer: DistributedTrainerMixin, path: Path) -> None:
+    config = copy.deepcopy(trainer.model.config)
+    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
+    config.architectures = [type(trainer.model).__name__]
+    config.dtype = next(trainer.model.parameters()).dtype
+    config.use_cache = True
+    config.save_pretrained(path)
+    if trainer.model.can_generate():
+        trainer.model.generation_config.save_pretrained(path)
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(path)
+
+
+def _restore_schedule(trainer: DistributedTrainerMixin, steps: int) -> None:
+    """Schedules are functions of the step alone: set it, and compute the rates again."""
+    scheduler = trainer.lr_scheduler
+    rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler.last_epoch = steps
+    scheduler._last_lr = rates
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

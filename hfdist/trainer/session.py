@@ -1,0 +1,154 @@
+"""The steps of a recipe between its config and its Trainer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
+
+from hfdist.checkpoint import find_newest
+from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.compose import to_yaml
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import StrategyConfig
+from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
+from hfdist.errors import CheckpointError
+from hfdist.models.tokenizer import load_tokenizer
+from hfdist.strategies.base import Strategy
+from hfdist.topology import Degrees, Topology
+from hfdist.trainer.callbacks import MetricsWriter, ProgressBar
+from hfdist.trainer.finish import finish
+from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.saving import CHECKPOINTS
+from hfdist.trainer.summary import describe_run
+from hfdist.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and the tokenizer that it reads with."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    stream: TokenStream
+    held_out: HeldOut
+
+
+def degrees(strategy: StrategyConfig) -> Degrees:
+    """The degrees of parallelism that the config asks for."""
+    return Degrees(
+        data=strategy.data,
+        min_data=strategy.min_data,
+        pipeline=strategy.pipeline,
+        context=strategy.context,
+        tensor=strategy.tensor,
+        expert=strategy.expert,
+    )
+
+
+def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
+    """Find this process's place and the batch arithmetic, and open the run folder.
+
+    Raises:
+        ConfigError: too few processes, sizes that do not divide.
+        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
+    """
+    topology = Topology.from_environment(degrees(config.strategy))
+    batch = plan_batch(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_size=topology.data_size,
+        sequence_length=config.data.sequence_length,
+        lanes=config.data.lanes,
+    )
+    set_up_logging(topology)
+    run_dir = Path(config.run.dir)
+    _check_resume(config.checkpoint.resume, run_dir / CHECKPOINTS)
+    if topology.is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return topology, batch
+
+
+def build_data(config: RunConfig, topology: Topology) -> RunData:
+    """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
+
+    Raises:
+        ConfigError, DataError: sources that are missing, unreadable or too small.
+    """
+    corpus = open_corpus(config.data)
+    tokenizer = load_tokenizer(
+        config.model,
+        corpus_id=f"{corpus.fingerprint}:{config.data.eval_fraction}",
+        texts=corpus.training_texts,
+        cache_dir=cache_dir(config.data),
+    )
+    stream = TokenStream(corpus, tokenizer, config.data, data_rank=topology.data_rank, data_size=topology.data_size)
+    return RunData(corpus, tokenizer, stream, build_held_out(corpus, tokenizer, config.data))
+
+
+def build_trainer(
+    config: RunConfig, arguments: TrainingArguments, model: PreTrainedModel, strategy: Strategy, data: RunData
+) -> Trainer:
+    """Make the Trainer and say what it is about to do."""
+    callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
+    logger.info("%s", describe_run(config, strategy, model, data=_describe_data(data)))
+    return Trainer(
+        model,
+        arguments,
+        strategy=strategy,
+        train_dataset=data.stream,
+        eval_dataset=data.held_out,
+        processing_class=data.tokenizer,
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
+
+
+def train(trainer: Trainer, config: RunConfig) -> None:
+    """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export."""
+    trainer.train(resume_from_checkpoint=_resume_from(config))
+    finish(trainer, config.report)
+
+
+def _resume_from(config: RunConfig) -> str | None:
+    match config.checkpoint.resume:
+        case "never":
+            return None
+        case "auto":
+            found = find_newest(Path(config.run.dir) / CHECKPOINTS)
+            if found is not None:
+                logger.info("resuming from %s", found)
+            return None if found is None else str(found)
+        case path:
+            return path
+
+
+def _check_resume(resume: str, checkpoints: Path) -> None:
+    present = sorted(path.name for path in checkpoints.glob("step-*"))
+    if resume == "never" and present:
+        raise CheckpointError(
+            "the run folder already holds checkpoints",
+            where="checkpoint.resume=never",
+            found=f"{present[-1]} in {checkpoints}",
+            hint="another run.name, or checkpoint.resume=auto to go on from it",
+        )
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        raise CheckpointError(
+            "no such checkpoint",
+            where="checkpoint.resume",
+            found=resume,
+            allowed="auto, never, or the folder of a checkpoint",
+            hint=f"{checkpoints / present[-1]}" if present else None,
+        )
+
+
+def _describe_data(data: RunData) -> str:
+    return (
+        f"{', '.join(data.corpus.source_names)}: {data.corpus.num_documents:,} documents; "
+        f"tokenizer of {len(data.tokenizer):,}; {len(data.held_out):,} held-out sequences"
+    )

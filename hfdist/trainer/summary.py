@@ -1,0 +1,60 @@
+"""The start-up summary: layout, parameters per rank, batch arithmetic and tokens, for people."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from hfdist.config.run import RunConfig
+from hfdist.models.flops import num_parameters
+from hfdist.strategies.base import Strategy
+
+_BYTES_PER_VALUE = 4
+_ADAM_VALUES = 2
+
+
+def describe_run(
+    config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str, num_target_steps: int | None = None
+) -> str:
+    """Give the lines that a run starts with.
+
+    Args:
+        config: of the run.
+        strategy: the layout.
+        model: whole, or cut under ZeRO-3.
+        data: one line on the corpus.
+        num_target_steps: step at which a resumed run goes on; None: a fresh run.
+    """
+    batch, shares = strategy.batch, strategy.shares
+    size = num_parameters(model)
+    held = {"weights": shares.weights, "gradients": shares.gradients, "optimizer": shares.optimizer * _ADAM_VALUES}
+    state_bytes = sum(held.values()) * size * _BYTES_PER_VALUE
+    num_sequences = f"{batch.global_batch_size:,} sequences"
+    cut = f"{batch.data_size} data ranks x {batch.num_microbatches} micro batches x {batch.micro_batch_size}"
+    total = config.train.max_steps * batch.tokens_per_step
+    rows = [
+        (
+            "model",
+            f"{model.config.model_type}, {size:,} parameters, {config.model.init.value} weights, "
+            f"attention {model.config._attn_implementation}",
+        ),
+        (
+            "layout",
+            f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
+            f"{config.train.precision.value}",
+        ),
+        (
+            "per rank",
+            f"{size * shares.weights:,.0f} weights, {size * shares.gradients:,.0f} gradients, "
+            f"{size * shares.optimizer * _ADAM_VALUES:,.0f} optimizer values: "
+            f"about {state_bytes / 2**20:,.0f} MiB in float32",
+        ),
+        ("batch", f"{num_sequences} = {cut}; {batch.tokens_per_step:,} tokens a step"),
+        ("data", data),
+        (
+            "train",
+            f"{config.train.max_steps:,} steps, {total:,} tokens; {config.optimizer.name.value}, "
+            f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
+        ),
+        ("folder", f"{config.run.dir}" + (f", from step {num_target_steps:,}" if num_target_steps else "")),
+    ]
+    return "\n".join(f"  {label:<9} {text}" for label, text in rows)

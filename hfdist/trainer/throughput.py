@@ -1,0 +1,78 @@
+"""Tokens, tokens a second, seconds a step and MFU of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hfdist.models.flops import peak_flops
+
+
+class Throughput:
+    """Counts what the whole run reads, and tells the speed since the last reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tokens = 0
+        """Tokens read by all data ranks since the beginning of the run, resumes included."""
+        self._peak_flops = peak_flops(device)
+        self._num_devices = 1
+        self._flops: Callable[[int], float] | None = None
+        self._flops_by_length: dict[int, float] = {}
+        self._sequence_length = 0
+        self._last_step = 0
+        self._last_tokens = 0
+        self._last_seconds = 0.0
+
+    def start(self, *, step: int, tokens: int, flops_per_token: Callable[[int], float], num_devices: int) -> None:
+        """Start the clock.
+
+        Args:
+            step: steps done before, where a run is resumed.
+            tokens: read before.
+            flops_per_token: operations of one token, by the length of its sequence.
+            num_devices: that share the work.
+        """
+        self.tokens = self._last_tokens = tokens
+        self._last_step = step
+        self._flops, self._num_devices = flops_per_token, num_devices
+        self._last_seconds = time.monotonic()
+
+    def add(self, num_tokens: int) -> None:
+        """Count tokens that all ranks together have just read."""
+        self.tokens += num_tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock: an evaluation or a save is not training."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._last_seconds += time.monotonic() - begin
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Operations of one token; the model is counted once for each length."""
+        assert self._flops is not None
+        self._sequence_length = sequence_length
+        if sequence_length not in self._flops_by_length:
+            self._flops_by_length[sequence_length] = self._flops(sequence_length)
+        return self._flops_by_length[sequence_length]
+
+    def read(self, step: int) -> dict[str, float]:
+        """Give the figures since the last reading, for a line of metrics."""
+        now = time.monotonic()
+        seconds = max(now - self._last_seconds, 1e-9)
+        tokens_per_second = (self.tokens - self._last_tokens) / seconds
+        figures: dict[str, float] = {
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": seconds / max(step - self._last_step, 1),
+        }
+        if self._peak_flops is not None and self._sequence_length:
+            used = tokens_per_second * self.flops_per_token(self._sequence_length)
+            figures["mfu"] = used / (self._peak_flops * self._num_devices)
+        self._last_step, self._last_tokens, self._last_seconds = step, self.tokens, now
+        return figures

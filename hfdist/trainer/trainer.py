@@ -1,0 +1,212 @@
+"""The Hugging Face Trainer with an engine under it.
+
+Every override is either what no Trainer has (a stream that seeks, checkpoints by name, evaluation weighted by
+tokens) or one line that lets the engine do the step. Without a strategy the Trainer is the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_utils import EvalLoopOutput
+
+from hfdist.data import TokenStream
+from hfdist.errors import ConfigError
+from hfdist.models.flops import flops_per_token
+from hfdist.strategies.base import Batch, Engine, Strategy
+from hfdist.trainer import saving
+from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
+from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
+from hfdist.trainer.throughput import Throughput
+
+
+class DistributedTrainerMixin:
+    """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
+
+    Args:
+        model: whole, on the CPU (under ZeRO-3: made after the arguments, so already cut).
+        args: TrainingArguments made with `**strategy.training_arguments()`.
+        strategy: the layout; None: everything is as in the original class.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *more: Any, strategy: Strategy | None = None, **named: Any
+    ) -> None:
+        self.strategy = strategy
+        self.engine: Engine | None = None
+        if strategy is not None:
+            _check_arguments(args, strategy)
+            self.engine = strategy.build(model)
+            model = self.engine.model
+        super().__init__(model, args, *more, **named)
+        if self.engine is not None:
+            self.throughput = Throughput(self.args.device)
+            if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+                # Such a model would average over its own micro batch, which biases uneven ones.
+                self.compute_loss_func = causal_lm_loss
+
+    # ---- setting up ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; on a CPU accelerate drops fp16 without a word, so give it what a GPU gets."""
+        super().create_accelerator_and_postprocess()
+        is_silent_fp32 = self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu"
+        if self.engine is not None and is_silent_fp32 and not self.is_deepspeed_enabled:
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
+        if self.engine is None:
+            return super().get_decay_parameter_names(model)
+        return [name for name, p in model.named_parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
+
+    def get_train_dataloader(self) -> Any:
+        """A token stream reads this rank's share by itself: accelerate must not cut it again."""
+        if self.engine is None or not isinstance(self.train_dataset, TokenStream):
+            return super().get_train_dataloader()
+        return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.engine is None:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # The checkpoint is ours, so the original must not look for its own files.
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.engine.attach(self.model_wrapped, self.optimizer)
+        if resume_from_checkpoint is not None:
+            saving.restore(self, Path(resume_from_checkpoint))
+        self.throughput.start(
+            step=self.state.global_step,
+            tokens=self.state.num_input_tokens_seen,
+            flops_per_token=partial(flops_per_token, self.model),
+            num_devices=self.args.world_size,
+        )
+        return prepared
+
+    # ---- the step ----
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Let the engine run forward and backward of one micro batch."""
+        default: Callable[..., torch.Tensor] = partial(super().training_step, model)
+        if self.engine is None:
+            return default(inputs, num_items_in_batch)
+        return self.engine.forward_backward(inputs, num_items_in_batch, default)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Count the tokens on the way."""
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.engine is not None and self.strategy is not None:
+            read = sum(batch["input_ids"].numel() for batch in samples)
+            self.throughput.add(read * self.strategy.topology.data_size)
+            self.state.num_input_tokens_seen = self.throughput.tokens
+        return samples, num_items
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """By the documented formula, counted once: the original counts all parameters at every micro batch."""
+        if self.engine is None:
+            return super().floating_point_ops(inputs)
+        tokens = inputs["input_ids"]
+        return round(self.throughput.flops_per_token(tokens.shape[-1]) * tokens.numel())
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        default = partial(super()._clip_grad_norm, model)
+        return default() if self.engine is None else self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
+        if self.engine is not None and "loss" in logs:
+            logs |= self.throughput.read(self.state.global_step)
+        super().log(logs, start_time)
+
+    # ---- evaluation ----
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Deal the held-out items over the data ranks, with equally many batches on each."""
+        if self.engine is None or self.strategy is None or self.compute_metrics is not None:
+            return super().get_eval_dataloader(eval_dataset)
+        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        return dealt_batches(
+            self.eval_dataset if named is None else named,
+            topology=self.strategy.topology,
+            micro_batch_size=self.args.per_device_eval_batch_size,
+            collate=self.data_collator,
+        )
+
+    def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:
+        """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
+        if self.engine is None or self.compute_metrics is not None:
+            return super().evaluation_loop(dataloader, description, *more, **named)
+        prefix = named.get("metric_key_prefix", "eval")
+        model = self._model_for_evaluation()
+        was_training = model.training
+        model.eval()
+        default = partial(self._sum_of_losses, model)
+        with self.throughput.paused():
+            evaluate = partial(self.engine.evaluate, default=default)
+            loss, num_tokens = mean_token_loss(dataloader, evaluate, self.args.device)
+        model.train(was_training)
+        metrics = {f"{prefix}_loss": loss, f"{prefix}_tokens": num_tokens}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def _model_for_evaluation(self) -> nn.Module:
+        """The model as it is trained; before training, wrapped as training would."""
+        if self.model_wrapped is self.model and self.strategy is not None and self.is_deepspeed_enabled:
+            raise ConfigError(
+                "evaluate() before train() is not possible: DeepSpeed makes its engine with the optimizer",
+                hint="call train() first, or evaluate with strategy=single or strategy=ddp",
+            )
+        # DDP's wrapper only matters for backward, and would make ranks wait for each other.
+        return self.model_wrapped if self.is_deepspeed_enabled else self.model
+
+    def _sum_of_losses(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = self._prepare_inputs(batch)
+        with torch.no_grad(), self.accelerator.autocast():
+            return sum_of_token_losses(model, batch, accepts_loss_kwargs=self.model_accepts_loss_kwargs)
+
+    # ---- saving and resuming ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.engine is None:
+            super()._save_checkpoint(model, trial)
+            return
+        with self.throughput.paused():
+            self.store_flos()
+            saving.save(self)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        saving.export(self, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # With an engine, weights are read together with the optimizer's state, once both exist.
+        if self.engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.engine is None:
+            super()._load_rng_state(checkpoint)
+
+
+class Trainer(DistributedTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with a `strategy`."""
+
+
+def _check_arguments(args: Any, strategy: Strategy) -> None:
+    """The layout's numbers live in the arguments too, where the original class reads them."""
+    for name, value in strategy.training_arguments().items():
+        if getattr(args, name, None) != value:
+            raise ConfigError(
+                "the training arguments were not made for this strategy",
+                where=f"args.{name}",
+                found=getattr(args, name, None),
+                hint="TrainingArguments(..., **strategy.training_arguments())",
+            )

@@ -1,0 +1,30 @@
+"""Pretrain a causal language model on a stream of text.
+
+accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
+"""
+
+from hfdist.config.command import recipe
+from hfdist.config.run import RunConfig
+
+
+@recipe(primary="pretrain")
+def main(config: RunConfig) -> None:
+    """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
+    # Imported here, so that --help and a misspelt key need no torch.
+    from hfdist.models import build_model, load_architecture
+    from hfdist.strategies.select import select_strategy
+    from hfdist.trainer.arguments import build_arguments
+    from hfdist.trainer.session import build_data, build_trainer, prepare_run, train
+
+    topology, batch = prepare_run(config)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    data = build_data(config, topology)
+    architecture = load_architecture(config.model, data.tokenizer, sequence_length=config.data.sequence_length)
+    arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
+    model = build_model(config.model, architecture, seed=config.train.seed)
+    trainer = build_trainer(config, arguments, model, strategy, data)
+    train(trainer, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Who am I: rank arithmetic, and what happens when the processes do not fit the layout."""
+
+import itertools
+
+import pytest
+
+from hfdist.errors import ConfigError
+from hfdist.topology import Degrees, Topology, read_launcher
+
+
+def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
+    places = [Topology.of(Degrees(pipeline=2, tensor=2), world_size=8, rank=rank) for rank in range(8)]
+    assert [place.pipeline_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [place.data_rank for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert places[0].mesh_shape == {"pipeline": 2, "data": 2, "context": 1, "tensor": 2}
+
+
+@pytest.mark.parametrize(("pipeline", "context", "tensor", "data"), itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
+def test_each_replica_reads_one_share_and_all_shares_are_read(pipeline, context, tensor, data):
+    degrees = Degrees(pipeline=pipeline, context=context, tensor=tensor)
+    world_size = data * degrees.model
+    places = [Topology.of(degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
+    assert all(place.data_size == data for place in places)
+    shares = [sum(place.data_rank == share for place in places) for share in range(data)]
+    assert shares == [degrees.model] * data
+
+
+def test_a_degree_that_is_not_given_is_one_and_data_is_what_is_left():
+    assert Topology.of(Degrees(), world_size=6).data == 6
+    assert Topology.of(Degrees(pipeline=3), world_size=6).data == 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "needed"),
+    [
+        (Degrees(data=2), 1, "exactly 2"),
+        (Degrees(data=1), 2, "exactly 1"),
+        (Degrees(min_data=2), 1, "2 or more"),
+        (Degrees(pipeline=2), 3, "multiple of 2"),
+        (Degrees(data=2, pipeline=2), 2, "exactly 4"),
+    ],
+)
+def test_processes_that_do_not_fit_are_an_error_that_tells_how_to_launch(degrees, world_size, needed):
+    with pytest.raises(ConfigError) as caught:
+        Topology.of(degrees, world_size=world_size)
+    message = str(caught.value)
+    assert needed in message
+    assert f"found:   {world_size} process" in message
+    assert "accelerate" in message or "without a launcher" in message
+
+
+def test_experts_spread_over_data_ranks_only():
+    assert Topology.of(Degrees(expert=2), world_size=4).expert == 2
+    with pytest.raises(ConfigError, match="expert degree must divide"):
+        Topology.of(Degrees(expert=3), world_size=4)
+
+
+def test_the_launchers_environment():
+    place = read_launcher({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+    assert (place.rank, place.world_size, place.local_rank) == (3, 4, 1)
+    assert read_launcher({}).world_size == 1
+    with pytest.raises(ConfigError, match="does not name a process"):
+        read_launcher({"RANK": "4", "WORLD_SIZE": "4"})
+    with pytest.raises(ConfigError, match="not a whole number"):
+        read_launcher({"WORLD_SIZE": "four"})
+
+
+def test_description():
+    assert Topology.of(Degrees(), world_size=1).describe() == "1 process"
+    assert Topology.of(Degrees(pipeline=2), world_size=8).describe() == "8 processes: pipeline 2 x data 4"
