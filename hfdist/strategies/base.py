@@ -63,7 +63,7 @@ class Engine(Protocol):
 
 
 class Strategy(Protocol):
-    """How one model becomes a distributed one. Cheap: needs no process group."""
+    """How one model becomes a distributed one. Cheap: needs no process group until `start`."""
 
     topology: Topology
     batch: BatchPlan
@@ -71,6 +71,9 @@ class Strategy(Protocol):
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
+
+    def start(self) -> None:
+        """Do what must happen once the process group is up and before the model is made."""
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole (or, under ZeRO-3, already cut while loading)."""

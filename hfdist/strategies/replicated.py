@@ -27,6 +27,9 @@ class ReplicatedStrategy:
         """Gradient accumulation by the Trainer itself."""
         return {"gradient_accumulation_steps": self.batch.num_microbatches}
 
+    def start(self) -> None:
+        """Nothing to do."""
+
     def build(self, model: nn.Module) -> ReplicatedEngine:
         """Take the model as it is: accelerate wraps it in DDP where there are several processes."""
         return ReplicatedEngine(model)

@@ -35,6 +35,21 @@ class ZeroStrategy:
         """The generated DeepSpeed config. Under ZeRO-3, models built after it are cut while they are made."""
         return {"gradient_accumulation_steps": self.batch.num_microbatches, "deepspeed": self._deepspeed}
 
+    def start(self) -> None:
+        """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__
+
+        # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference calls,
+        # and leaves its 66 MiB a rank behind in /dev/shm.
+        __compatible_ops__["deepspeed_shm_comm"] = False
+        if not torch.distributed.is_initialized():
+            # One process without a launcher: DeepSpeed would look for MPI.
+            store = torch.distributed.HashStore()
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        deepspeed.init_distributed(verbose=False)
+
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed."""
         return ZeroEngine(model)

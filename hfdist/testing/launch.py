@@ -92,7 +92,14 @@ def _rank_main(
     world_size: int,
     folder: str | None,
 ) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        OMP_NUM_THREADS="1",
+    )
     try:
         torch.set_num_threads(1)
         _forget_accelerate_state()

@@ -19,7 +19,7 @@ from hfdist.strategies.base import Strategy
 
 
 def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
-    """Give the Trainer's arguments. Starts the process group.
+    """Give the Trainer's arguments. Starts the process group, and then the strategy.
 
     Raises:
         ConfigError: a key of `train.arguments` that TrainingArguments does not have or that hfdist sets itself.
@@ -27,12 +27,14 @@ def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
     fields = _generated(config, strategy.batch) | strategy.training_arguments()
     _check_extra(config.train.arguments, fields)
     try:
-        return TrainingArguments(**fields, **config.train.arguments)
+        arguments = TrainingArguments(**fields, **config.train.arguments)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(
             f"transformers refuses the arguments: {str(error).splitlines()[0]}",
             where="train.arguments, report.to, optimizer.* or train.*",
         ) from error
+    strategy.start()
+    return arguments
 
 
 def _generated(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The generated DeepSpeed config, and mistakes in the further keys."""
+
+import pytest
+
+from hfdist.config.batch import plan_batch
+from hfdist.config.strategy import Offload, Sharding, StrategyConfig
+from hfdist.config.train import Precision, TrainConfig
+from hfdist.errors import ConfigError
+from hfdist.strategies.deepspeed_config import generate
+from hfdist.strategies.deepspeed_schema import check_extra_keys
+
+
+def config(strategy: StrategyConfig, train: TrainConfig | None = None):
+    batch = plan_batch(global_batch_size=32, micro_batch_size=4, data_size=2, sequence_length=16, lanes=48)
+    return generate(strategy, train or TrainConfig(), batch)
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+@pytest.mark.parametrize("sharding", [Sharding.zero1, Sharding.zero2, Sharding.zero3])
+def test_every_number_is_written_out_and_deepspeed_accepts_them(sharding):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    generated = config(StrategyConfig(sharding=sharding, offload=Offload.cpu))
+    assert "auto" not in list(leaves(generated))
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [generated[size] for size in sizes] == [32, 4, 4]
+    parsed = DeepSpeedConfig({**generated, "train_batch_size": 16})  # of one process
+    assert parsed.zero_config.stage == {"zero1": 1, "zero2": 2, "zero3": 3}[sharding.value]
+    assert parsed.zero_config.offload_optimizer.device == "cpu"
+    assert parsed.gradient_clipping == 1.0
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_precision_switches_one_section_on(precision):
+    generated = config(StrategyConfig(sharding=Sharding.zero2), TrainConfig(precision=precision))
+    assert generated["bf16"]["enabled"] is (precision is Precision.bf16)
+    assert generated["fp16"]["enabled"] is (precision is Precision.fp16)
+
+
+def test_further_keys_are_merged_over_the_generated_ones():
+    extra = {"zero_optimization": {"reduce_bucket_size": 1000, "round_robin_gradients": True}}
+    section = config(StrategyConfig(sharding=Sharding.zero2, deepspeed=extra))["zero_optimization"]
+    assert (section["reduce_bucket_size"], section["round_robin_gradients"], section["stage"]) == (1000, True, 2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "where", "hint"),
+    [
+        ({"zero_optimzation": {}}, "strategy.deepspeed.zero_optimzation", "strategy.deepspeed.zero_optimization"),
+        (
+            {"zero_optimization": {"reduce_bucket": 1}},
+            "strategy.deepspeed.zero_optimization.reduce_bucket",
+            "strategy.deepspeed.zero_optimization.reduce_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"pin_memry": True}}},
+            "strategy.deepspeed.zero_optimization.offload_optimizer.pin_memry",
+            "strategy.deepspeed.zero_optimization.offload_optimizer.pin_memory",
+        ),
+        ({"zero_optimization": {"stage": 3}}, "strategy.deepspeed.zero_optimization.stage", "strategy.sharding"),
+        ({"train_batch_size": 3}, "strategy.deepspeed.train_batch_size", "train.global_batch_size"),
+        ({"gradient_clipping": 3.0}, "strategy.deepspeed.gradient_clipping", "train.max_grad_norm"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big"}},
+            "strategy.deepspeed.zero_optimization.reduce_bucket_size",
+            "valid integer",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": -1}},
+            "strategy.deepspeed.zero_optimization.reduce_bucket_size",
+            "greater than 0",
+        ),
+        ({"prescale_gradients": 3}, "strategy.deepspeed.prescale_gradients", "bool"),
+        ({"fp16": True}, "strategy.deepspeed.fp16", "a mapping"),
+    ],
+)
+def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):
+    with pytest.raises(ConfigError) as caught:
+        check_extra_keys(extra)
+    assert caught.value.where == where
+    assert hint in str(caught.value)

@@ -1,0 +1,66 @@
+"""The hooks of other packages that hfdist overrides or calls: a new release that moves one must fail here first."""
+
+import inspect
+
+import pytest
+import transformers
+from transformers import PreTrainedModel, TrainerState, TrainingArguments
+
+from hfdist.trainer.trainer import DistributedTrainerMixin
+
+SEAMS = {
+    "_prepare_for_training": ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
+    "floating_point_ops": ["self", "inputs"],
+    "_clip_grad_norm": ["self", "model"],
+    "log": ["self", "logs", "start_time"],
+    "get_train_dataloader": ["self"],
+    "get_eval_dataloader": ["self", "eval_dataset"],
+    "get_decay_parameter_names": ["self", "model"],
+    "create_accelerator_and_postprocess": ["self"],
+    "_save_checkpoint": ["self", "model", "trial"],
+    "save_model": ["self", "output_dir", "_internal_call"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_rng_state": ["self", "checkpoint"],
+}
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_the_trainers_hooks_have_the_signature_that_we_override(name):
+    assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == SEAMS[name]
+
+
+def test_every_override_of_the_mixin_is_listed():
+    own = {name for name, value in vars(DistributedTrainerMixin).items() if inspect.isfunction(value)}
+    overrides = {name for name in own if hasattr(transformers.Trainer, name) and not name.startswith("__")}
+    assert overrides - {"evaluation_loop"} == set(SEAMS)
+
+
+def test_the_evaluation_loop_begins_with_what_we_read():
+    names = list(inspect.signature(transformers.Trainer.evaluation_loop).parameters)
+    assert names[:3] == ["self", "dataloader", "description"]
+    assert "metric_key_prefix" in names
+
+
+def test_the_step_is_called_through_the_hooks():
+    """The loop must still reach the hooks: a renamed call would leave our override unused without a word."""
+    loop = inspect.getsource(transformers.Trainer._run_epoch)
+    for call in ("self.training_step(", "self._clip_grad_norm(", "self.get_batch_samples(", "self.floating_point_ops("):
+        assert call in loop
+    assert "self._save_checkpoint(" in inspect.getsource(transformers.Trainer._maybe_log_save_evaluate)
+    assert "self._prepare_for_training(" in inspect.getsource(transformers.Trainer._inner_training_loop)
+
+
+def test_private_names_elsewhere():
+    assert list(inspect.signature(PreTrainedModel._init_weights).parameters) == ["self", "module"]
+    assert {"num_input_tokens_seen", "global_step", "log_history"} <= set(inspect.signature(TrainerState).parameters)
+    assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
+        inspect.signature(TrainingArguments).parameters
+    )
+
+
+def test_deepspeeds_table_of_operators_has_the_one_that_we_switch_off():
+    from deepspeed.ops import __compatible_ops__
+
+    assert "deepspeed_shm_comm" in __compatible_ops__
