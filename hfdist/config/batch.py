@@ -1,6 +1,6 @@
 """All batch arithmetic: from the two sizes that a user gives to every number that the libraries want.
 
-    global_batch = micro_batch * num_microbatches * data_size          (sequences)
+global_batch = micro_batch * num_microbatches * data_size          (sequences)
 """
 
 from __future__ import annotations

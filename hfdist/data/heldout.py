@@ -1,0 +1,91 @@
+"""The held-out set: documents that training skips, packed once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.config.data import DataConfig
+from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.pack import NAMES, empty_sequence, put
+from hfdist.data.tokenize import encode, tokenizer_digest
+from hfdist.errors import DataError
+
+
+class HeldOut(Dataset[dict[str, torch.Tensor]]):
+    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length]."""
+
+    def __init__(self, sequences: NDArray[np.int32]) -> None:
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(self._sequences[index].astype(np.int64))
+        return dict(zip(NAMES, rows, strict=True))
+
+
+def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
+    """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
+
+    A last sequence that does not fill up is left out.
+
+    Raises:
+        DataError: the held-out documents do not fill one sequence.
+    """
+    if config.eval_fraction == 0:
+        return None
+    settings = [config.sequence_length, config.eval_sequences]
+    identity = json.dumps([1, corpus.fingerprint, tokenizer_digest(tokenizer), *settings])
+    key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    path = cache_dir(config) / "held_out" / f"{key}.npy"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # All processes of a machine come here at once: the first packs, the others wait and read.
+    with FileLock(f"{path}.lock"):
+        if not path.is_file():
+            _save_atomically(_pack(corpus, tokenizer, config), path)
+    return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
+    sequences: list[NDArray[np.int32]] = []
+    sequence, filled = empty_sequence(config.sequence_length), 0
+    for text in corpus.mixed():
+        if not corpus.is_held_out(text):
+            continue
+        tokens, offset = encode(tokenizer, text), 0
+        while offset < len(tokens) and len(sequences) < config.eval_sequences:
+            taken = put(sequence, filled, tokens, offset)
+            offset, filled = offset + taken, filled + taken
+            if filled == config.sequence_length:
+                sequences.append(sequence)
+                sequence, filled = empty_sequence(config.sequence_length), 0
+        if len(sequences) == config.eval_sequences:
+            break
+    if not sequences:
+        raise DataError(
+            "the held-out documents do not fill one sequence",
+            where="data.eval_fraction",
+            found=f"{config.eval_fraction:g} of {corpus.num_documents} documents",
+            allowed="enough for data.sequence_length tokens, or 0 for no held-out set",
+            hint="a larger data.eval_fraction, or data.eval_fraction=0",
+        )
+    return np.stack(sequences)
+
+
+def _save_atomically(sequences: NDArray[np.int32], path: Path) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    with os.fdopen(descriptor, "wb") as file:
+        np.save(file, sequences, allow_pickle=False)
+    os.replace(name, path)

@@ -1,0 +1,119 @@
+"""The order of documents as arithmetic: a pure function of (seed, epoch, lane, position), with no buffer and no state.
+
+    documents   0 1 2 | 3 4 | 5 6 7 | 8 9      canonical order, cut into blocks of neighbouring rows
+    epoch e     permuted blocks:  C A D B      keyed by (seed, e)
+    lanes       C -> 0, A -> 1, D -> 0, ...    permuted block b goes to lane b mod lanes
+    in a block  rows permuted                  keyed by (seed, e, block)
+
+Sequence i of the run comes from lane i mod lanes, and a data rank serves whole lanes, so that the global batch is the
+same for every number of data ranks that divides the lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 4
+_LARGEST_BLOCK_ROWS = 1024
+_BLOCKS_PER_LANE = 16
+
+
+class Permutation:
+    """A keyed bijection of range(n), evaluated at any index without a table.
+
+    A Feistel network permutes the next power of four; indices that fall outside range(n) walk on until they are in.
+    """
+
+    def __init__(self, size: int, *key: int | str) -> None:
+        self._size = size
+        half_bits = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
+        self._shift = np.uint64(half_bits)
+        self._mask = np.uint64((1 << half_bits) - 1)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        self._round_keys = np.frombuffer(digest, dtype="<u8")
+
+    def __call__(self, indices: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+        """Give the images of `indices`, each in range(n). Shape as given."""
+        values = np.asarray(indices, dtype=np.uint64)
+        result = self._encrypt(values)
+        while (outside := result >= self._size).any():
+            result = np.where(outside, self._encrypt(result), result)
+        return result.astype(np.int64)
+
+    def at(self, index: int) -> int:
+        """Give the image of one index."""
+        return int(self(np.array([index]))[0])
+
+    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._shift, values & self._mask
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix(right + key) & self._mask)
+        return (left << self._shift) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64: every input bit changes every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def block_sizes(runs: Sequence[int], *, lanes: int) -> list[int]:
+    """Cut runs of rows that are cheap to read together (a shard, a row group) into blocks.
+
+    Small enough that each lane has many blocks, large enough that reading stays local.
+
+    Args:
+        runs: number of rows of each run, in canonical order.
+        lanes: of the stream.
+    """
+    most = min(max(sum(runs) // (lanes * _BLOCKS_PER_LANE), 1), _LARGEST_BLOCK_ROWS)
+    return [min(most, rows - start) for rows in runs for start in range(0, rows, most)]
+
+
+class LaneOrder:
+    """Which document stands at which position of which lane. Lanes go through their epochs independently."""
+
+    def __init__(self, blocks: Sequence[int], *, lanes: int, seed: int) -> None:
+        self._sizes = np.asarray(blocks, dtype=np.int64)
+        self._firsts = np.cumsum(self._sizes) - self._sizes
+        self._lanes, self._seed = lanes, seed
+        # Bounded caches: a lane is in one epoch at a time, and lanes drift apart by one or two.
+        self._lane_blocks = lru_cache(maxsize=4 * lanes)(self._compute_lane_blocks)
+        self._all_blocks = lru_cache(maxsize=4)(self._compute_all_blocks)
+
+    def lane_length(self, epoch: int, lane: int) -> int:
+        """Number of documents of a lane in an epoch."""
+        ends = self._lane_blocks(epoch, lane)[1]
+        return int(ends[-1]) if len(ends) else 0
+
+    def document(self, epoch: int, lane: int, position: int) -> int:
+        """Canonical number of the document at `position` of a lane's epoch."""
+        blocks, ends = self._lane_blocks(epoch, lane)
+        place = int(np.searchsorted(ends, position, side="right"))
+        block = int(blocks[place])
+        size = int(self._sizes[block])
+        row = position - (int(ends[place]) - size)
+        return int(self._firsts[block]) + Permutation(size, self._seed, epoch, block).at(row)
+
+    def _compute_lane_blocks(self, epoch: int, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        blocks = self._all_blocks(epoch)[lane :: self._lanes]
+        return blocks, np.cumsum(self._sizes[blocks])
+
+    def _compute_all_blocks(self, epoch: int) -> NDArray[np.int64]:
+        return Permutation(len(self._sizes), self._seed, epoch, "blocks")(np.arange(len(self._sizes)))
+
+
+def lanes_of_rank(data_rank: int, data_size: int, lanes: int) -> list[int]:
+    """Lanes that a data rank serves, in the order in which it serves them."""
+    return list(range(data_rank, lanes, data_size))
+
+
+def workers_that_fit(workers: int, rank_lanes: int) -> int:
+    """Largest number of workers, at most `workers`, of which each can own whole lanes of a rank."""
+    return max((n for n in range(1, workers + 1) if rank_lanes % n == 0), default=0)

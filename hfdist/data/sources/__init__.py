@@ -1,0 +1,1 @@
+"""Where documents come from: each source lists shards with their row counts, and reads a row by number."""

@@ -1,0 +1,41 @@
+"""A dataset that the `datasets` library opens: a Hub id or a folder, memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import datasets
+
+from hfdist.config.data import SourceConfig
+from hfdist.data.sources.base import check_column, check_text
+from hfdist.errors import ConfigError, DataError
+
+
+class HubShard:
+    """The rows of one split."""
+
+    def __init__(self, name: str, config: SourceConfig) -> None:
+        assert config.path is not None  # checked with the config
+        key = f"data.sources.{name}"
+        try:
+            self._rows = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise ConfigError(
+                f"the dataset cannot be opened: {str(error).splitlines()[0]}",
+                where=f"{key}.path",
+                found=config.path,
+                hint="check path, subset and split; for a gated one, `hf auth login`",
+            ) from error
+        self._where = f"{config.path}, split {config.split}"
+        check_column(config.text, self._rows.column_names, where=self._where)
+        kind = self._rows.features[config.text]
+        if getattr(kind, "dtype", None) not in ("string", "large_string"):
+            raise DataError("the text column holds no text", where=f"{self._where}, column {config.text}", found=kind)
+        self._column = config.text
+        self.name = f"{config.path}/{config.subset}/{config.split}/{self._rows._fingerprint}"
+        self.size_bytes = 0
+        self.runs: Sequence[int] = (len(self._rows),)
+
+    def read(self, row: int) -> str:
+        """Give a row's text."""
+        return check_text(self._rows[row][self._column], where=f"{self._where}, row {row}")

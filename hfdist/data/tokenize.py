@@ -1,0 +1,32 @@
+"""Text to token ids, one document at a time, and the identity of a tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
+    """Give a document's tokens with one end-of-text token behind; without text: none.
+
+    A beginning-of-text token stands in front only where the tokenizer itself puts one.
+    """
+    if not text:
+        return np.empty(0, dtype=np.int32)
+    # verbose: documents may be longer than the model's positions, since they are cut afterwards.
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+    return np.array(ids, dtype=np.int32)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of everything that decides which tokens a text becomes."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id])
+    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
