@@ -40,5 +40,5 @@ class OptimizerConfig:
     """Warm-up length in tokens instead of steps; rounded up to whole steps."""
     decay_fraction: float = limited(0.2, above=0, at_most=1)
     """wsd: the last share of the steps, over which the rate falls."""
-    min_lr_ratio: float = limited(0.1, at_least=0, at_most=1)
-    """cosine and wsd: the last learning rate as a share of `lr`."""
+    min_lr_ratio: float | None = limited(None, at_least=0, at_most=1)
+    """cosine and wsd: the last learning rate as a share of `lr`; null: 0.1."""

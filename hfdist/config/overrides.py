@@ -1,0 +1,136 @@
+"""The overrides of the command line: refused, or rewritten to what Hydra takes, before Hydra composes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from hfdist.config.schema import all_keys, find_key
+from hfdist.config.yaml_guard import refuse_target
+from hfdist.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_SOURCES = "data.sources"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOverride:
+    """One override: as the user wrote it, and as Hydra gets it."""
+
+    text: str
+    key: str
+    value: Any
+    for_hydra: str
+
+    @property
+    def value_text(self) -> str:
+        """What stands after the equals sign."""
+        return self.text.partition("=")[2]
+
+
+def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
+    """Parse and check the overrides.
+
+    Two things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    `strategy.deepspeed.*`) and of `data.sources` need no `+`, and text stays text (`model.revision=1e5`).
+
+    Raises:
+        ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.
+    """
+    return [_prepare(text) for text in texts]
+
+
+def _prepare(text: str) -> GivenOverride:
+    override = _parse(text)
+    key = override.key_or_group
+    if not key:
+        raise _not_an_override(text)
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        raise ConfigError(
+            "Hydra's own settings are fixed: it only composes here, and writes nothing",
+            where=f"{key} ({COMMAND_LINE})",
+            found=text,
+            hint="run.dir=... is where a run writes; --config-dir DIR adds configs of your own",
+        )
+    if override.is_sweep_override():
+        value = text.partition("=")[2]
+        raise ConfigError(
+            "several values for one key: a run takes one",
+            where=f"{key} ({COMMAND_LINE})",
+            found=value,
+            hint=f"one run for each value, in a loop of the shell; a list is '{key}=[{value}]'; "
+            f"text with a comma is '{key}=\"{value}\"'",
+        )
+    value = override.value()
+    for name in _names(key, value):
+        refuse_target(name, f"{name} ({COMMAND_LINE})")
+    return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError) as error:
+        raise _not_an_override(text) from error
+
+
+def _for_hydra(override: Override, text: str) -> str:
+    key, value = override.key_or_group, text.partition("=")[2]
+    if override.type is OverrideType.DEL or override.package is not None:
+        return text
+    if key == "experiment":
+        # It stands in the defaults list already, so that a `+` would be a second one.
+        return f"{key}={value}"
+    found = find_key(key)
+    if found is not None and _is_text(found.type) and isinstance(override.value(), (bool, int, float)):
+        return f"{override.input_line.partition('=')[0]}='{value}'" if override.input_line else text
+    if override.type is OverrideType.CHANGE and _free_ancestor(key):
+        return f"++{text}"
+    if key == _SOURCES or key.startswith(f"{_SOURCES}."):
+        # As one mapping: Hydra adds a typed member only by merging.
+        for part in reversed(key.removeprefix(_SOURCES).split(".")[1:]):
+            value = f"{{{part}:{value}}}"
+        return f"++{_SOURCES}={value}"
+    return text
+
+
+def _free_ancestor(key: str) -> bool:
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return any(name in all_keys() and all_keys()[name].is_free for name in names)
+
+
+def _is_text(hint: Any) -> bool:
+    return hint is str or hint == (str | None)
+
+
+def _names(key: str, value: Any) -> Iterator[str]:
+    yield key
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _names(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _names(f"{key}.{index}", item)
+
+
+def _not_an_override(text: str) -> ConfigError:
+    key, equals, value = text.partition("=")
+    if not equals and key in all_keys():
+        hint = f"{key}=... without spaces around the ="
+    elif not equals and ":" in text:
+        hint = text.replace(":", "=", 1)
+    elif equals and key.strip(" +~") and value:
+        hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
+    else:
+        near = difflib.get_close_matches(key, list(all_keys()), n=1, cutoff=0.5)
+        hint = f"{near[0]}=..." if near else "optimizer.lr=1e-3 or strategy=zero2"
+    return ConfigError(
+        "this is not an override", where=COMMAND_LINE, found=text, allowed="key=value or group=option", hint=hint
+    )

@@ -1,0 +1,138 @@
+"""Every key that a config may have, read off the dataclasses: for hints, for ranges and for unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from hfdist.config.limits import LIMIT, Limit
+from hfdist.config.run import RunConfig
+
+ANY_NAME = "*"
+"""Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of the config: a value, a mapping or a whole section."""
+
+    name: str
+    type: Any
+    limit: Limit | None = None
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its members are not ours: a mapping of anything."""
+        return typing.get_origin(self.type) is dict and typing.get_args(self.type)[1] is Any
+
+    @property
+    def allowed(self) -> str:
+        """The values that it takes, in words."""
+        kind, optional = _without_none(self.type)
+        if self.limit is not None:
+            words = self.limit.allowed.replace("a number", "a whole number" if kind is int else "a number")
+        else:
+            words = _describe(kind)
+        return f"{words}, or null" if optional else words
+
+
+@cache
+def all_keys() -> Mapping[str, Key]:
+    """Every key by its full name, sections included, in the order of the dataclasses."""
+    return types.MappingProxyType({key.name: key for key in _keys_of(RunConfig, "")})
+
+
+def find_key(name: str) -> Key | None:
+    """Look up a full key; the names that users give to sources count as `*`."""
+    keys = all_keys()
+    if name in keys:
+        return keys[name]
+    parts = name.split(".")
+    for index in range(1, len(parts)):
+        starred = ".".join([*parts[:index], ANY_NAME, *parts[index + 1 :]])
+        if starred in keys:
+            return keys[starred]
+    return None
+
+
+def members(name: str) -> list[str]:
+    """Names directly below a section ("" is the root)."""
+    prefix = f"{name}." if name else ""
+    return [key.leaf for key in all_keys().values() if key.name == prefix + key.leaf]
+
+
+def unknown_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give the full name and value of each member that the dataclasses do not know."""
+    for leaf, value in values.items():
+        name = f"{prefix}{leaf}"
+        key = find_key(name)
+        if key is None:
+            yield name, value
+        elif isinstance(value, Mapping) and not key.is_free:
+            yield from unknown_keys(value, f"{name}.")
+
+
+def nearest_key(name: str) -> str | None:
+    """Give the key that was probably meant: the same last part elsewhere, or a similar spelling."""
+    names = [key.name for key in all_keys().values() if ANY_NAME not in key.name]
+    section, _, leaf = name.rpartition(".")
+    same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
+    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
+    by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}
+    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
+    if close:
+        return by_leaf[close[0]]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def _starred(section: str) -> str:
+    key = find_key(section)
+    return section if key is None else key.name
+
+
+def _keys_of(cls: Any, prefix: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name = f"{prefix}{field.name}"
+        hint = hints[field.name]
+        yield Key(name=name, type=hint, limit=field.metadata.get(LIMIT))
+        if dataclasses.is_dataclass(hint):
+            yield from _keys_of(hint, f"{name}.")
+        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
+            item = typing.get_args(hint)[1]
+            yield Key(name=f"{name}.{ANY_NAME}", type=item)
+            yield from _keys_of(item, f"{name}.{ANY_NAME}.")
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if isinstance(hint, types.UnionType):
+        rest = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        return rest[0], len(rest) < len(typing.get_args(hint))
+    return hint, False
+
+
+def _describe(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return ", ".join(member.name for member in kind)
+    if dataclasses.is_dataclass(kind):
+        return f"a section with the keys {', '.join(field.name for field in dataclasses.fields(kind))}"
+    if typing.get_origin(kind) is list:
+        return "a list, such as [first,second]"
+    if typing.get_origin(kind) is dict:
+        return "a mapping, such as {name: value}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return words[kind]

@@ -1,0 +1,129 @@
+"""Names that people bring from other trainers, and what to write here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+VALUE = "{value}"
+"""Replaced in an override below by the value that was given."""
+
+_LAUNCHER = "the launcher says how many processes there are: accelerate launch --config_file conf/launch/..."
+
+OVERRIDES: Mapping[str, str] = MappingProxyType(
+    {
+        # steps and batches
+        "batch_size": "train.global_batch_size={value}",
+        "train_batch_size": "train.global_batch_size={value}",
+        "per_device_train_batch_size": "train.micro_batch_size={value}",
+        "per_device_batch_size": "train.micro_batch_size={value}",
+        "train_micro_batch_size_per_gpu": "train.micro_batch_size={value}",
+        "per_device_eval_batch_size": "train.eval_micro_batch_size={value}",
+        "steps": "train.max_steps={value}",
+        "num_steps": "train.max_steps={value}",
+        "max_train_steps": "train.max_steps={value}",
+        "eval_steps": "train.eval_every={value}",
+        "clip_grad": "train.max_grad_norm={value}",
+        "gradient_clipping": "train.max_grad_norm={value}",
+        "fp16": "train.precision=fp16",
+        "bf16": "train.precision=bf16",
+        "mixed_precision": "train.precision={value}",
+        "torch_compile": "train.compile=blocks",
+        "activation_checkpointing": "train.gradient_checkpointing={value}",
+        # optimizer
+        "learning_rate": "optimizer.lr={value}",
+        "adam_beta1": "optimizer.beta1={value}",
+        "adam_beta2": "optimizer.beta2={value}",
+        "adam_epsilon": "optimizer.eps={value}",
+        "optim": "optimizer.name=adamw",
+        "lr_scheduler_type": "optimizer.schedule={value}",
+        "lr_scheduler": "optimizer.schedule={value}",
+        "scheduler": "optimizer.schedule={value}",
+        "num_warmup_steps": "optimizer.warmup_steps={value}",
+        # data
+        "block_size": "data.sequence_length={value}",
+        "seq_length": "data.sequence_length={value}",
+        "max_length": "data.sequence_length={value}",
+        "max_seq_length": "data.sequence_length={value}",
+        "model_max_length": "data.sequence_length={value}",
+        "context_length": "data.sequence_length={value}",
+        "dataset": "data=hub data.sources.main.path={value}",
+        "dataset_name": "data=hub data.sources.main.path={value}",
+        "dataset_config_name": "data=hub data.sources.main.subset={value}",
+        "train_file": "data=files data.sources.main.path={value}",
+        "text_column": "data.sources.main.text={value}",
+        "dataset_text_field": "data.sources.main.text={value}",
+        "num_workers": "data.workers={value}",
+        "dataloader_num_workers": "data.workers={value}",
+        "preprocessing_num_workers": "data.workers={value}",
+        # model
+        "model_name": "model=hub model.name={value}",
+        "model_name_or_path": "model=hub model.name={value}",
+        "pretrained_model_name_or_path": "model=hub model.name={value}",
+        "model_type": "model.type={value}",
+        "config_overrides": "model.config.hidden_size=512",
+        "tokenizer_name": "model.tokenizer.name={value}",
+        "torch_dtype": "model.dtype={value}",
+        "attn_implementation": "model.attention={value}",
+        "hidden_size": "model.config.hidden_size={value}",
+        "intermediate_size": "model.config.intermediate_size={value}",
+        "num_hidden_layers": "model.config.num_hidden_layers={value}",
+        "num_layers": "model.config.num_hidden_layers={value}",
+        "num_attention_heads": "model.config.num_attention_heads={value}",
+        # layout
+        "zero_stage": "strategy=zero{value}",
+        "stage": "strategy=zero{value}",
+        "zero": "strategy=zero{value}",
+        "deepspeed_config": "strategy=zero2",
+        "fsdp": "strategy=zero3",
+        "tp_size": "strategy.tensor={value}",
+        "tensor_parallel_size": "strategy.tensor={value}",
+        "pp_size": "strategy.pipeline={value}",
+        "pipeline_parallel_size": "strategy.pipeline={value}",
+        "dp_size": "strategy.data={value}",
+        "data_parallel_size": "strategy.data={value}",
+        "cp_size": "strategy.context={value}",
+        "ep_size": "strategy.expert={value}",
+        # run, checkpoints, reports
+        "output_dir": "run.dir={value}",
+        "run_name": "run.name={value}",
+        "save_steps": "checkpoint.every={value}",
+        "save_total_limit": "checkpoint.keep={value}",
+        "resume_from_checkpoint": "checkpoint.resume={value}",
+        "logging_steps": "report.log_every={value}",
+        "report_to": "report.to=[{value}]",
+    }
+)
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "it follows from train.global_batch_size / (train.micro_batch_size x data "
+        "ranks): set train.global_batch_size",
+        "num_train_epochs": "a run is measured in steps: set train.max_steps (one step reads "
+        "train.global_batch_size x data.sequence_length tokens)",
+        "epochs": "a run is measured in steps: set train.max_steps",
+        "warmup_ratio": "warm-up is given in steps or tokens: set optimizer.warmup_steps to the ratio x train.max_steps",
+        "do_train": "the recipe says what is done: recipes/pretrain.py trains",
+        "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
+        "streaming": "data is always streamed",
+        "push_to_hub": "a run writes a model folder; upload it with `hf upload`",
+        "num_processes": _LAUNCHER,
+        "nproc_per_node": _LAUNCHER,
+        "num_gpus": _LAUNCHER,
+        "world_size": _LAUNCHER,
+        "local_rank": _LAUNCHER,
+        "no_cuda": "a machine without a GPU trains on the CPU; conf/launch/cpu_2.yaml starts two ranks on it",
+        "use_cpu": "a machine without a GPU trains on the CPU; conf/launch/cpu_2.yaml starts two ranks on it",
+    }
+)
+
+
+def override_for(name: str, value: object = None) -> str | None:
+    """Give a ready override for a name of another trainer, from its last part; None: not known."""
+    template = OVERRIDES.get(name.rpartition(".")[2])
+    return None if template is None else template.replace(VALUE, "..." if value is None else str(value))
+
+
+def reason_against(name: str) -> str | None:
+    """Say why hfdist has no key for a name of another trainer; None: not known."""
+    return REASONS.get(name.rpartition(".")[2])
