@@ -8,6 +8,7 @@ import sys
 import warnings
 
 import datasets
+import torch
 import transformers
 
 from hfdist.topology import Topology
@@ -26,8 +27,11 @@ def set_up_logging(topology: Topology) -> None:
     transformers.logging.set_verbosity(level)
     datasets.logging.set_verbosity(level)
     datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        # DeepSpeed warns at import, on every rank, that it found no GPU, unless it is told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed and accelerate log each step of their set-up.
-    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
     for name in ("DeepSpeed", "accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not topology.is_main:

@@ -6,7 +6,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, default_data_collator
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from hfdist.checkpoint import find_newest
 from hfdist.config.batch import BatchPlan, plan_batch
@@ -97,7 +103,7 @@ def build_trainer(
     """Make the Trainer and say what it is about to do."""
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
     logger.info("%s", describe_run(config, strategy, model, data=_describe_data(data)))
-    return Trainer(
+    trainer = Trainer(
         model,
         arguments,
         strategy=strategy,
@@ -107,6 +113,9 @@ def build_trainer(
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
+    # The bar and metrics.jsonl say the same, legibly.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def train(trainer: Trainer, config: RunConfig) -> None:

@@ -29,7 +29,7 @@ def describe_run(
     held = {"weights": shares.weights, "gradients": shares.gradients, "optimizer": shares.optimizer * _ADAM_VALUES}
     state_bytes = sum(held.values()) * size * _BYTES_PER_VALUE
     num_sequences = f"{batch.global_batch_size:,} sequences"
-    cut = f"{batch.data_size} data ranks x {batch.num_microbatches} micro batches x {batch.micro_batch_size}"
+    cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = config.train.max_steps * batch.tokens_per_step
     rows = [
         (

@@ -1,0 +1,49 @@
+"""Run the pretraining recipe on forked ranks, and read what it left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from hfdist.config.compose import compose_config
+from hfdist.testing import run_ranks
+from hfdist.trainer.callbacks import METRICS, read_metrics
+from recipes.pretrain import main
+
+# A model and steps small enough for a second; everything else is the shipped config on the embedded corpus.
+SMALL = (
+    "model=tiny",
+    "data.sequence_length=64",
+    "data.eval_sequences=16",
+    "data.workers=1",
+    "train.max_steps=20",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=1",
+    "optimizer.lr=3e-3",
+    "optimizer.warmup_steps=2",
+    "checkpoint=none",
+    "report=quiet",
+)
+
+
+def pretrain(folder: Path, num_processes: int, *overrides: str) -> Path:
+    """Run the recipe with `SMALL` and `overrides`, and give its run folder."""
+    config = compose_config([*SMALL, f"run.dir={folder}", *overrides])
+    run_ranks(main.__wrapped__, num_processes, config, group=num_processes > 1)
+    return folder
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training losses in order of their steps."""
+    return [line["loss"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
+
+
+def eval_losses(run_dir: Path) -> list[float]:
+    """Held-out losses in order."""
+    return [line["eval_loss"] for line in read_metrics(run_dir / METRICS) if "eval_loss" in line]
+
+
+def weights(run_dir: Path) -> dict:
+    """Exported parameters by name."""
+    return load_file(run_dir / "model" / "model.safetensors")
