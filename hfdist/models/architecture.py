@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,7 +26,7 @@ def load_architecture(
         ConfigError: an unknown type or field, a model without a causal language head, a vocabulary that is
             smaller than the tokenizer's, or sequences longer than the model's positions.
     """
-    architecture = _find(config)
+    architecture = _named(config) if config.name is not None else _of_type(config)
     if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
         raise ConfigError(
             "transformers has no causal language model of this type",
@@ -32,7 +35,6 @@ def load_architecture(
             allowed="a type with an AutoModelForCausalLM class",
             hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
-    _override(architecture, config.config)
     _fit_vocabulary(architecture, tokenizer, config)
     _check_positions(architecture, sequence_length)
     if config.attention is not Attention.auto:
@@ -41,13 +43,24 @@ def load_architecture(
     return architecture
 
 
-def _find(config: ModelConfig) -> PreTrainedConfig:
-    if config.name is not None:
-        _check_folder(config.name)
-        with reading_from_hub("model.name", config.name):
-            return AutoConfig.from_pretrained(
-                config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
-            )
+def _named(config: ModelConfig) -> PreTrainedConfig:
+    """The config of a Hub repository or a folder, with fields changed."""
+    assert config.name is not None
+    _check_folder(config.name)
+    with reading_from_hub("model.name", config.name):
+        architecture = AutoConfig.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    _check_fields(architecture, config.config)
+    with _naming_fields(config.config):
+        for name, value in config.config.items():
+            setattr(architecture, name, value)
+        architecture.validate()
+    return architecture
+
+
+def _of_type(config: ModelConfig) -> PreTrainedConfig:
+    """A new config of one of transformers' types."""
     kind = config.type or ""
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
@@ -57,7 +70,10 @@ def _find(config: ModelConfig) -> PreTrainedConfig:
             allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
             hint=_nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
-    return AutoConfig.for_model(kind)
+    _check_fields(AutoConfig.for_model(kind), config.config)
+    # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.
+    with _naming_fields(config.config):
+        return AutoConfig.for_model(kind, **config.config)
 
 
 def _check_folder(name: str) -> None:
@@ -72,8 +88,8 @@ def _check_folder(name: str) -> None:
         )
 
 
-def _override(architecture: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    """Set fields of the config; a field that its class does not have is an error, and so is another kind of value."""
+def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    """A field that the config's class does not have is an error, and so is another kind of value."""
     known = _fields(architecture)
     for name, value in fields.items():
         key = f"model.config.{name}"
@@ -93,15 +109,15 @@ def _override(architecture: PreTrainedConfig, fields: dict[str, Any]) -> None:
                 found=f"{value!r} ({type(value).__name__})",
                 allowed=f"{type(present).__name__}, such as {present!r}",
             )
-        try:
-            setattr(architecture, name, value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(_first_line(error), where=key, found=value) from error
+
+
+@contextmanager
+def _naming_fields(fields: dict[str, Any]) -> Iterator[None]:
+    """Say which fields were set, where transformers' own checks find that they do not go together."""
     try:
-        # Cross-checks of transformers itself, such as heads that do not divide the hidden size.
-        architecture.validate()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(_first_line(error), where="model.config", found=fields) from error
+        yield
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(_first_lines(error), where="model.config", found=fields) from error
 
 
 def _fields(architecture: PreTrainedConfig) -> set[str]:
@@ -159,6 +175,6 @@ def _nearest(name: str, known: Any, prefix: str = "") -> str | None:
     return f"{prefix}{close[0]}" if close else None
 
 
-def _first_line(error: Exception) -> str:
+def _first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3]) if lines else type(error).__name__

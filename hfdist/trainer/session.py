@@ -19,8 +19,10 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.compose import to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import Compile
 from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
 from hfdist.errors import CheckpointError
+from hfdist.models.blocks import compile_blocks
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Degrees, Topology
@@ -101,6 +103,8 @@ def build_trainer(
     config: RunConfig, arguments: TrainingArguments, model: PreTrainedModel, strategy: Strategy, data: RunData
 ) -> Trainer:
     """Make the Trainer and say what it is about to do."""
+    if config.train.compile is Compile.blocks:
+        compile_blocks(model)
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
     logger.info("%s", describe_run(config, strategy, model, data=_describe_data(data)))
     trainer = Trainer(

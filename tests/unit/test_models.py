@@ -1,0 +1,179 @@
+"""Models: architecture and tokenizer fit together, documents do not see each other, blocks are found, FLOPs add up."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
+from hfdist.errors import ConfigError
+from hfdist.models import build_model, load_architecture, load_tokenizer
+from hfdist.models.blocks import compile_blocks, find_blocks
+from hfdist.models.flops import flops_per_token, num_parameters
+from hfdist.models.tokenizer import train_bpe
+
+TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(TEXTS, 300)
+
+
+def random_model(tokenizer, **fields):
+    config = ModelConfig(type="llama", config=TINY | fields)
+    return build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
+
+
+class TestTokenizer:
+    def test_every_text_decodes_to_itself(self, tokenizer):
+        for text in (*TEXTS[:2], "\t\x00 unseen: ßøł 🙂\n"):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+    def test_digits_stand_alone(self, tokenizer):
+        assert len(tokenizer("12345")["input_ids"]) == 5
+
+    def test_it_is_trained_once_and_its_key_holds_all_that_matters(self, tmp_path):
+        calls = []
+
+        def texts(num_bytes):
+            calls.append(num_bytes)
+            return TEXTS
+
+        def load(vocab_size=300, corpus_id="a"):
+            config = ModelConfig(tokenizer=TokenizerConfig(vocab_size=vocab_size, train_bytes=10_000))
+            return load_tokenizer(config, corpus_id=corpus_id, texts=texts, cache_dir=tmp_path)
+
+        first, second = load(), load()
+        assert calls == [10_000]
+        assert first.get_vocab() == second.get_vocab()
+        load(vocab_size=290)
+        load(corpus_id="b")
+        assert len(calls) == 3
+
+    def test_a_missing_one_is_one_message(self, tmp_path):
+        config = ModelConfig(tokenizer=TokenizerConfig(name=str(tmp_path / "nothing")))
+        with pytest.raises(ConfigError) as caught:
+            load_tokenizer(config, corpus_id="", texts=lambda _: [], cache_dir=tmp_path)
+        assert caught.value.where == "model.tokenizer.name"
+
+
+class TestArchitecture:
+    def test_random_weights_take_the_tokenizers_size_and_ids(self, tokenizer):
+        architecture = load_architecture(ModelConfig(type="llama", config=TINY), tokenizer, sequence_length=16)
+        assert architecture.vocab_size == len(tokenizer)
+        assert architecture.eos_token_id == tokenizer.eos_token_id
+
+    @pytest.mark.parametrize(
+        ("fields", "where", "hint"),
+        [
+            ({"hiden_size": 3}, "model.config.hiden_size", "model.config.hidden_size"),
+            ({"hidden_size": "big"}, "model.config.hidden_size", "int"),
+            ({"tie_word_embeddings": 1}, "model.config.tie_word_embeddings", "bool"),
+            ({"vocab_size": 10}, "model.config.vocab_size", "model.config.vocab_size=300"),
+            ({"max_position_embeddings": 8}, "data.sequence_length", "data.sequence_length=8"),
+            ({"num_attention_heads": 5}, "model.config", "not a multiple"),
+        ],
+    )
+    def test_mistakes_in_fields(self, tokenizer, fields, where, hint):
+        with pytest.raises(ConfigError) as caught:
+            load_architecture(ModelConfig(type="llama", config=TINY | fields), tokenizer, sequence_length=16)
+        assert caught.value.where == where
+        assert hint in str(caught.value)
+
+    def test_an_unknown_type_proposes_the_nearest(self, tokenizer):
+        with pytest.raises(ConfigError, match="llama"):
+            load_architecture(ModelConfig(type="lama"), tokenizer, sequence_length=16)
+
+    def test_a_model_without_a_causal_head_is_refused(self, tokenizer, tmp_path):
+        AutoConfig.for_model("vit").save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="no causal language model"):
+            load_architecture(ModelConfig(name=str(tmp_path)), tokenizer, sequence_length=16)
+
+    def test_a_folder_without_a_config_is_named(self, tokenizer, tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            load_architecture(ModelConfig(name=str(tmp_path)), tokenizer, sequence_length=16)
+        assert str(tmp_path) in str(caught.value)
+        assert "config.json" in str(caught.value)
+
+    def test_the_hub_out_of_reach_is_one_message(self, tokenizer):
+        with pytest.raises(ConfigError) as caught:
+            load_architecture(ModelConfig(name="nobody/nothing"), tokenizer, sequence_length=16)
+        assert caught.value.where == "model.name"
+        assert "cannot be reached" in str(caught.value)
+
+
+class TestPretrained:
+    def test_weights_come_from_the_folder_in_float32(self, tokenizer, tmp_path):
+        saved = random_model(tokenizer).to(torch.bfloat16)
+        saved.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        config = ModelConfig(name=str(tmp_path), init=Init.pretrained, tokenizer=TokenizerConfig(name=str(tmp_path)))
+        loaded = build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=3)
+        for (name, ours), theirs in zip(loaded.named_parameters(), saved.parameters(), strict=True):
+            assert ours.dtype == torch.float32, name
+            assert torch.equal(ours, theirs.float()), name
+
+    def test_pickled_weights_are_refused(self, tokenizer, tmp_path):
+        model = random_model(tokenizer)
+        model.config.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        config = ModelConfig(name=str(tmp_path), init=Init.pretrained)
+        with pytest.raises(ConfigError, match=r"model\.name"):
+            build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
+
+    def test_dtype_of_the_weights(self, tokenizer):
+        config = ModelConfig(type="llama", config=TINY, dtype=Dtype.bfloat16)
+        model = build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_documents_do_not_see_each_other(tokenizer, attention):
+    """Change the first document of a sequence: the second one's logits must not move."""
+    model = random_model(tokenizer).eval()
+    model.set_attn_implementation(attention)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
+    other = ids.clone()
+    other[0, :3] = torch.tensor([20, 21, 22])
+    with torch.no_grad():
+        first = model(input_ids=ids, position_ids=positions).logits
+        second = model(input_ids=other, position_ids=positions).logits
+        alone = model(input_ids=ids[:, 3:7], position_ids=positions[:, 3:7]).logits
+    assert torch.allclose(first[:, 3:], second[:, 3:], atol=1e-6)
+    assert not torch.allclose(first[:, :3], second[:, :3], atol=1e-3)
+    assert torch.allclose(first[:, 3:7], alone, atol=1e-5)
+
+
+def test_blocks_are_found_by_depth_and_size(tokenizer):
+    model = random_model(tokenizer)
+    assert find_blocks(model) is model.model.layers
+    gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=32))
+    assert find_blocks(gpt2) is gpt2.transformer.h
+
+
+def test_compiled_blocks_keep_names_and_outputs(tokenizer):
+    model = random_model(tokenizer).eval()
+    ids = torch.arange(8)[None]
+    names = list(dict(model.named_parameters()))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        compile_blocks(model)
+        after = model(input_ids=ids).logits
+    assert list(dict(model.named_parameters())) == names
+    assert torch.allclose(before, after, atol=1e-5)
+
+
+def test_flops_of_a_token(tokenizer):
+    model = random_model(tokenizer, tie_word_embeddings=True)
+    # 6 a multiplying parameter, 12 * blocks * heads * head size * tokens for attention.
+    assert flops_per_token(model, 16) == 6 * num_parameters(model) + 12 * 3 * 2 * 16 * 16
+    untied = random_model(tokenizer, tie_word_embeddings=False)
+    assert flops_per_token(untied, 16) == flops_per_token(model, 16)
+
+
+def test_the_exported_tokenizer_opens(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == tokenizer.get_vocab()
