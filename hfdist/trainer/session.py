@@ -91,7 +91,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     corpus = open_corpus(config.data)
     tokenizer = load_tokenizer(
         config.model,
-        corpus_id=f"{corpus.fingerprint}:{config.data.eval_fraction}",
+        corpus_id=corpus.fingerprint,
         texts=corpus.training_texts,
         cache_dir=cache_dir(config.data),
     )
