@@ -28,8 +28,8 @@ def name_of(call):
     while isinstance(function, ast.Attribute):
         parts.append(function.attr)
         function = function.value
-    if isinstance(function, ast.Name):
-        parts.append(function.id)
+    # A method of a computed value, such as model().eval(), is not the builtin of that name.
+    parts.append(function.id if isinstance(function, ast.Name) else "?")
     return ".".join(reversed(parts))
 
 
