@@ -23,7 +23,7 @@ def main(config: RunConfig) -> None:
     arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
     model = build_model(config.model, architecture, seed=config.train.seed)
     trainer = build_trainer(config, arguments, model, strategy, data)
-    train(trainer, config)
+    train(trainer, data, config)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,12 @@ import torch
 WEIGHT = "weight"
 """The key of a parameter's value; other keys are the optimizer's, such as `exp_avg`."""
 
+MASTER = "master"
+"""The key of a float32 copy that the optimizer updates where the weights themselves are bfloat16 or float16."""
+
+STEP = "step"
+"""The key of the optimizer's step count: a tensor of shape (), kept in JSON."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -21,7 +27,7 @@ class Piece:
     name: str
     """The parameter's name in the Hugging Face model."""
     key: str
-    """`WEIGHT`, `master`, or a key of the optimizer's state."""
+    """`WEIGHT`, `MASTER`, `STEP`, or another key of the optimizer's state."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     start: int

@@ -16,4 +16,4 @@ class CheckpointConfig:
     keep: int = limited(2, at_least=1)
     """How many of the newest are kept."""
     resume: str = "auto"
-    """`auto`: the newest that verifies, if there is one; `never`: refuse a run folder that has checkpoints; or a path."""
+    """`auto`: the newest that verifies, if there is one; `never`: refuse a folder that has checkpoints; or a path."""

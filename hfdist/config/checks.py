@@ -1,176 +1,303 @@
-"""What no single field can say: ranges, contradictions, and combinations that cannot work."""
+"""What one value or several together must satisfy once the config is composed, before anything is built."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 import re
 from collections.abc import Iterator
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from hfdist.config.data import SourceKind
+from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.config.limits import LIMIT
-from hfdist.config.model import Dtype, Init
-from hfdist.config.optimizer import Schedule
-from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Offload, Sharding
-from hfdist.config.train import Precision
+from hfdist.config.model import Dtype, Init, ModelConfig
+from hfdist.config.optimizer import OptimizerConfig, Schedule
+from hfdist.config.run import RunConfig, RunSection
+from hfdist.config.schema import find_key
+from hfdist.config.strategy import Offload, Sharding, StrategyConfig
+from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
+
+AVAILABLE_AXES = frozenset({"data"})
+"""Axes of the layout that this version builds; the others are refused with a word."""
 
 
 def check_config(config: RunConfig) -> None:
-    """Check ranges and contradictions.
+    """Check ranges, then contradictions.
 
     Raises:
-        ConfigError: the first one found.
+        ConfigError: the first that is found.
     """
-    _check_limits(config, "")
-    for check in (_check_run, _check_model, _check_data, _check_strategy, _check_optimizer, _check_train):
-        check(config)
+    _check_ranges(config, "")
+    _check_run(config.run)
+    _check_model(config.model)
+    _check_data(config.data)
+    _check_strategy(config.strategy)
+    _check_optimizer(config)
+    _check_precision(config)
+    _check_batch(config.train)
+    _check_evaluation(config)
+    _check_resume(config.checkpoint.resume)
 
 
-def _check_limits(section: Any, prefix: str) -> None:
-    for field in dataclasses.fields(section):
-        key, value = f"{prefix}{field.name}", getattr(section, field.name)
-        limit = field.metadata.get(LIMIT)
-        if limit is not None and value is not None and not limit.accepts(value):
-            raise ConfigError("out of range", where=key, found=value, allowed=limit.allowed)
-        for path, inner in _sections(key, value):
-            _check_limits(inner, f"{path}.")
+def _check_ranges(value: Any, prefix: str) -> None:
+    for name, item, limit in _items(value):
+        key = f"{prefix}{name}"
+        if limit is not None and item is not None and not limit.accepts(item):
+            known = find_key(key)
+            raise ConfigError(
+                "the number is out of range",
+                where=key,
+                found=item,
+                allowed=limit.allowed if known is None else known.allowed,
+            )
+        if dataclasses.is_dataclass(item) or isinstance(item, dict):
+            _check_ranges(item, f"{key}.")
 
 
-def _sections(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
     if dataclasses.is_dataclass(value):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            if name == "_target_":
-                raise ConfigError("a config cannot name code to run", where=f"{key}.{name}", found=inner)
-            yield from _sections(f"{key}.{name}", inner)
+        for field in dataclasses.fields(value):
+            yield field.name, getattr(value, field.name), field.metadata.get(LIMIT)
+    else:
+        yield from ((str(name), item, None) for name, item in value.items())
 
 
-def _check_run(config: RunConfig) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.run.name):
+def _check_run(run: RunSection) -> None:
+    if not re.fullmatch(r"\w[\w.=,+-]{0,127}", run.name):
         raise ConfigError(
-            "a run's name is the name of its folder",
+            "the run's name must be a plain folder name",
             where="run.name",
-            found=config.run.name,
-            allowed="letters, digits, '.', '_' and '-'",
+            found=run.name,
+            allowed="up to 128 letters, digits and _ . = , + -; the first a letter, digit or _",
+            hint="run.dir=... places a run anywhere",
         )
+    if not run.dir.strip() or "\0" in run.dir:
+        raise ConfigError("not a folder", where="run.dir", found=run.dir, allowed="a path", hint="run.dir=runs/first")
 
 
-def _check_model(config: RunConfig) -> None:
-    model = config.model
-    if model.name is None and model.init is Init.pretrained:
-        raise _contradiction(
-            "pretrained weights need a place", "model.init", model.init, "model.name=<Hub id or folder>"
-        )
+def _check_model(model: ModelConfig) -> None:
     if model.name is None and model.type is None:
-        raise _contradiction(
-            "no model is named", "model.type", None, "model=small, or model.type=llama, or model.name=<Hub id>"
+        raise ConfigError(
+            "no model is named",
+            where="model.name, model.type",
+            found="both null",
+            allowed="a Hub id or folder in model.name, or an architecture in model.type",
+            hint="model=small, or model=hub model.name=HuggingFaceTB/SmolLM2-135M",
         )
     if model.name is not None and model.type is not None:
-        raise _contradiction(
-            "model.name already says the architecture", "model.type", model.type, "model.type=null or model.name=null"
+        raise ConfigError(
+            "two models are named: a name gives the architecture, so a type has no meaning beside it",
+            where="model.name, model.type",
+            found=f"{model.name} and {model.type}",
+            hint=f"model=hub model.name={model.name}, or model.name=null",
         )
-    if model.dtype is Dtype.float16:
-        raise _contradiction(
-            "float16 weights lose small updates", "model.dtype", model.dtype, "model.dtype=auto train.precision=fp16"
+    if model.init is not Init.pretrained:
+        return
+    if model.name is None:
+        raise ConfigError(
+            "pretrained weights need the name of a model",
+            where="model.init",
+            found=f"pretrained, with model.type={model.type}",
+            allowed="random",
+            hint="model=hub model.name=HuggingFaceTB/SmolLM2-135M, or model.init=random",
         )
-    if model.init is Init.pretrained and model.tokenizer.name is None:
-        raise _contradiction(
-            "a pretrained model understands only its own tokens",
-            "model.tokenizer.name",
-            None,
-            "model.tokenizer.name=${model.name}",
-        )
-
-
-def _check_data(config: RunConfig) -> None:
-    if not config.data.sources:
-        raise _contradiction("there is nothing to read", "data.sources", {}, "data=stdlib, or data=files with a path")
-    for name, source in config.data.sources.items():
-        key = f"data.sources.{name}.path"
-        if source.kind is SourceKind.stdlib and source.path is not None:
-            raise _contradiction("the standard library needs no path", key, source.path, f"{key}=null")
-        if source.kind is not SourceKind.stdlib and source.path is None:
-            raise _contradiction("the source needs a path", key, None, f"{key}=<glob, folder or dataset>")
-    if config.data.eval_fraction == 0 and config.train.eval_every is not None:
-        raise _contradiction(
-            "there is no held-out set to evaluate",
-            "train.eval_every",
-            config.train.eval_every,
-            "data.eval_fraction=0.02, or train.eval_every=null",
+    if model.tokenizer.name is None:
+        raise ConfigError(
+            "pretrained weights belong to a tokenizer; one trained on the corpus numbers the tokens differently",
+            where="model.tokenizer.name",
+            found="null",
+            hint=f"model.tokenizer.name={model.name}",
         )
 
 
-def _check_strategy(config: RunConfig) -> None:
-    strategy = config.strategy
-    for axis in ("pipeline", "context", "tensor", "expert"):
-        if getattr(strategy, axis) > 1:
+def _check_data(data: DataConfig) -> None:
+    if not data.sources:
+        raise ConfigError(
+            "there is nothing to read",
+            where="data.sources",
+            found="no source",
+            hint="data=stdlib (no download), or data=files data.sources.files.path='texts/*.txt'",
+        )
+    for name, source in data.sources.items():
+        _check_source(f"data.sources.{name}", source)
+
+
+def _check_source(key: str, source: SourceConfig) -> None:
+    if source.kind is SourceKind.stdlib and source.path is not None:
+        raise ConfigError(
+            "the standard library's source is where Python is installed, so it takes no path",
+            where=f"{key}.path",
+            found=source.path,
+            allowed="null",
+            hint=f"{key}.kind=files to read that path",
+        )
+    if source.kind is not SourceKind.stdlib and not source.path:
+        what = "a dataset's Hub id or folder" if source.kind is SourceKind.hub else "a file, folder or glob"
+        raise ConfigError(
+            "the source has no path", where=f"{key}.path", found="null", allowed=what, hint=f"{key}.path=..."
+        )
+    for name in ("subset", "revision"):
+        value = getattr(source, name)
+        if value is not None and source.kind is not SourceKind.hub:
             raise ConfigError(
-                "this layout is not built yet",
-                where=f"strategy.{axis}",
-                found=getattr(strategy, axis),
-                allowed="1: data parallel, with sharding none, zero1, zero2 or zero3",
+                f"only a dataset of the Hub has a {name}",
+                where=f"{key}.{name}",
+                found=value,
+                allowed="null",
+                hint=f"{key}.kind=hub, or {key}.{name}=null",
             )
+
+
+def _check_strategy(strategy: StrategyConfig) -> None:
     if strategy.data is not None and strategy.data < strategy.min_data:
-        raise _contradiction(
-            "fewer data ranks than strategy.min_data", "strategy.data", strategy.data, "strategy.min_data=1"
+        raise ConfigError(
+            "fewer data ranks than the strategy wants at least",
+            where="strategy.data",
+            found=f"{strategy.data}, with strategy.min_data={strategy.min_data}",
+            hint=f"strategy.min_data={strategy.data}",
         )
     if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
-        raise _contradiction(
-            "only ZeRO can offload the optimizer", "strategy.offload", strategy.offload, "strategy=zero3_offload"
+        raise ConfigError(
+            "offloading is a part of ZeRO; without sharding there is nothing that does it",
+            where="strategy.offload",
+            found=f"{strategy.offload.value}, with strategy.sharding=none",
+            allowed="none",
+            hint="strategy=zero3_offload, or strategy.offload=none",
         )
     if strategy.sharding is Sharding.none and strategy.deepspeed:
-        raise _contradiction(
-            "DeepSpeed is not used without sharding", "strategy.deepspeed", strategy.deepspeed, "strategy=zero1"
+        raise ConfigError(
+            "these keys are DeepSpeed's, and without sharding DeepSpeed is not used",
+            where="strategy.deepspeed",
+            found=", ".join(map(str, strategy.deepspeed)),
+            hint="strategy=zero1, or leave strategy.deepspeed empty",
         )
+    if strategy.sharding in (Sharding.zero2, Sharding.zero3) and strategy.pipeline > 1:
+        raise ConfigError(
+            f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 cut the gradients after each "
+            "micro batch, a pipeline needs those of all micro batches until it is flushed",
+            where="strategy.sharding",
+            found=f"{strategy.sharding.value}, with strategy.pipeline={strategy.pipeline}",
+            allowed="none, zero1",
+            hint="strategy.sharding=zero1",
+        )
+    _check_axes(strategy)
+
+
+def _check_axes(strategy: StrategyConfig) -> None:
+    for axis in ("pipeline", "context", "tensor", "expert"):
+        if axis not in AVAILABLE_AXES and getattr(strategy, axis) > 1:
+            raise ConfigError(
+                f"{axis} parallelism is not built yet in this version",
+                where=f"strategy.{axis}",
+                found=getattr(strategy, axis),
+                allowed="1; available are data parallelism and ZeRO-1, 2 and 3 over the data ranks",
+                hint="strategy=zero3 where one device cannot hold the model",
+            )
 
 
 def _check_optimizer(config: RunConfig) -> None:
+    optimizer, max_steps = config.optimizer, config.train.max_steps
+    if optimizer.warmup_steps and optimizer.warmup_tokens is not None:
+        raise ConfigError(
+            "the warm-up is given twice, in steps and in tokens",
+            where="optimizer.warmup_steps, optimizer.warmup_tokens",
+            found=f"{optimizer.warmup_steps} steps and {optimizer.warmup_tokens} tokens",
+            hint="optimizer.warmup_tokens=null, or optimizer.warmup_steps=0",
+        )
+    key, given, warmup_steps = _warmup(config)
+    if warmup_steps >= max_steps:
+        raise ConfigError(
+            "the warm-up is as long as the whole run, so the learning rate never reaches its peak",
+            where=key,
+            found=f"{warmup_steps} steps, with train.max_steps={max_steps}",
+            allowed=f"fewer than {max_steps} steps",
+            hint=f"{key}={given * (max_steps // 10) // warmup_steps}",
+        )
+    decay_steps = round(max_steps * optimizer.decay_fraction)
+    if optimizer.schedule is Schedule.wsd and warmup_steps + decay_steps > max_steps:
+        raise ConfigError(
+            "warm-up and decay are longer than the run",
+            where="optimizer.decay_fraction",
+            found=f"{warmup_steps} + {decay_steps} steps, with train.max_steps={max_steps}",
+            allowed=f"<= {(max_steps - warmup_steps) / max_steps:g}",
+        )
+    _check_min_lr_ratio(optimizer)
+
+
+def _warmup(config: RunConfig) -> tuple[str, int, int]:
+    """The key that gives the warm-up, its value, and the length in steps."""
     optimizer = config.optimizer
-    if optimizer.warmup_steps and optimizer.warmup_tokens:
-        raise _contradiction(
-            "the warm-up is given twice",
-            "optimizer.warmup_tokens",
-            optimizer.warmup_tokens,
-            "optimizer.warmup_steps=0 or optimizer.warmup_tokens=null",
-        )
-    tokens = optimizer.warmup_tokens or 0
-    step = config.train.global_batch_size * config.data.sequence_length
-    warmup = optimizer.warmup_steps or -(-tokens // step)
-    if warmup >= config.train.max_steps:
+    if optimizer.warmup_tokens is None:
+        return "optimizer.warmup_steps", optimizer.warmup_steps, optimizer.warmup_steps
+    tokens_per_step = config.train.global_batch_size * config.data.sequence_length
+    return "optimizer.warmup_tokens", optimizer.warmup_tokens, math.ceil(optimizer.warmup_tokens / tokens_per_step)
+
+
+def _check_min_lr_ratio(optimizer: OptimizerConfig) -> None:
+    if optimizer.min_lr_ratio is not None and optimizer.schedule in (Schedule.linear, Schedule.constant):
+        end = "0" if optimizer.schedule is Schedule.linear else "its peak"
         raise ConfigError(
-            "the warm-up is as long as the run: the learning rate never reaches its peak",
-            where="optimizer.warmup_tokens" if tokens else "optimizer.warmup_steps",
-            found=f"{warmup} steps",
-            allowed=f"less than train.max_steps={config.train.max_steps}",
-        )
-    has_floor = optimizer.schedule in (Schedule.cosine, Schedule.wsd)
-    if optimizer.min_lr_ratio is not None and not has_floor:
-        raise _contradiction(
-            f"the {optimizer.schedule.value} schedule has no lowest rate",
-            "optimizer.min_lr_ratio",
-            optimizer.min_lr_ratio,
-            "optimizer.min_lr_ratio=null, or optimizer.schedule=cosine",
+            f"the {optimizer.schedule.value} schedule ends at {end}, so a smallest rate has no meaning",
+            where="optimizer.min_lr_ratio",
+            found=optimizer.min_lr_ratio,
+            allowed="null",
+            hint="optimizer.min_lr_ratio=null, or optimizer.schedule=cosine",
         )
 
 
-def _check_train(config: RunConfig) -> None:
-    if config.train.micro_batch_size > config.train.global_batch_size:
+def _check_precision(config: RunConfig) -> None:
+    dtype, precision = config.model.dtype, config.train.precision
+    if dtype is Dtype.float16:
         raise ConfigError(
-            "a micro batch is larger than the global batch",
+            "float16 parameters cannot be trained: small updates vanish and gradients underflow",
+            where="model.dtype",
+            found=f"{dtype.value}, with train.precision={precision.value}",
+            allowed="auto, float32, bfloat16",
+            hint="model.dtype=float32 train.precision=fp16 (float16 arithmetic over float32 parameters)",
+        )
+    if dtype is Dtype.bfloat16 and precision is Precision.fp16:
+        raise ConfigError(
+            "fp16 arithmetic scales the gradients of float32 parameters",
+            where="model.dtype",
+            found=f"{dtype.value}, with train.precision={precision.value}",
+            allowed="auto, float32",
+            hint="train.precision=bf16, or model.dtype=float32",
+        )
+
+
+def _check_batch(train: TrainConfig) -> None:
+    if train.micro_batch_size > train.global_batch_size:
+        raise ConfigError(
+            "a micro batch is larger than the global batch that it is a part of",
             where="train.micro_batch_size",
-            found=config.train.micro_batch_size,
-            allowed=f"<= train.global_batch_size={config.train.global_batch_size}",
-        )
-    if config.model.dtype is Dtype.bfloat16 and config.train.precision is Precision.fp16:
-        raise _contradiction(
-            "bfloat16 weights do not go with fp16 arithmetic", "train.precision", "fp16", "train.precision=bf16"
+            found=train.micro_batch_size,
+            allowed=f"<= {train.global_batch_size} (train.global_batch_size)",
+            hint=f"train.micro_batch_size={train.global_batch_size}",
         )
 
 
-def _contradiction(what: str, where: str, found: object, hint: str) -> ConfigError:
-    shown = found.name if isinstance(found, Enum) else "null" if found is None else found
-    return ConfigError(what, where=where, found=shown, hint=hint)
+def _check_evaluation(config: RunConfig) -> None:
+    if config.train.eval_every is not None and config.data.eval_fraction == 0:
+        raise ConfigError(
+            "nothing is held out to evaluate on",
+            where="train.eval_every",
+            found=f"{config.train.eval_every}, with data.eval_fraction=0",
+            hint="data.eval_fraction=0.02, or train.eval_every=null",
+        )
+
+
+def _check_resume(resume: str) -> None:
+    words = ["auto", "never"]
+    if resume in words or (resume and Path(resume).expanduser().exists()):
+        return
+    near = difflib.get_close_matches(resume.lower(), words, n=1, cutoff=0.5)
+    raise ConfigError(
+        "this is neither a word for where to start nor a folder that exists",
+        where="checkpoint.resume",
+        found=resume,
+        allowed="auto, never, or the path of a checkpoint",
+        hint=f"checkpoint.resume={near[0] if near else 'auto'}",
+    )

@@ -1,103 +1,209 @@
-"""The command line of a recipe, and the one place where errors end a process."""
+"""The command line of a recipe: flags, composing, and the one place where errors become a message and an exit code."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
+import os
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 
-from hfdist.config.compose import compose_config, conf_dir, register_schema
+# Private, and the one thing taken from there: Hydra's flags must mean here what they mean everywhere.
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from hfdist.config.compose import compose_untyped, make_request, to_run_config
+from hfdist.config.explain import Request
 from hfdist.config.run import RunConfig
+from hfdist.config.sources import searching
+from hfdist.config.synonyms import override_for, reason_against
 from hfdist.errors import ConfigError, HfdistError
 from hfdist.topology import read_launcher
 
-# Long enough for rank 0 to print before the launcher, seeing another rank end, kills it.
-_SECONDS_FOR_RANK_0 = 5
+INTERRUPTED = 130
+RANK_0_PRINTS_SECONDS = 5.0
+"""How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
+
+_PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
-def recipe(primary: str) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
-    """Make `main(config)` a command with Hydra's overrides and flags.
-
-    A mistake of the user ends the process with one message on standard error, printed by rank 0 alone, and the
-    error's exit code.
+def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
+    """Make `main(config)` a command that is configured from the command line.
 
     Args:
-        primary: name of the primary config in `conf/`.
+        primary: name of the primary config.
+
+    Returns:
+        A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
+        when the run fails.
     """
 
     def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
-        @wraps(main)
+        @functools.wraps(main)
         def command() -> None:
-            try:
-                config = _read_command_line(primary)
-                if config is not None:
-                    main(config)
-            except HfdistError as error:
-                _end(error)
-            except KeyboardInterrupt:
-                sys.exit(130)
+            _run_command(main, primary, sys.argv[1:])
 
+        # Otherwise tools take the signature of `main` for that of the command.
+        del command.__wrapped__
         return command
 
     return decorate
 
 
-def _read_command_line(primary: str) -> RunConfig | None:
-    """Give the config, or None where Hydra itself has answered (`--help`, `--cfg`, `--info` ...)."""
-    # Private, but the only way to read Hydra's flags as Hydra does; tests/unit/config checks its shape.
-    arguments = get_args_parser().parse_args()
-    if arguments.multirun:
-        raise ConfigError("a launcher starts one run", where="--multirun", hint="one run a value: loop in the shell")
-    if arguments.config_path is not None:
+def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Sequence[str]) -> None:
+    try:
+        try:
+            flags = _parse_flags(arguments)
+            request = make_request(flags.config_name or primary, flags.overrides, flags.config_dir)
+            if any(getattr(flags, name) for name in _PRINTING_FLAGS):
+                _print_only(main, flags, request)
+                return
+            config = to_run_config(compose_untyped(request))
+        except HfdistError as error:
+            _stop_everywhere(error)
+        try:
+            main(config)
+        except HfdistError as error:
+            _stop_here(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read Hydra's flags and the overrides, in any order.
+
+    Raises:
+        ConfigError: an unknown flag, two commands at once, or a flag that hfdist does not offer.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(list(arguments))
+    for text in rest:
+        if text.startswith("-"):
+            raise _unknown_flag(text, parser)
+    flags.overrides = [*flags.overrides, *rest]
+    given = [name for name in _PRINTING_FLAGS if getattr(flags, name)]
+    if len(given) > 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError("only one of these flags at a time", where="command line", found=names)
+    if flags.multirun:
         raise ConfigError(
-            "the shipped configs are needed too",
-            where="--config-path",
-            found=arguments.config_path,
-            hint="--config-dir, which adds a folder to the search path",
+            "one command is one run: under a launcher several runs in one process would share its process group",
+            where="--multirun (command line)",
+            hint="for lr in 1e-3 3e-4; do accelerate launch ... run.name=lr-$lr optimizer.lr=$lr; done",
         )
-    is_question = arguments.help or arguments.hydra_help or arguments.shell_completion
-    config = None if is_question else _compose(arguments, primary)
-    if is_question or arguments.cfg or arguments.info:
-        _let_hydra_answer(primary)
-        return None
-    return config
+    for name, hint in (
+        ("config_path", "--config-dir DIR adds a folder whose files win over the shipped ones"),
+        ("experimental_rerun", "--config-dir <run.dir> --config-name config starts from a run's config"),
+    ):
+        if getattr(flags, name) is not None:
+            raise ConfigError(
+                "this flag of Hydra is not available", where=f"--{name.replace('_', '-')} (command line)", hint=hint
+            )
+    return flags
 
 
-def _compose(arguments: argparse.Namespace, primary: str) -> RunConfig:
-    folder = Path(arguments.config_dir) if arguments.config_dir else None
-    return compose_config(arguments.overrides, name=arguments.config_name or primary, extra_dir=folder)
+def _unknown_flag(text: str, parser: argparse.ArgumentParser) -> ConfigError:
+    name, _, value = text.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.75)
+    hint = override_for(key, value or None) or reason_against(key)
+    if hint is None:
+        hint = near[0] if near else f"{key}={value or '...'}"
+    return ConfigError(
+        "there is no such flag; keys of the config are set without dashes",
+        where="command line",
+        found=text,
+        allowed="section.key=value, or a flag that --help lists",
+        hint=hint,
+    )
 
 
-def _let_hydra_answer(primary: str) -> None:
-    register_schema()
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=primary)(lambda config: None)()
+def _print_only(main: Callable[[RunConfig], None], flags: argparse.Namespace, request: Request) -> None:
+    """Let Hydra print its help or the config, once nothing in the command line is wrong."""
+    if read_launcher().rank != 0:
+        return
+    if flags.cfg:
+        to_run_config(compose_untyped(request))
+    elif not flags.shell_completion:
+        compose_untyped(request)
+
+    @functools.wraps(main)
+    def task(config: DictConfig) -> None:
+        raise AssertionError("Hydra runs nothing here")
+
+    arguments = [f"--{name.replace('_', '-')}" for name in _flags_without_value(flags)]
+    for name in ("cfg", "package", "info"):
+        value = getattr(flags, name)
+        arguments += [] if value is None else [f"--{name}", value]
+    arguments += [override.text if flags.shell_completion else override.for_hydra for override in request.overrides]
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        with searching(request.folders):
+            hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
+    finally:
+        sys.argv = before
 
 
-def _end(error: HfdistError) -> None:
-    """Print the message once, and leave with the error's code."""
-    rank = _rank_or_0()
-    torch = sys.modules.get("torch")
-    has_group = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if has_group:
-        # Each rank has its own errors now.
-        sys.stderr.write(f"[rank {rank}] {error}\n")
-    elif rank == 0:
-        sys.stderr.write(f"{error}\n")
+def _flags_without_value(flags: argparse.Namespace) -> list[str]:
+    return [name for name in ("help", "hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
+
+
+def _stop_everywhere(error: HfdistError) -> NoReturn:
+    """End after an error that every rank meets alike: one message, from rank 0."""
+    if _rank() == 0:
+        _say(str(error))
     else:
-        time.sleep(_SECONDS_FOR_RANK_0)
-    sys.stderr.flush()
+        time.sleep(RANK_0_PRINTS_SECONDS)
     sys.exit(error.exit_code)
 
 
-def _rank_or_0() -> int:
-    """The environment itself may be what is wrong."""
+def _stop_here(error: HfdistError) -> NoReturn:
+    """End after an error of a run that has begun.
+
+    With a process group the others may be waiting for this rank in a collective, so it goes at once. Without one,
+    the other ranks most likely meet the same error: they leave rank 0 the time to say it, and speak only when no
+    launcher has ended them by then.
+    """
+    rank = _rank()
+    if _group_size() > 1:
+        _say(f"[rank {rank}] {error}")
+        # Not through the interpreter's exit, in which a backend waits for its peers.
+        os._exit(error.exit_code)
+    if rank == 0:
+        _say(str(error))
+    else:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+        _say(f"[rank {rank}] {error}")
+    sys.exit(error.exit_code)
+
+
+def _rank() -> int:
     try:
         return read_launcher().rank
     except ConfigError:
         return 0
+
+
+def _group_size() -> int:
+    """Processes of the group that is up; 0 without one. Never imports torch: without it there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_world_size())
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()

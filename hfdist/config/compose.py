@@ -1,122 +1,146 @@
-"""From `conf/` and the command line to one checked `RunConfig`, through Hydra."""
+"""From config files and overrides to one checked RunConfig, and back to YAML."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import hydra
+from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-import hfdist
 from hfdist.config.checks import check_config
-from hfdist.config.explain import explain
-from hfdist.config.files import check_folder
-from hfdist.config.overrides import check_overrides
+from hfdist.config.explain import Request, check_keys, explain, explain_interpolation, missing_value
+from hfdist.config.overrides import prepare_overrides
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError
+from hfdist.config.sources import searching, shipped_folder
+from hfdist.config.yaml_guard import refuse_resolver
+from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = "run_schema"
+"""Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
-
-def conf_dir() -> Path:
-    """Folder of the shipped configs: inside an installed package, beside it in a checkout."""
-    package = Path(hfdist.__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
-
-
-def register_schema() -> None:
-    """Let YAML files name the typed schema in their defaults list."""
-    ConfigStore.instance().store(name=SCHEMA, node=RunConfig)
+_REMOTE_CODE = "model.trust_remote_code"
 
 
 def compose_config(
-    overrides: Sequence[str] = (), *, name: str = "pretrain", extra_dir: Path | None = None
+    overrides: Sequence[str] = (), *, name: str = "pretrain", extra_dir: str | Path | None = None
 ) -> RunConfig:
-    """Compose, type-check and cross-check a run's config.
+    """Compose and check the config of a run.
 
     Args:
         overrides: as on the command line, such as `train.max_steps=10` or `+experiment=demo`.
         name: of the primary config.
-        extra_dir: a folder of the user's own, laid out as `conf/`, searched as well.
+        extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
 
     Raises:
-        ConfigError: names the key, the place, what is allowed and the nearest known key.
+        ConfigError: anything that is wrong with a file, an override or the composed values.
     """
-    folders = [conf_dir()]
+    request = make_request(name, overrides, extra_dir)
+    return to_run_config(compose_untyped(request))
+
+
+def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
+    """Parse the overrides and find the folders."""
+    folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
-        check_folder(extra_dir)
-        folders.append(extra_dir.resolve())
-    check_overrides(overrides, folders)
-    searched = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"] if extra_dir else []
-    register_schema()
-    GlobalHydra.instance().clear()
+        own = Path(extra_dir).expanduser().absolute()
+        if not own.is_dir():
+            raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
+        folders = (own, *folders)
+    return Request(config_name=name.removesuffix(".yaml"), overrides=prepare_overrides(overrides), folders=folders)
+
+
+def compose_untyped(request: Request) -> DictConfig:
+    """Let Hydra merge files and overrides, each typed by the dataclasses; values may still be missing.
+
+    Raises:
+        ConfigError: a mistake in a file or an override.
+    """
+    ConfigStore.instance().store(name=SCHEMA, node=RunConfig)
     try:
-        with hydra.initialize_config_dir(str(folders[0]), version_base="1.3"):
-            composed = hydra.compose(name, [*overrides, *searched])
-        # Also for a primary config that does not name the schema, such as the config.yaml of a run.
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), composed)
-        _refuse_unsafe(typed, overrides)
-        config = OmegaConf.to_object(typed)
-    except ConfigError:
+        with searching(request.folders), initialize(config_path=None, job_name="hfdist", version_base="1.3"):
+            config = compose(request.config_name, [override.for_hydra for override in request.overrides])
+    except HfdistError:
         raise
-    except Exception as error:
-        raise explain(error, overrides) from error
-    finally:
-        GlobalHydra.instance().clear()
-    assert isinstance(config, RunConfig)
-    check_config(config)
+    except Exception as error:  # whatever a parser raises on what a user wrote
+        raise explain(error, request) from error
+    if OmegaConf.get_type(config) is not RunConfig:
+        raise ConfigError(
+            "the primary config is not typed, so mistakes in it would pass",
+            where=f"--config-name {request.config_name}",
+            hint=f"begin its defaults list with `- {SCHEMA}`, or with `- pretrain` to start from the shipped one",
+        )
+    check_keys(config, request)
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+        refuse_resolver(text, key)
     return config
 
 
+def to_run_config(config: DictConfig) -> RunConfig:
+    """Make the dataclasses and check them.
+
+    Raises:
+        ConfigError: a missing value, an interpolation that leads nowhere, or a failed check.
+    """
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+        if text == "???":
+            raise missing_value(key)
+    try:
+        values = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise explain_interpolation(error) from error
+    except RecursionError as error:
+        raise ConfigError("an interpolation refers to itself", where="${...}") from error
+    assert isinstance(values, RunConfig)
+    check_config(values)
+    return values
+
+
 def to_yaml(config: RunConfig) -> str:
-    """Give the resolved config as YAML, which composes to the same again."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+    """The whole resolved config as a primary config file, which composes to an equal RunConfig.
+
+    The one exception is `model.trust_remote_code`: no file may switch it on, so it is left out when true.
+    """
+    values = _plain(config)
+    head = [
+        "# The resolved config of a run. To start one from it:",
+        "#   recipes/pretrain.py --config-dir <this folder> --config-name config",
+    ]
+    if config.model.trust_remote_code:
+        del values["model"]["trust_remote_code"]
+        head.append(f"# The run also had {_REMOTE_CODE}=true, which only the command line can say.")
+    defaults = {"defaults": [SCHEMA, "_self_"]}
+    return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | values))
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return value.name if hasattr(value, "name") and hasattr(value, "value") else value
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        # What is resolved stays as it is: "${" in a value is text by now.
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
 
 
-def _refuse_unsafe(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Keep code and the environment out: configs are passed around and written to run folders."""
-    for path, value in _leaves(OmegaConf.to_container(config, resolve=False), ""):
-        if path.rsplit(".", 1)[-1] in ("_target_", "_partial_", "_recursive_"):
-            raise ConfigError("a config cannot name code to run", where=path, found=value)
-        if isinstance(value, str) and "${oc." in value:
-            raise ConfigError(
-                "the environment cannot be read into a config: it may hold secrets",
-                where=path,
-                found=value,
-                hint="write the value, or an override in the shell: key=$VARIABLE",
-            )
-    is_asked_for = any(o.replace(" ", "").lower() == "model.trust_remote_code=true" for o in overrides)
-    if config.model.trust_remote_code and not is_asked_for:
-        raise ConfigError(
-            "only your own command line may let a model's repository run code",
-            where="model.trust_remote_code",
-            found="true in a file",
-            hint="model.trust_remote_code=true on the command line, if you trust the repository",
-        )
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text in the config with its key, before interpolation."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{index}]")
-    else:
-        yield path, value
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}.{index}")
+    elif isinstance(value, str):
+        yield key, value

@@ -17,6 +17,7 @@ from hfdist.errors import ConfigError
 
 COMMAND_LINE = "command line"
 _SOURCES = "data.sources"
+_PREFIXES = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,13 @@ def _prepare(text: str) -> GivenOverride:
             hint="run.dir=... is where a run writes; --config-dir DIR adds configs of your own",
         )
     if override.is_sweep_override():
-        value = text.partition("=")[2]
+        given = text.partition("=")[2]
         raise ConfigError(
             "several values for one key: a run takes one",
             where=f"{key} ({COMMAND_LINE})",
-            found=value,
-            hint=f"one run for each value, in a loop of the shell; a list is '{key}=[{value}]'; "
-            f"text with a comma is '{key}=\"{value}\"'",
+            found=given,
+            hint=f"one run for each value, in a loop of the shell; a list is '{key}=[{given}]'; "
+            f"text with a comma is '{key}=\"{given}\"'",
         )
     value = override.value()
     for name in _names(key, value):
@@ -81,33 +82,30 @@ def _parse(text: str) -> Override:
 
 
 def _for_hydra(override: Override, text: str) -> str:
-    key, value = override.key_or_group, text.partition("=")[2]
     if override.type is OverrideType.DEL or override.package is not None:
         return text
+    key = override.key_or_group
+    value = text.partition("=")[2]
     if key == "experiment":
-        # It stands in the defaults list already, so that a `+` would be a second one.
-        return f"{key}={value}"
+        # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
+        return f"+{key}={value}"
     found = find_key(key)
-    if found is not None and _is_text(found.type) and isinstance(override.value(), (bool, int, float)):
-        return f"{override.input_line.partition('=')[0]}='{value}'" if override.input_line else text
-    if override.type is OverrideType.CHANGE and _free_ancestor(key):
-        return f"++{text}"
+    if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
+        value = f"'{value}'"
     if key == _SOURCES or key.startswith(f"{_SOURCES}."):
         # As one mapping: Hydra adds a typed member only by merging.
         for part in reversed(key.removeprefix(_SOURCES).split(".")[1:]):
             value = f"{{{part}:{value}}}"
         return f"++{_SOURCES}={value}"
-    return text
+    is_free_member = override.type is OverrideType.CHANGE and _has_free_ancestor(key)
+    prefix = "++" if is_free_member else _PREFIXES[override.type]
+    return f"{prefix}{key}={value}"
 
 
-def _free_ancestor(key: str) -> bool:
+def _has_free_ancestor(key: str) -> bool:
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return any(name in all_keys() and all_keys()[name].is_free for name in names)
-
-
-def _is_text(hint: Any) -> bool:
-    return hint is str or hint == (str | None)
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
@@ -126,6 +124,10 @@ def _not_an_override(text: str) -> ConfigError:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:
         hint = text.replace(":", "=", 1)
+    elif equals and " " in value and "=" in value:
+        hint = "write each override as an argument of its own"
+    elif equals and key in all_keys() and not all_keys()[key].is_text:
+        hint = f"{key}=... with {all_keys()[key].allowed}"
     elif equals and key.strip(" +~") and value:
         hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
     else:

@@ -37,6 +37,11 @@ class Key:
         return typing.get_origin(self.type) is dict and typing.get_args(self.type)[1] is Any
 
     @property
+    def is_text(self) -> bool:
+        """Whether its value is text."""
+        return _without_none(self.type)[0] is str
+
+    @property
     def allowed(self) -> str:
         """The values that it takes, in words."""
         kind, optional = _without_none(self.type)
@@ -85,6 +90,9 @@ def unknown_keys(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[
 
 def nearest_key(name: str) -> str | None:
     """Give the key that was probably meant: the same last part elsewhere, or a similar spelling."""
+    respelt = _respell(name)
+    if respelt is not None:
+        return respelt
     names = [key.name for key in all_keys().values() if ANY_NAME not in key.name]
     section, _, leaf = name.rpartition(".")
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
@@ -97,6 +105,21 @@ def nearest_key(name: str) -> str | None:
         return by_leaf[close[0]]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return close[0] if close else None
+
+
+def _respell(name: str) -> str | None:
+    """Correct the first part that is unknown, if that makes the whole name known."""
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        section = ".".join(parts[:index])
+        if find_key(".".join(parts[: index + 1])) is None:
+            for member in difflib.get_close_matches(part, members(_starred(section)), n=1, cutoff=0.7):
+                fixed = ".".join([*parts[:index], member, *parts[index + 1 :]])
+                parent = find_key(".".join([*parts[:index], member]))
+                if find_key(fixed) is not None or (parent is not None and parent.is_free):
+                    return fixed
+            return None
+    return None
 
 
 def _starred(section: str) -> str:

@@ -19,7 +19,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, OmegaConf
 
-from hfdist.config.yaml_guard import read_config_text
+from hfdist.config.yaml_guard import display, read_config_text
 from hfdist.errors import ConfigError
 
 NOT_GROUPS = frozenset({"launch"})
@@ -93,9 +93,15 @@ class CheckedFolder(ConfigSource):
         text = read_config_text(path)
         config = OmegaConf.load(io.StringIO(text))
         assert isinstance(config, Container)
-        return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=config, header=self._get_header_dict(text[:512])
-        )
+        try:
+            header = self._get_header_dict(text[:512])
+        except ValueError as error:
+            raise ConfigError(
+                f"the comment that places the file is wrong: {error}",
+                where=display(path),
+                allowed="# @package _global_, or none",
+            ) from error
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
     def is_group(self, config_path: str) -> bool:
         """Whether this is a folder of options."""

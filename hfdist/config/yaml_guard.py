@@ -36,7 +36,7 @@ def read_config_text(path: Path) -> str:
             raise ConfigError(
                 "the config file is too big", where=place, found=f"{size_bytes} bytes", allowed=f"<= {MAX_BYTES} bytes"
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file cannot be read: {error}", where=place) from error
     check_config_text(text, place)
@@ -68,13 +68,14 @@ def refuse_resolver(text: str, where: str) -> None:
 
     The environment is the reason: what `${oc.env:...}` reads would end in the saved config, secrets included.
     """
-    rest, previous = text, None
+    # An odd number of backslashes makes the text itself of what follows.
+    rest, previous = re.sub(r"(?<!\\)(\\\\)*\\\$\{", "_", text), ""
     while rest != previous:
         # Innermost plain references first, so that a resolver whose name is itself a reference is seen too.
         rest, previous = re.sub(r"\$\{[^{}:]*\}", "_", rest), rest
     if re.search(r"\$\{[^{}]*:", rest):
         raise ConfigError(
-            "only other keys can be interpolated; the environment is not read into a config, because the config is saved",
+            "only other keys can be interpolated; the environment is kept out of a config, because the config is saved",
             where=where,
             found=text,
             allowed="${section.key}",
@@ -189,6 +190,13 @@ def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None
     for node in (key, value):
         if isinstance(node, yaml.ScalarNode):
             refuse_resolver(node.value, f"{name} ({at})")
+    if value.value == "???" and not name.startswith("defaults."):
+        raise ConfigError(
+            "every key has a typed default here, over which `???` (a value to be given) is passed in silence",
+            where=f"{name} ({at})",
+            found="???",
+            hint="leave the key out, or null where nothing must be given",
+        )
     leaf = name.rpartition(".")[2]
     if leaf == "trust_remote_code" and str(value.value).lower() not in ("false", "no", "off"):
         raise ConfigError(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
+"""Label of a position that is not a target."""
 
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")

@@ -58,6 +58,12 @@ class Engine(Protocol):
     def pieces(self) -> Iterable[Piece]:
         """List what this rank holds of which named tensor: weights and optimizer state, for saving and loading."""
 
+    def numbers(self) -> dict[str, Any]:
+        """Give what a run needs to go on besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
+
+    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+        """Take back what `numbers` gave, of any layout: unknown names are left alone."""
+
     def loaded(self) -> None:
         """Make everything derived from the pieces true again after a checkpoint was read into them."""
 

@@ -67,5 +67,12 @@ class ReplicatedEngine:
         assert self._optimizer is not None
         return pieces_replicated.list_pieces(self.model, self._optimizer)
 
+    def numbers(self) -> dict[str, Any]:
+        """None: the Trainer keeps the loss scale."""
+        return {}
+
+    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+        """Nothing to take."""
+
     def loaded(self) -> None:
         """Nothing is derived from the pieces."""

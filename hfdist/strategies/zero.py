@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hfdist.checkpoint.piece import Piece
@@ -16,6 +17,9 @@ from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Batch, Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
 from hfdist.topology import Topology
+
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class ZeroStrategy:
@@ -43,11 +47,10 @@ class ZeroStrategy:
         # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference calls,
         # and leaves its 66 MiB a rank behind in /dev/shm.
         __compatible_ops__["deepspeed_shm_comm"] = False
-        if not torch.distributed.is_initialized():
+        if not dist.is_initialized():
             # One process without a launcher: DeepSpeed would look for MPI.
-            store = torch.distributed.HashStore()
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in its stubs
         deepspeed.init_distributed(verbose=False)
 
     def build(self, model: nn.Module) -> ZeroEngine:
@@ -85,6 +88,23 @@ class ZeroEngine:
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
+
+    def numbers(self) -> dict[str, Any]:
+        """DeepSpeed's counters, and the state of its loss scale under fp16."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        fields = {} if scaler is None else vars(scaler)
+        scale = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+        return {"counters": {name: getattr(self._engine, name) for name in _COUNTERS}, "loss_scaler": scale}
+
+    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+        """Set DeepSpeed's counters and loss scale."""
+        for name in _COUNTERS:
+            if name in numbers.get("counters", {}):
+                setattr(self._engine, name, numbers["counters"][name])
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        for name, value in numbers.get("loss_scaler", {}).items():
+            if scaler is not None and hasattr(scaler, name):
+                setattr(scaler, name, value)
 
     def loaded(self) -> None:
         """Copy the float32 masters that were read into the weights that the model computes with."""

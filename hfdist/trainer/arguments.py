@@ -55,6 +55,7 @@ def _generated(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
         "eval_steps": train.eval_every,
         "save_strategy": "no" if config.checkpoint.every is None else "steps",
         "save_steps": config.checkpoint.every or 1,
+        "save_total_limit": config.checkpoint.keep,
         "logging_steps": config.report.log_every,
         # A loss that is not finite must be seen, not replaced by the average of the others.
         "logging_nan_inf_filter": False,

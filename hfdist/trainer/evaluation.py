@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from hfdist.data.pack import IGNORED
 from hfdist.topology import Topology
-from hfdist.trainer.loss import IGNORED
 
 
 class DealtItems(Dataset[dict[str, Any]]):

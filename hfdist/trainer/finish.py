@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfdist.config.report import ReportConfig
+from hfdist.config.run import RunConfig
+from hfdist.data import HeldOut
 from hfdist.trainer.plot import plot_losses
 from hfdist.trainer.trainer import Trainer
 
@@ -20,20 +21,19 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 
 
-def finish(trainer: Trainer, report: ReportConfig) -> None:
+def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
     """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
-    run_dir = Path(trainer.args.output_dir)
-    loss = _last_held_out_loss(trainer)
+    run_dir = Path(run.run.dir)
     folder = run_dir / MODEL
+    loss = None if held_out is None else _last_held_out_loss(trainer)
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
-        baseline = unigram_loss(item["labels"] for item in trainer.eval_dataset)
-        logger.info("held-out loss %.4f, perplexity %.1f", loss, math.exp(min(loss, 700)))
-        logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, math.exp(baseline))
-        if report.sample_prompt is not None:
-            text = sample(folder, report.sample_prompt, report.sample_tokens)
-            logger.info("%s continues %r:\n%s", folder, report.sample_prompt, text)
-        if report.plot:
+        if held_out is not None and loss is not None:
+            _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
+        if run.report.sample_prompt is not None:
+            text = sample(folder, run.report.sample_prompt, run.report.sample_tokens)
+            logger.info("%s continues %r:\n%s", folder, run.report.sample_prompt, text)
+        if run.report.plot:
             logger.info("loss curve: %s", plot_losses(run_dir))
         logger.info("model: %s", folder)
     if dist.is_initialized():
@@ -49,6 +49,15 @@ def _last_held_out_loss(trainer: Trainer) -> float:
     if last is None or last["step"] != trainer.state.global_step:
         return float(trainer.evaluate()["eval_loss"])
     return float(last["eval_loss"])
+
+
+def _report_loss(loss: float, baseline: float) -> None:
+    logger.info("held-out loss %.4f, perplexity %.1f", loss, _perplexity(loss))
+    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, _perplexity(baseline))
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
@@ -74,4 +83,4 @@ def sample(folder: Path, prompt: str, num_tokens: int) -> str:
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-IGNORED = -100
-"""Label of a position that is not a target."""
+from hfdist.data.pack import IGNORED
 
 
 def num_target_tokens(labels: torch.Tensor) -> torch.Tensor:

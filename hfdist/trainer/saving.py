@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
-
-from hfdist.checkpoint import export_model, prune, read_checkpoint, write_checkpoint
+from hfdist.checkpoint import export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
+from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import Cursor, TokenStream
-from hfdist.trainer.gather import gather_json
 
-if TYPE_CHECKING:
-    from hfdist.trainer.trainer import DistributedTrainerMixin
+# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
 
 CHECKPOINTS = "checkpoints"
 TRAINER_STATE = "trainer_state.json"
 
 
-def save(trainer: DistributedTrainerMixin) -> Path:
+def save(trainer: Any) -> Path:
     """Write `<output_dir>/checkpoints/step-N` and remove the oldest beyond `save_total_limit`. Call on all ranks."""
     folder = Path(trainer.args.output_dir) / CHECKPOINTS
 
@@ -39,44 +36,43 @@ def save(trainer: DistributedTrainerMixin) -> Path:
     return saved
 
 
-def export(trainer: DistributedTrainerMixin, folder: Path) -> None:
+def export(trainer: Any, folder: Path) -> None:
     """Write a Hub folder with the weights as they are. Call on all ranks."""
     export_model(folder, trainer.engine.pieces(), lambda path: _write_model_files(trainer, path))
 
 
-def restore(trainer: DistributedTrainerMixin, path: Path) -> None:
+def restore(trainer: Any, path: Path) -> None:
     """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
     state = read_checkpoint(path, trainer.engine.pieces())
     trainer.engine.loaded()
+    trainer.engine.restore_numbers(state["engine"])
     _restore_schedule(trainer, state["schedule_steps"])
     if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
         trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
     if isinstance(trainer.train_dataset, TokenStream):
         trainer.train_dataset.load_state_dict(state["cursor"])
+    restore_random_state(path)
 
 
-def _state(trainer: DistributedTrainerMixin) -> dict[str, Any]:
+def _state(trainer: Any) -> dict[str, Any]:
     scaler = trainer.accelerator.scaler
     return {
         "schedule_steps": trainer.lr_scheduler.last_epoch,
+        "engine": trainer.engine.numbers(),
         "loss_scaler": None if scaler is None else scaler.state_dict(),
         "cursor": _cursor(trainer),
     }
 
 
-def _cursor(trainer: DistributedTrainerMixin) -> dict[str, Any] | None:
+def _cursor(trainer: Any) -> dict[str, Any] | None:
     """Where the whole stream stands: each data rank knows only its own lanes."""
     if not isinstance(trainer.train_dataset, TokenStream):
         return None
-    cursors = (
-        gather_json(trainer.train_dataset.state_dict())
-        if dist.is_initialized()
-        else [trainer.train_dataset.state_dict()]
-    )
+    cursors = gather_json(trainer.train_dataset.state_dict())
     return Cursor.merge([Cursor.from_json(cursor) for cursor in cursors]).to_json()
 
 
-def _write_model_files(trainer: DistributedTrainerMixin, path: Path) -> None:
+def _write_model_files(trainer: Any, path: Path) -> None:
     config = copy.deepcopy(trainer.model.config)
     # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
     config.architectures = [type(trainer.model).__name__]
@@ -89,7 +85,7 @@ def _write_model_files(trainer: DistributedTrainerMixin, path: Path) -> None:
         trainer.processing_class.save_pretrained(path)
 
 
-def _restore_schedule(trainer: DistributedTrainerMixin, steps: int) -> None:
+def _restore_schedule(trainer: Any, steps: int) -> None:
     """Schedules are functions of the step alone: set it, and compute the rates again."""
     scheduler = trainer.lr_scheduler
     rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]

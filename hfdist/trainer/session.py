@@ -43,7 +43,7 @@ class RunData:
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
-    held_out: HeldOut
+    held_out: HeldOut | None
 
 
 def degrees(strategy: StrategyConfig) -> Degrees:
@@ -122,10 +122,10 @@ def build_trainer(
     return trainer
 
 
-def train(trainer: Trainer, config: RunConfig) -> None:
+def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export."""
     trainer.train(resume_from_checkpoint=_resume_from(config))
-    finish(trainer, config.report)
+    finish(trainer, data.held_out, config)
 
 
 def _resume_from(config: RunConfig) -> str | None:
@@ -163,5 +163,5 @@ def _check_resume(resume: str, checkpoints: Path) -> None:
 def _describe_data(data: RunData) -> str:
     return (
         f"{', '.join(data.corpus.source_names)}: {data.corpus.num_documents:,} documents; "
-        f"tokenizer of {len(data.tokenizer):,}; {len(data.held_out):,} held-out sequences"
+        f"tokenizer of {len(data.tokenizer):,}; {len(data.held_out or ()):,} held-out sequences"
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import TokenStream
@@ -26,7 +27,14 @@ from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.throughput import Throughput
 
 
-class DistributedTrainerMixin:
+if TYPE_CHECKING:
+    # What the class after the mixin brings along.
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
+
+class DistributedTrainerMixin(_Trainer):
     """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
 
     Args:
@@ -84,7 +92,7 @@ class DistributedTrainerMixin:
         self.throughput.start(
             step=self.state.global_step,
             tokens=self.state.num_input_tokens_seen,
-            flops_per_token=partial(flops_per_token, self.model),
+            flops_per_token=partial(flops_per_token, cast(PreTrainedModel, self.model)),
             num_devices=self.args.world_size,
         )
         return prepared
@@ -130,9 +138,11 @@ class DistributedTrainerMixin:
         """Deal the held-out items over the data ranks, with equally many batches on each."""
         if self.engine is None or self.strategy is None or self.compute_metrics is not None:
             return super().get_eval_dataloader(eval_dataset)
-        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        own: Any = self.eval_dataset
+        if eval_dataset is not None:
+            own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         return dealt_batches(
-            self.eval_dataset if named is None else named,
+            own,
             topology=self.strategy.topology,
             micro_batch_size=self.args.per_device_eval_batch_size,
             collate=self.data_collator,
@@ -152,7 +162,9 @@ class DistributedTrainerMixin:
             loss, num_tokens = mean_token_loss(dataloader, evaluate, self.args.device)
         model.train(was_training)
         metrics = {f"{prefix}_loss": loss, f"{prefix}_tokens": num_tokens}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+        nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
+        num_samples = len(dataloader.dataset)
+        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=metrics, num_samples=num_samples)
 
     def _model_for_evaluation(self) -> nn.Module:
         """The model as it is trained; before training, wrapped as training would."""
@@ -162,7 +174,7 @@ class DistributedTrainerMixin:
                 hint="call train() first, or evaluate with strategy=single or strategy=ddp",
             )
         # DDP's wrapper only matters for backward, and would make ranks wait for each other.
-        return self.model_wrapped if self.is_deepspeed_enabled else self.model
+        return cast(nn.Module, self.model_wrapped if self.is_deepspeed_enabled else self.model)
 
     def _sum_of_losses(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         batch = self._prepare_inputs(batch)
@@ -184,7 +196,7 @@ class DistributedTrainerMixin:
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        saving.export(self, Path(output_dir or self.args.output_dir))
+        saving.export(self, Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.

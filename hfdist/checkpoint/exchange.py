@@ -1,0 +1,108 @@
+"""What ranks tell each other while saving and loading: small JSON values and failures, never pickle.
+
+Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
+leaving them in a collective that it never joins.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hfdist.errors import CheckpointError, HfdistError, ResourceError
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ResourceError)}
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes that save and load together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Give every rank's `value`, in order of rank. A collective over all ranks."""
+    if world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device))
+    largest = max(int(size) for size in sizes)
+    padded = torch.nn.functional.pad(payload, (0, largest - payload.numel()))
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+
+
+def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+    """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
+
+    Raises:
+        HfdistError: the failure of the first rank that failed, on all ranks alike. Exceptions that are no failures
+            of a file or of a checkpoint are raised unchanged on the rank where they came up.
+    """
+    own: Exception | None = None
+    report: dict[str, Any] = {}
+    try:
+        report["value"] = action()
+    except Exception as error:
+        own = _for_the_reader(error)
+        report["error"] = _describe(own)
+    reports = gather_json(report)
+    if own is not None:
+        raise own
+    for failed_rank, other in enumerate(reports):
+        if "error" in other:
+            raise _rebuild(failed_rank, other["error"])
+    return [other["value"] for other in reports]
+
+
+def on_rank_zero(action: Callable[[], Any]) -> Any:
+    """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
+    return on_all_ranks(lambda: action() if rank() == 0 else None)[0]
+
+
+def _for_the_reader(error: Exception) -> Exception:
+    if not isinstance(error, OSError):
+        return error
+    where = str(error.filename) if error.filename else None
+    if error.errno in FULL_DISK:
+        readable: HfdistError = ResourceError(
+            "no space is left for the checkpoint", where=where, hint="free space, or a smaller checkpoint.keep"
+        )
+    else:
+        readable = CheckpointError(
+            "a file of the checkpoint cannot be read or written",
+            where=where,
+            found=error.strerror or type(error).__name__,
+            hint="all processes need the same folder, with the right to read and write it",
+        )
+    readable.__cause__ = error
+    return readable
+
+
+def _describe(error: Exception) -> dict[str, str | None]:
+    if not isinstance(error, HfdistError):
+        return {"kind": type(error).__name__, "what": str(error)}
+    fields = {name: getattr(error, name) for name in ("what", "where", "found", "allowed", "hint")}
+    kind = "ResourceError" if isinstance(error, ResourceError) else "CheckpointError"
+    return {"kind": kind} | {name: None if v is None else str(v) for name, v in fields.items()}
+
+
+def _rebuild(failed_rank: int, described: dict[str, Any]) -> HfdistError:
+    kind = TRAVELLING_ERRORS.get(described["kind"])
+    if kind is None:
+        return CheckpointError(f"rank {failed_rank} failed: {described['kind']}: {described['what']}")
+    fields = {name: described.get(name) for name in ("where", "found", "allowed", "hint")}
+    return kind(described["what"], **fields)

@@ -1,0 +1,147 @@
+"""The folder of a run's checkpoints: names, commit by rename, finding the newest good one, removing the oldest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.checkpoint.layout import share_out
+from hfdist.checkpoint.manifest import (
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    check_hashes,
+    check_sizes,
+    read_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    """Name of the checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def temporary(path: Path) -> Path:
+    """A name beside `path` for what is not finished yet, or is about to go."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what saves that were killed left behind. They are never complete, so nothing is lost."""
+    for path in folder.iterdir():
+        if UNFINISHED_NAME.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    """Make a file or a folder's list of names survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` for everything in a folder, the folder last."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
+
+
+def commit(unfinished: Path, final: Path) -> None:
+    """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards."""
+    sync_tree(unfinished)
+    replaced = temporary(final) if final.exists() else None
+    if replaced is not None:
+        final.rename(replaced)
+    unfinished.rename(final)
+    sync(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def find_newest(folder: Path) -> Path | None:
+    """Give the newest checkpoint of `folder` that verifies; all ranks get the same answer. A collective.
+
+    Damaged ones that are newer are renamed to `step-N.bad-<reason>` with a warning, never deleted.
+    """
+    names = on_rank_zero(lambda: [path.name for path in _checkpoints(folder)])
+    for name in reversed(names):
+        if _damage(folder / name) is None:
+            return folder / name
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove the oldest complete checkpoints until `keep` are left. Any rank may call it; rank 0 acts."""
+    if rank() != 0:
+        return
+    complete = [path for path in _checkpoints(folder) if (path / MANIFEST).is_file()]
+    for path in complete[: max(0, len(complete) - keep)]:
+        try:
+            # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
+            going = path.rename(temporary(path))
+            shutil.rmtree(going)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Folders with the name of a checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    named = [(match, path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(named, key=lambda item: int(item[0][1]))]
+
+
+def _damage(path: Path) -> str | None:
+    """Verify one checkpoint, its files dealt over the ranks, and move it aside if it is damaged."""
+    reports = on_all_ranks(lambda: _report(path))
+    first = next((report for report in reports if report is not None), None)
+    if first is None:
+        return None
+    on_rank_zero(lambda: _move_aside(path, first))
+    return str(first["reason"])
+
+
+def _report(path: Path) -> dict[str, Any] | None:
+    try:
+        manifest = read_manifest(path)
+        if step_name(manifest.step) != path.name:
+            raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
+        check_sizes(path, manifest)
+        check_hashes(path, manifest, _share(manifest))
+    except DamagedError as error:
+        return {"reason": error.reason, "message": str(error)}
+    except OSError as error:
+        return {"reason": "unreadable", "message": str(error)}
+    return None
+
+
+def _share(manifest: Manifest) -> list[str]:
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+    return share_out(sizes, world_size())[rank()]
+
+
+def _move_aside(path: Path, report: dict[str, Any]) -> None:
+    target = path.with_name(f"{path.name}.bad-{report['reason']}")
+    if target.exists():
+        target = target.with_name(f"{target.name}-{secrets.token_hex(4)}")
+    try:
+        path.rename(target)
+    except OSError as error:
+        logger.warning("the damaged checkpoint %s cannot be renamed: %s\n%s", path, error, report["message"])
+        return
+    logger.warning("a damaged checkpoint was passed over and renamed to %s\n%s", target, report["message"])

@@ -1,0 +1,73 @@
+"""Random number generators of one rank: torch (CPU and its GPU), numpy and Python, as plain tensors and JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hfdist.checkpoint.exchange import on_all_ranks, rank, world_size
+from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+def random_file(of_rank: int) -> str:
+    """Name of a rank's file within a checkpoint."""
+    return f"training_state/rng-{of_rank:05d}.safetensors"
+
+
+def save_random_state(checkpoint: Path) -> None:
+    """Write this rank's generators into its own file."""
+    _, numpy_words, numpy_position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
+    version, python_words, python_gauss = random.getstate()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(numpy_words, dtype=np.int64)),
+        "python": torch.tensor(python_words, dtype=torch.int64),
+    }
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    rest = {"numpy": [numpy_position, has_gauss, cached_gauss], "python": [version, python_gauss]}
+    save_file(tensors, checkpoint / random_file(rank()), metadata={"rest": json.dumps(rest)})
+
+
+def restore_random_state(checkpoint: Path) -> bool:
+    """Set this rank's generators to where `checkpoint` left them. A collective.
+
+    Returns:
+        Whether it was done: with another number of processes than at the save no rank is touched, because the
+        generators of ranks that come or go have no meaning.
+
+    Raises:
+        CheckpointError: a damaged file.
+    """
+    names = {name for name in read_manifest(checkpoint).files if name.startswith("training_state/rng-")}
+    if names != {random_file(index) for index in range(world_size())}:
+        logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, len(names))
+        return False
+    on_all_ranks(lambda: _restore(inside(checkpoint, random_file(rank()))))
+    return True
+
+
+def _restore(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            rest = json.loads(file.metadata()["rest"])
+        position, has_gauss, cached_gauss = rest["numpy"]
+        version, python_gauss = rest["python"]
+        torch.set_rng_state(tensors["torch"])
+        words = tensors["numpy"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", words, position, has_gauss, cached_gauss))
+        random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
+        if "cuda" in tensors and torch.cuda.is_available():
+            torch.cuda.set_rng_state(tensors["cuda"])
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise DamagedError("rng", "a file of random state is damaged", where=path, found=error) from error

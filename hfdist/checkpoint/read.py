@@ -1,0 +1,197 @@
+"""Loading: every rank reads the elements of its own layout into the views where they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfdist.checkpoint import tensorfile
+from hfdist.checkpoint.exchange import on_all_ranks
+from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
+from hfdist.checkpoint.manifest import FORMAT, DamagedError, Manifest, inside, read_json, read_manifest
+from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
+from hfdist.checkpoint.tensorfile import DTYPES, Entry
+from hfdist.checkpoint.write import INDEX_FILE, MODEL_STEM, OPTIMIZER_STEM, STATE_FILE, declare
+from hfdist.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a checkpoint holds."""
+
+    entries: dict[TensorId, Entry]
+    steps: dict[str, int]
+    state: dict[str, Any]
+
+
+def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Fill the views of `pieces` and give back the `state` that was saved. A collective.
+
+    Any layout reads any checkpoint. Float32 copies are read from the weights where the checkpoint has none, and
+    weights without copies from the copies where it has some, so the best precision that was saved is used.
+
+    Args:
+        path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
+        pieces: where this rank wants what; between them the ranks must want exactly what was saved.
+
+    Raises:
+        CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
+            another type; with the names, and on all ranks alike.
+    """
+    own: list[Piece] = []
+    steps: list[Piece] = []
+    saved: list[_Saved] = []
+
+    def open_and_list() -> list[list[object]]:
+        saved.append(_open(path))
+        for piece in pieces:
+            (steps if piece.key == STEP else own).append(piece)
+        return [region.to_json() for region in declare([*own, *steps])]
+
+    declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_list)]
+    wanted = merge_specs(declared)
+    sources = _match(path, saved[0], wanted)
+    on_all_ranks(lambda: _fill(own, sources))
+    _set_steps(steps, saved[0].steps)
+    return saved[0].state
+
+
+def _open(path: Path) -> _Saved:
+    manifest = read_manifest(path)
+    content = read_json(_listed(path, manifest, STATE_FILE))
+    try:
+        steps = {str(name): int(step) for name, step in content["steps"].items()}
+        state, version = content["state"], content["format"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
+    if version != FORMAT:
+        raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
+    entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
+    for file_name in manifest.files:
+        if file_name.startswith(f"{OPTIMIZER_STEM}-"):
+            for name, entry in tensorfile.read_header(inside(path, file_name)).items():
+                parameter, _, key = name.rpartition("/")
+                entries[parameter, key] = entry
+    return _Saved(entries=entries, steps=steps, state=state)
+
+
+def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
+    if INDEX_FILE not in manifest.files:
+        return tensorfile.read_header(_listed(path, manifest, f"{MODEL_STEM}.safetensors"))
+    index = read_json(_listed(path, manifest, INDEX_FILE))
+    try:
+        weight_map = {str(name): str(file_name) for name, file_name in index["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedError("index", "the index of the weights is damaged", where=path / INDEX_FILE) from error
+    entries: dict[str, Entry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        entries |= tensorfile.read_header(_listed(path, manifest, file_name))
+    wrong = [
+        name
+        for name in sorted(weight_map.keys() | entries.keys())
+        if name not in entries or entries[name].path != path / weight_map.get(name, "")
+    ]
+    if wrong:
+        raise DamagedError(
+            "index", "the index does not fit the files of weights", where=path / INDEX_FILE, found=shorten(wrong)
+        )
+    return entries
+
+
+def _listed(path: Path, manifest: Manifest, name: str) -> Path:
+    checked = inside(path, name)
+    if name not in manifest.files:
+        raise DamagedError("unlisted", "a file that the manifest does not list", where=path, found=name)
+    return checked
+
+
+def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dict[TensorId, Entry]:
+    """Say from which entry each wanted tensor is read; everything saved must be wanted and the other way round."""
+    sources: dict[TensorId, Entry] = {}
+    missing, mismatched = [], []
+    for (name, key), spec in wanted.items():
+        if key == STEP:
+            if name not in saved.steps:
+                missing.append(f"{name}/{key}")
+            continue
+        entry = _source(saved, wanted, name, key)
+        if entry is None:
+            missing.append(f"{name}/{key}")
+        elif entry.shape != spec.shape or not _fits(wanted, spec, entry.dtype):
+            mismatched.append(f"{name}/{key}: {_show(entry)}, not {spec.dtype}{list(spec.shape)}")
+        else:
+            sources[name, key] = entry
+    unwanted = [
+        f"{name}/{key}"
+        for name, key in saved.entries
+        if (name, key) not in wanted and not (key == MASTER and (name, WEIGHT) in wanted)
+    ]
+    unwanted += [f"{name}/{STEP}" for name in saved.steps if (name, STEP) not in wanted]
+    problems = {"missing in it": missing, "unknown to this run": unwanted, "of another shape or type": mismatched}
+    found = "; ".join(f"{what}: {shorten(sorted(names))}" for what, names in problems.items() if names)
+    if found:
+        raise CheckpointError(
+            "the checkpoint is not of this model, or of another choice of trainable parameters",
+            where=str(path),
+            found=found,
+            hint="the config that the run was started with, or another run.name for a new run",
+        )
+    return sources
+
+
+def _source(saved: _Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
+    if key == MASTER:
+        return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
+    if key == WEIGHT and (name, MASTER) not in wanted:
+        return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
+    return saved.entries.get((name, key))
+
+
+def _fits(wanted: dict[TensorId, TensorSpec], spec: TensorSpec, saved: torch.dtype) -> bool:
+    """Types may only change without loss, except for weights that are rounded in this layout by design."""
+    own = DTYPES[spec.dtype]
+    if saved == own:
+        return True
+    if not (saved.is_floating_point and own.is_floating_point):
+        return False
+    is_trained_as_it_is = (spec.name, MASTER) not in wanted and (spec.name, STEP) in wanted
+    if spec.key == WEIGHT and not is_trained_as_it_is:
+        return True
+    return torch.promote_types(saved, own) == own
+
+
+def _show(entry: Entry) -> str:
+    return f"{tensorfile.DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
+
+
+@torch.no_grad()
+def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
+    with contextlib.ExitStack() as stack:
+        opened: dict[Path, int] = {}
+        for piece in own:
+            entry = sources[piece.name, piece.key]
+            if entry.path not in opened:
+                opened[entry.path] = os.open(entry.path, os.O_RDONLY)
+                stack.callback(os.close, opened[entry.path])
+            # A view that cannot be flattened in place is read through a copy.
+            elements = piece.view.detach().reshape(-1)
+            begin = entry.begin + piece.start * entry.dtype.itemsize
+            tensorfile.read_elements(opened[entry.path], begin, entry.dtype, elements)
+            if elements.data_ptr() != piece.view.data_ptr():
+                piece.view.detach().copy_(elements.view(piece.view.shape))
+
+
+def _set_steps(pieces: list[Piece], steps: dict[str, int]) -> None:
+    """Set step counts. Parameters that share one count (ZeRO's groups) get the largest of theirs."""
+    largest: dict[int, tuple[torch.Tensor, int]] = {}
+    for piece in pieces:
+        step = max(steps[piece.name], largest.get(piece.view.data_ptr(), (piece.view, 0))[1])
+        largest[piece.view.data_ptr()] = (piece.view, step)
+    for view, step in largest.values():
+        view.fill_(step)

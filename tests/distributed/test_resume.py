@@ -1,0 +1,119 @@
+"""A run that was stopped goes on as if it had not been: losses, weights and the data's position."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from hfdist.errors import CheckpointError
+from hfdist.testing import RankFailed
+from hfdist.trainer.callbacks import METRICS, read_metrics
+from tests.distributed.runs import losses, pretrain, weights
+
+pytestmark = pytest.mark.distributed
+
+SAVING = ("checkpoint=default", "checkpoint.every=5", "train.max_steps=12", "data.workers=1")
+# Dropout, so that the random state must be right as well.
+DROPOUT = ("model.config.attention_dropout=0.1",)
+
+LAYOUTS = [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+
+
+def stopped(run, folder, step):
+    """What a run that died behind the checkpoint of `step` leaves: later checkpoints and the export are gone."""
+    shutil.copytree(run, folder, dirs_exist_ok=True)
+    for checkpoint in (folder / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory, cache_dir):
+    """Uninterrupted runs, one a layout, made when first asked for."""
+    made = {}
+
+    def whole(strategy, num_processes, *more):
+        key = (strategy, num_processes, more)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(strategy)
+            made[key] = pretrain(folder, num_processes, f"strategy={strategy}", *SAVING, *DROPOUT, *more)
+        return made[key]
+
+    return whole
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
+def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, strategy, num_processes):
+    whole = whole_runs(strategy, num_processes)
+    stopped(whole, tmp_path, 10)
+    pretrain(tmp_path, num_processes, f"strategy={strategy}", *SAVING, *DROPOUT)
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-7)
+    steps = [line["step"] for line in read_metrics(tmp_path / METRICS) if "loss" in line]
+    assert steps == list(range(1, 13))
+    tokens = [line["tokens"] for line in read_metrics(tmp_path / METRICS) if "loss" in line]
+    assert tokens == [step * 8 * 64 for step in steps]
+    for name, reference in weights(whole).items():
+        assert torch.allclose(weights(tmp_path)[name], reference, rtol=1e-6, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("zero3", 2), ("single", 1)), (("single", 1), ("zero2", 2)), (("ddp", 2), ("zero1", 4))],
+)
+def test_another_layout_goes_on_with_the_same_losses(tmp_path, cache_dir, before, after):
+    run = tmp_path / "run"
+    pretrain(run, before[1], f"strategy={before[0]}", *SAVING)
+    other = tmp_path / "other"
+    stopped(run, other, 5)
+    pretrain(other, after[1], f"strategy={after[0]}", *SAVING)
+    assert losses(other) == pytest.approx(losses(run), rel=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "num_processes", "precision"), [("single", 1, "fp16"), ("zero2", 2, "bf16")])
+def test_half_precision_goes_on_too(whole_runs, tmp_path, strategy, num_processes, precision):
+    whole = whole_runs(strategy, num_processes, f"train.precision={precision}")
+    stopped(whole, tmp_path, 10)
+    pretrain(tmp_path, num_processes, f"strategy={strategy}", *SAVING, *DROPOUT, f"train.precision={precision}")
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-6)
+
+
+def test_checkpoints_are_hub_models_without_pickle(whole_runs):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for checkpoint in sorted((whole_runs("zero3", 2) / "checkpoints").iterdir()):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        assert model.config.use_cache
+        assert len(AutoTokenizer.from_pretrained(checkpoint)) <= model.config.vocab_size
+        suffixes = {path.suffix for path in checkpoint.rglob("*") if path.is_file()}
+        assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
+
+
+def test_only_the_newest_are_kept(whole_runs):
+    names = sorted(path.name for path in (whole_runs("ddp", 2) / "checkpoints").iterdir())
+    assert names == ["step-00000010", "step-00000012"]
+
+
+def test_never_refuses_a_folder_with_checkpoints_and_a_missing_path_is_named(whole_runs, tmp_path):
+    stopped(whole_runs("single", 1), tmp_path, 10)
+    for resume, message in (("never", "already holds checkpoints"), (tmp_path / "nothing", "no such checkpoint")):
+        with pytest.raises(RankFailed, match=message):
+            pretrain(tmp_path, 1, "strategy=single", *SAVING, f"checkpoint.resume={resume}")
+    assert issubclass(CheckpointError, Exception)
+
+
+def test_other_data_is_refused(whole_runs, tmp_path):
+    stopped(whole_runs("single", 1), tmp_path, 10)
+    with pytest.raises(RankFailed, match=r"the data, the tokenizer or data\.\* have changed"):
+        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, "data.seed=7")
+
+
+def test_the_config_of_the_run_is_written(whole_runs):
+    from hfdist.config.compose import compose_config
+
+    run = whole_runs("ddp", 2)
+    text = (run / "config.yaml").read_text()
+    assert "sharding: none" in text
+    assert json.dumps(str(run)).strip('"') in text
+    assert compose_config is not None

@@ -1,0 +1,85 @@
+"""Real `accelerate launch`: the recipe as a user starts it, from any folder, and launchers that start too few."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "pretrain.py"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+
+SMALL = ("model=tiny", "data.sequence_length=64", "data.eval_sequences=8", "train.max_steps=4", "report=quiet",
+         "train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.every=2")  # fmt: skip
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def run(command, folder, **environment):
+    """Run a command outside the checkout, as a user would, and give exit code and all output."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=clean | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    return result.returncode, result.stdout
+
+
+def lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
+    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
+    command = [*LAUNCH, "--config_file", config, RECIPE, f"strategy={strategy}", "run.name=first", *SMALL]
+    code, output = run(command, tmp_path)
+    assert code == 0, output
+    assert "2 processes: data 2" in output
+    assert output.count("held-out loss") == 1, "only rank 0 reports"
+    run_dir = tmp_path / "runs" / "first"
+    assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4]
+    wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
+    assert wanted <= set(lines(run_dir)[0])
+    assert (run_dir / "config.yaml").is_file()
+
+    code, output = run([*command, "train.max_steps=6"], tmp_path)
+    assert code == 0, output
+    assert "resuming from" in output
+    assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero3_offload"])
+def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir, strategy):
+    code, output = run([sys.executable, RECIPE, f"strategy={strategy}", *SMALL], tmp_path)
+    assert code == 0, output
+    assert "1 process;" in output
+    assert "mpi" not in output.lower()
+
+
+def test_the_launcher_that_silently_starts_one_process_is_noticed(tmp_path, cache_dir):
+    """`--cpu --num_processes 2` starts one process without a word: the recipe says so and stops."""
+    command = [*LAUNCH, "--cpu", "--num_processes", 2, RECIPE, "strategy=ddp", *SMALL]
+    code, output = run(command, tmp_path)
+    assert code != 0
+    assert "the layout does not fit the number of processes" in output
+    assert "found:   1 process" in output
+    assert "--multi_gpu" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_is_told_once_for_all_ranks(tmp_path):
+    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
+    code, output = run([*LAUNCH, "--config_file", config, RECIPE, "train.max_step=3"], tmp_path)
+    assert code != 0
+    assert output.count("Config error") == 1, output
+    assert "train.max_steps" in output

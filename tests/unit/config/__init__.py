@@ -1,0 +1,1 @@
+"""Tests of composing, checking and explaining configs."""

@@ -1,0 +1,26 @@
+"""What is in conf/, read off the folder, and the overrides that some options need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+GROUPS = ("model", "data", "strategy", "optimizer", "train", "checkpoint", "report", "experiment")
+
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+# Values that only the user knows.
+NEEDED = {
+    ("model", "hub"): ["model.name=some/model"],
+    ("data", "files"): ["data.sources.files.path=/texts/*.parquet"],
+    ("data", "hub"): ["data.sources.hub.path=some/dataset"],
+}
+
+
+def needed_overrides(group: str, option: str) -> list[str]:
+    """The overrides without which an option cannot be used."""
+    if group != "experiment":
+        return NEEDED.get((group, option), [])
+    text = (CONF / group / f"{option}.yaml").read_text()
+    return [override for (g, o), needed in NEEDED.items() if f"override /{g}: {o}\n" in text for override in needed]

@@ -1,0 +1,140 @@
+"""Ranges of all numbers, and contradictions between keys."""
+
+import pytest
+
+from hfdist.config.checks import AVAILABLE_AXES, check_config
+from hfdist.config.compose import compose_config
+from hfdist.config.schema import all_keys
+from hfdist.errors import ConfigError
+
+LIMITED = [key for key in all_keys().values() if key.limit is not None]
+HUB = ["model=hub", "model.name=some/model"]
+
+
+def error_of(*overrides):
+    """The error that these overrides cause."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config(overrides)
+    return caught.value
+
+
+@pytest.mark.parametrize("key", [key.name for key in LIMITED])
+def test_no_limited_number_is_negative(key):
+    error = error_of(f"{key}=-1")
+    assert (error.where, error.found, error.allowed) == (key, -1, all_keys()[key].allowed)
+    assert "number" in error.allowed
+
+
+@pytest.mark.parametrize("key", [key.name for key in LIMITED if "whole" not in key.allowed])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_limited_number_is_infinite(key, value):
+    error = error_of(f"{key}={value}")
+    assert (error.where, str(error.found)) == (key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("data.sequence_length", 2, 1),
+        ("data.eval_fraction", 0.5, 0.51),
+        ("optimizer.beta1", 0.0, 1.0),
+        ("optimizer.decay_fraction", 1.0, 0.0),
+        ("optimizer.lr", 1e-30, 0.0),
+        ("train.eval_every", 1, 0),
+        ("model.tokenizer.vocab_size", 257, 256),
+        ("data.workers", 0, -1),
+    ],
+)
+def test_the_ends_of_ranges(key, good, bad):
+    compose_config([f"{key}={good}"])
+    error = error_of(f"{key}={bad}")
+    assert (error.where, error.found) == (key, bad)
+
+
+# overrides -> (where, what or allowed contains, hint contains)
+CONTRADICTIONS = [
+    (["model.type=null"], "model.name, model.type", "no model is named", "model=small"),
+    (["model=hub"], "model.name, model.type", "no model is named", "model=hub model.name="),
+    (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b"),
+    (["model.init=pretrained"], "model.init", "need the name", "model.init=random"),
+    ([*HUB, "model.tokenizer.name=null"], "model.tokenizer.name", "tokenizer", "model.tokenizer.name=some/model"),
+    (["model.dtype=float16"], "model.dtype", "cannot be trained", "train.precision=fp16"),
+    (["model.dtype=float16", "train.precision=fp16"], "model.dtype", "cannot be trained", "model.dtype=float32"),
+    (["model.dtype=bfloat16", "train.precision=fp16"], "model.dtype", "float32", "train.precision=bf16"),
+    (["data.sources.stdlib.path=/x"], "data.sources.stdlib.path", "takes no path", "data.sources.stdlib.kind=files"),
+    (["data=files"], "data.sources.files.path", "no path", "data.sources.files.path=..."),
+    (["data=hub"], "data.sources.hub.path", "no path", "data.sources.hub.path=..."),
+    (["data.sources.stdlib.subset=a"], "data.sources.stdlib.subset", "only a dataset of the Hub", "kind=hub"),
+    (["~data.sources.stdlib"], "data.sources", "nothing to read", "data=stdlib"),
+    (["~data"], "data.sources", "nothing to read", "data=stdlib"),
+    (["strategy=ddp", "strategy.data=1"], "strategy.data", "fewer data ranks", "strategy.min_data=1"),
+    (["strategy.offload=cpu"], "strategy.offload", "without sharding", "strategy=zero3_offload"),
+    (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without sharding", "strategy=zero1"),
+    (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
+    (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
+    (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "given twice", "optimizer.warmup_tokens=null"),
+    (["optimizer.warmup_steps=100"], "optimizer.warmup_steps", "fewer than 100", "optimizer.warmup_steps=10"),
+    (["optimizer.warmup_tokens=1622017"], "optimizer.warmup_tokens", "fewer than 100", "optimizer.warmup_tokens="),
+    (
+        ["optimizer=adamw_wsd", "optimizer.warmup_steps=90"],
+        "optimizer.decay_fraction",
+        "warm-up and decay are longer",
+        None,
+    ),
+    (["optimizer.schedule=linear", "optimizer.min_lr_ratio=0.1"], "optimizer.min_lr_ratio", "ends at 0", "cosine"),
+    (["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"], "optimizer.min_lr_ratio", "its peak", "null"),
+    (["train.micro_batch_size=64"], "train.micro_batch_size", "larger than the global", "train.micro_batch_size=32"),
+    (["train.eval_every=5", "data.eval_fraction=0"], "train.eval_every", "nothing is held out", "data.eval_fraction"),
+    (["checkpoint.resume=atuo"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),
+    (["checkpoint.resume=/no/such/folder"], "checkpoint.resume", "folder that exists", "checkpoint.resume=auto"),
+    (["checkpoint.resume=''"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),
+    (["run.name=a/b"], "run.name", "plain folder name", "run.dir="),
+    (["run.name='..'"], "run.name", "plain folder name", "run.dir="),
+    (["run.name=''"], "run.name", "plain folder name", None),
+    (["run.name='a b'"], "run.name", "plain folder name", None),
+    (["run.dir=' '"], "run.dir", "not a folder", "run.dir=runs/first"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "where", "words", "hint"), CONTRADICTIONS, ids=lambda v: str(v)[:60])
+def test_contradictions(overrides, where, words, hint):
+    error = error_of(*overrides)
+    if where is not None:
+        assert error.where == where
+    assert words in f"{error.what} {error.allowed}"
+    if hint is not None:
+        assert hint in (error.hint or ""), error
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context", "tensor", "expert"])
+def test_axes_that_are_not_built_say_what_there_is(axis):
+    if axis in AVAILABLE_AXES:
+        pytest.skip("built")
+    error = error_of("strategy=ddp", f"strategy.{axis}=2")
+    assert (error.where, error.found) == (f"strategy.{axis}", 2)
+    assert "not built yet" in error.what
+    assert "ZeRO-1, 2 and 3" in str(error.allowed)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.warmup_steps=99"],
+        ["optimizer.warmup_tokens=1622016"],  # 99 steps of 32 x 512 tokens
+        ["optimizer=adamw_wsd", "optimizer.warmup_steps=80"],
+        ["optimizer=adamw_wsd", "optimizer.min_lr_ratio=0"],
+        ["strategy=zero3", "strategy.offload=cpu", "strategy.deepspeed.wall_clock_breakdown=true"],
+        ["checkpoint.resume=never"],
+        ["checkpoint.resume=/"],
+        [*HUB],
+        [*HUB, "model.init=random", "model.tokenizer.name=null"],
+        ["model.dtype=bfloat16", "train.precision=bf16"],
+        ["train.precision=fp16"],
+        ["data.eval_fraction=0"],
+        ["run.name='lr=1e-3,b.2+c'"],
+        ["train.micro_batch_size=32"],
+    ],
+    ids=str,
+)
+def test_what_is_fine_stays_fine(overrides):
+    check_config(compose_config(overrides))

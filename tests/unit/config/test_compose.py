@@ -1,0 +1,169 @@
+"""Composing: precedence, conveniences over plain Hydra, a user's own folder, and back to YAML."""
+
+import dataclasses
+
+import pytest
+
+from hfdist.config.compose import compose_config, to_yaml
+from hfdist.config.data import SourceKind
+from hfdist.config.optimizer import Schedule
+from hfdist.config.sources import list_groups
+from hfdist.errors import ConfigError
+from tests.unit.config.shipped import CONF, OPTIONS, needed_overrides
+
+
+def write(folder, **files):
+    """Make YAML files; `group__name` is the file group/name.yaml."""
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_the_command_line_wins_over_the_experiment_and_that_over_presets():
+    assert compose_config().train.max_steps == 100
+    assert compose_config(["+experiment=stdlib_small"]).train.max_steps == 2000
+    assert compose_config(["+experiment=stdlib_small", "train.max_steps=7", "optimizer.warmup_steps=1"]).train == (
+        dataclasses.replace(compose_config(["+experiment=stdlib_small"]).train, max_steps=7)
+    )
+
+
+def test_an_experiment_is_chosen_with_or_without_a_plus():
+    assert compose_config(["experiment=demo"]) == compose_config(["+experiment=demo"])
+
+
+def test_enums_become_members_and_references_are_resolved():
+    config = compose_config(["optimizer.schedule=wsd", "run.name=abc"])
+    assert config.optimizer.schedule is Schedule.wsd
+    assert config.run.dir == "runs/abc"
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_members_of_free_mappings_need_no_plus(plus):
+    config = compose_config(
+        [
+            f"{plus}model.config.num_key_value_heads=1" if plus != "+" else "+model.config.attention_bias=true",
+            f"{plus}train.arguments.torch_empty_cache_steps=10",
+            "strategy=zero1",
+            f"{plus}strategy.deepspeed.zero_optimization.reduce_bucket_size=1000",
+        ]
+    )
+    assert config.train.arguments == {"torch_empty_cache_steps": 10}
+    assert config.strategy.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
+    assert config.model.config["hidden_size"] == 512
+
+
+def test_a_free_mapping_given_whole_is_merged():
+    config = compose_config(["model.config={hidden_size: 64, attention_bias: true}"])
+    assert config.model.config["hidden_size"] == 64
+    assert config.model.config["attention_bias"] is True
+    assert config.model.config["num_hidden_layers"] == 8
+
+
+def test_sources_are_added_from_the_command_line():
+    config = compose_config(
+        [
+            "data.sources.mine.kind=files",
+            "data.sources.mine.path='/a b/*.jsonl.gz'",
+            "+data.sources.other={kind: hub, path: some/set, subset: x}",
+            "data.sources.other.revision=1e5",
+        ]
+    )
+    assert list(config.data.sources) == ["stdlib", "mine", "other"]
+    assert config.data.sources["mine"].path == "/a b/*.jsonl.gz"
+    assert config.data.sources["mine"].split == "train"
+    assert config.data.sources["other"].kind is SourceKind.hub
+    assert config.data.sources["other"].revision == "1e5"
+
+
+@pytest.mark.parametrize("text", ["1e5", "0123", "true", "7", "1_0", "inf"])
+def test_text_that_looks_like_a_number_stays_text(text):
+    assert compose_config([f"run.name={text}"]).run.name == text
+
+
+def test_trust_remote_code_comes_from_the_command_line():
+    assert compose_config(["model.trust_remote_code=true"]).model.trust_remote_code is True
+
+
+def test_launch_files_are_not_a_group():
+    assert "launch" not in list_groups(CONF)
+
+
+# A user's own folder
+
+
+def test_own_presets_experiments_and_primaries(tmp_path):
+    write(
+        tmp_path,
+        model__mine="defaults: [tiny]\nconfig: {hidden_size: 32}\n",
+        experiment__ours="# @package _global_\ndefaults:\n  - override /model: mine\nrun: {name: ours}\n",
+        main="defaults: [pretrain, _self_]\nrun: {name: main}\n",
+    )
+    ours = compose_config(["+experiment=ours"], extra_dir=tmp_path)
+    assert (ours.run.name, ours.model.config["hidden_size"], ours.model.config["num_hidden_layers"]) == ("ours", 32, 2)
+    assert compose_config(["model=tiny"], name="main", extra_dir=tmp_path).run.name == "main"
+    assert compose_config(["+experiment=ours"], name="main.yaml", extra_dir=str(tmp_path)).run.name == "ours"
+
+
+def test_an_own_file_wins_over_a_shipped_one_of_the_same_name(tmp_path):
+    write(tmp_path, optimizer__adamw="lr: 0.5\n")
+    assert compose_config(extra_dir=tmp_path).optimizer.lr == 0.5
+    assert compose_config().optimizer.lr == 3e-4
+
+
+def test_files_that_are_not_chosen_do_no_harm(tmp_path):
+    write(tmp_path, optimizer__broken="lr: [\n", model__mine="defaults: [tiny]\ntype: llama\n")
+    assert compose_config(["model=mine"], extra_dir=tmp_path).model.type == "llama"
+
+
+def test_files_that_start_with_an_underscore_are_parts(tmp_path):
+    write(tmp_path, model___part="type: gpt2\nconfig: {}\n", model__mine="defaults: [_part]\nconfig: {n_embd: 8}\n")
+    assert compose_config(["model=mine"], extra_dir=tmp_path).model.config == {"n_embd": 8}
+
+
+# And back
+
+
+def composed_again(config, folder):
+    """What the run folder's config.yaml composes to."""
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return compose_config(name="config", extra_dir=folder)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
+def test_the_saved_config_composes_to_the_same(group, option, tmp_path):
+    config = compose_config([f"{group}={option}", *needed_overrides(group, option)])
+    assert composed_again(config, tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "null", "true", "", "???!", "a: b", "#x", "é\n\t'\"", "${run.name}", r"\${x}", r"\\${x", "${oc.env:HOME}"],
+)
+def test_any_text_survives_the_saved_config(text, tmp_path):
+    config = compose_config()
+    config.report.sample_prompt = text
+    config.model.config["note"] = [text, {"deep": text}]
+    assert composed_again(config, tmp_path) == config
+
+
+def test_the_saved_config_takes_overrides(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_config(["train.max_steps=9"])))
+    again = compose_config(["train.seed=3", "model.config.hidden_size=64"], name="config", extra_dir=tmp_path)
+    assert (again.train.max_steps, again.train.seed, again.model.config["hidden_size"]) == (9, 3, 64)
+    with pytest.raises(ConfigError, match="lists no group `model`"):
+        compose_config(["model=tiny"], name="config", extra_dir=tmp_path)
+
+
+def test_the_saved_config_does_not_switch_remote_code_on(tmp_path):
+    config = compose_config(["model.trust_remote_code=true"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose_config(name="config", extra_dir=tmp_path).model.trust_remote_code is False
+    assert compose_config(["model.trust_remote_code=true"], name="config", extra_dir=tmp_path) == config
+
+
+def test_composing_writes_nothing_and_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose_config(["+experiment=demo"])
+    assert list(tmp_path.iterdir()) == []

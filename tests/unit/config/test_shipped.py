@@ -1,0 +1,116 @@
+"""Every shipped YAML composes, says what it is, and documents its keys."""
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+
+from hfdist.config.compose import compose_config
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import ANY_NAME, all_keys
+from hfdist.config.sources import list_groups, list_options
+from hfdist.errors import ConfigError
+from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides
+
+# The file of each group in which all its keys stand with a comment.
+DOCUMENTED_IN = {
+    "run": "pretrain.yaml",
+    "model": "model/small.yaml",
+    "data": "data/stdlib.yaml",
+    "strategy": "strategy/single.yaml",
+    "optimizer": "optimizer/adamw.yaml",
+    "train": "train/default.yaml",
+    "checkpoint": "checkpoint/default.yaml",
+    "report": "report/default.yaml",
+}
+
+
+def test_the_folder_holds_exactly_these_groups():
+    assert set(list_groups(CONF)) == set(GROUPS)
+    assert {path.name for path in CONF.iterdir()} == {*GROUPS, "launch", "pretrain.yaml"}
+    for group in GROUPS:
+        assert list_options(CONF, group), group
+
+
+def test_the_primary_config_composes_to_the_dataclasses_defaults_where_presets_say_nothing():
+    config = compose_config()
+    assert isinstance(config, RunConfig)
+    assert config.train == RunConfig().train
+    assert config.optimizer == RunConfig().optimizer
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
+def test_each_option_composes(group, option):
+    config = compose_config([f"{group}={option}", *needed_overrides(group, option)])
+    assert isinstance(config, RunConfig)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("group", "option"), [o for o in OPTIONS if o[0] not in ("experiment", "data")], ids="=".join)
+def test_each_option_composes_within_each_experiment(experiment, group, option):
+    config = compose_config(
+        [
+            f"+experiment={experiment}",
+            f"{group}={option}",
+            *needed_overrides("experiment", experiment),
+            *needed_overrides(group, option),
+        ]
+    )
+    assert config.run.name == experiment
+
+
+@pytest.mark.parametrize(("choice", "key"), [(c, n[0].partition("=")[0]) for c, n in NEEDED.items()])
+def test_a_preset_that_needs_a_value_says_which(choice, key):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["=".join(choice)])
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_opens_with_the_command_that_runs_it(experiment):
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    command = re.fullmatch(
+        rf"# accelerate launch --config_file (conf/launch/\w+\.yaml) recipes/pretrain.py \+experiment={experiment}",
+        lines[1],
+    )
+    assert command is not None
+    assert (CONF.parent / command[1]).is_file()
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
+def test_each_file_opens_with_a_comment_or_explains_each_key(group, option):
+    lines = (CONF / group / f"{option}.yaml").read_text().splitlines()
+    assert lines[0].startswith("# ") or "#" in lines[0]
+    assert all(len(line) <= 120 for line in lines)
+
+
+@pytest.mark.parametrize("key", [key.name for key in all_keys().values()])
+def test_each_key_stands_in_the_file_that_documents_its_group(key):
+    section, _, rest = key.partition(".")
+    text = (CONF / DOCUMENTED_IN[section]).read_text()
+    values = yaml.safe_load(text)
+    values = values["run"] if section == "run" else values
+    for part in filter(None, rest.split(".")):
+        # The source that the file has stands for any.
+        part = next(iter(values)) if part == ANY_NAME else part
+        assert part in values, key
+        values = values[part]
+
+
+@pytest.mark.parametrize("section", [s for s in DOCUMENTED_IN if s != "run"])
+def test_the_documented_defaults_are_those_of_the_dataclasses(section):
+    """Values that a preset sets on purpose are not defaults."""
+    values = yaml.safe_load((CONF / DOCUMENTED_IN[section]).read_text())
+    defaults = dataclasses.asdict(getattr(RunConfig(), section))
+    on_purpose = {
+        "model": {"type", "config"},
+        "data": {"sources"},
+        "strategy": {"data"},
+        "checkpoint": {"every"},
+        "report": {"sample_prompt"},
+    }.get(section, set())
+    for name, value in values.items():
+        if name not in on_purpose:
+            assert value == getattr(defaults[name], "value", defaults[name]), f"{section}.{name}"
