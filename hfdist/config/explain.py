@@ -20,7 +20,7 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.overrides import COMMAND_LINE, GivenOverride
-from hfdist.config.schema import find_key, members, nearest_key, unknown_keys
+from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.config.sources import list_groups, list_options
 from hfdist.config.synonyms import override_for, reason_against
 from hfdist.config.yaml_guard import display
@@ -211,8 +211,11 @@ def _bad_value(
     if isinstance(cause, InterpolationResolutionError):
         return explain_interpolation(cause)
     key = cause.full_key or (override.key if override is not None else "")
+    merged = re.search(r"not a subclass of (\w+)\. value: (.*)", str(cause))
+    if merged and not key:
+        key = next((k.name for k in all_keys().values() if getattr(k.type, "__name__", "") == merged[1]), "")
     known = find_key(key)
-    value = cause.value
+    value = merged[2] if merged and cause.value is None else cause.value
     if override is not None and value in (None, {}):
         value = override.value_text
     options = request.groups().get(key, [])
@@ -220,7 +223,7 @@ def _bad_value(
         hint = _close(value, options, key + "={}")
     else:
         hint = None if known is None else _hint_for_value(key, value, known.allowed)
-    nothing = "not Optional" in str(cause)
+    nothing = re.search(r"not Optional|Incompatible value 'None'", str(cause)) is not None
     return ConfigError(
         "this key needs a value, not null" if nothing else "the value has the wrong type or is not among the allowed",
         where=f"{key} ({_place(error, override, key, request)})" if key else _place(error, override, key, request),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.strategies import pieces_replicated
-from hfdist.strategies.base import Batch, Shares
+from hfdist.strategies.base import Shares
+from hfdist.strategies.default import DefaultEngine
 from hfdist.topology import Topology
 
 
@@ -35,32 +36,16 @@ class ReplicatedStrategy:
         return ReplicatedEngine(model)
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(DefaultEngine):
     """Everything as in the Hugging Face Trainer."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        super().__init__(model)
         self._optimizer: torch.optim.Optimizer | None = None
 
     def attach(self, prepared: nn.Module, optimizer: Any) -> None:
         """Keep torch's optimizer, which accelerate has wrapped."""
         self._optimizer = optimizer.optimizer
-
-    def forward_backward(
-        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Run the Trainer's own training step."""
-        return default(batch, num_items)
-
-    def evaluate(
-        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the model on the batch of this rank."""
-        return default(batch)
-
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
-        """Clip as the Trainer does: the gradients are already whole."""
-        return default()
 
     def pieces(self) -> Iterable[Piece]:
         """Every parameter and its optimizer state, whole."""

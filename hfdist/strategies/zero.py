@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.strategies import pieces_zero
-from hfdist.strategies.base import Batch, Shares
+from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
+from hfdist.strategies.default import DefaultEngine
 from hfdist.topology import Topology
-
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -58,32 +58,19 @@ class ZeroStrategy:
         return ZeroEngine(model)
 
 
-class ZeroEngine:
-    """Training as the Trainer does it with DeepSpeed; state is found where DeepSpeed keeps it."""
+class ZeroEngine(DefaultEngine):
+    """DeepSpeed reduces, clips and steps inside the last backward; state is found where it keeps it.
+
+    Under ZeRO-3 every forward is a collective, in evaluation too.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        super().__init__(model)
         self._engine: Any = None
 
     def attach(self, prepared: nn.Module, optimizer: Any) -> None:
         """Keep the DeepSpeed engine that accelerate made."""
         self._engine = prepared
-
-    def forward_backward(
-        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Run the Trainer's own step; DeepSpeed reduces, clips and steps inside the last backward."""
-        return default(batch, num_items)
-
-    def evaluate(
-        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the model on the batch of this rank; under ZeRO-3 all ranks take part in every forward."""
-        return default(batch)
-
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
-        """Give the norm: DeepSpeed has clipped by then."""
-        return default()
 
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""

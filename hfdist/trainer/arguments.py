@@ -109,16 +109,28 @@ def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str
             return "constant_with_warmup", {}
 
 
+# Fields that other keys stand for, though they are not always among the generated ones.
+_ELSEWHERE = {
+    "deepspeed": "strategy.sharding and strategy.deepspeed",
+    "fsdp": "strategy.sharding",
+    "fsdp_config": "strategy.sharding",
+    "parallelism_config": "strategy.*",
+    "num_train_epochs": "train.max_steps",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+}
+
+
 def _check_extra(extra: dict[str, Any], ours: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in extra.items():
         key = f"train.arguments.{name}"
-        if name in ours:
+        if name in ours or name in _ELSEWHERE:
             raise ConfigError(
                 "hfdist sets this argument itself, from its own keys",
                 where=key,
                 found=value,
-                hint="see conf/ for the key of the same purpose",
+                hint=f"set {_ELSEWHERE.get(name, 'the key of the same purpose, in conf/')} instead",
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -117,7 +117,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """By the documented formula, counted once: the original counts all parameters at every micro batch."""
-        if self.engine is None:
+        if self.engine is None or not isinstance(self.model, PreTrainedModel):
             return super().floating_point_ops(inputs)
         tokens = inputs["input_ids"]
         return round(self.throughput.flops_per_token(tokens.shape[-1]) * tokens.numel())

@@ -1,0 +1,34 @@
+"""What engines have in common whose step is the Hugging Face Trainer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist.strategies.base import Batch
+
+
+class DefaultEngine:
+    """Forward, backward, evaluation and clipping as the Trainer does them; each rank runs the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def forward_backward(
+        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the Trainer's own training step."""
+        return default(batch, num_items)
+
+    def evaluate(
+        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the model on this rank's batch."""
+        return default(batch)
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """Clip, or where DeepSpeed has clipped give the norm, as the Trainer does."""
+        return default()
