@@ -46,7 +46,8 @@ def compose_config(
 
 
 def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
-    """Parse the overrides and find the folders."""
+    """Parse the overrides, find the folders, and tell Hydra the schema."""
+    ConfigStore.instance().store(name=SCHEMA, node=RunConfig)
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
         own = Path(extra_dir).expanduser().absolute()
@@ -62,7 +63,6 @@ def compose_untyped(request: Request) -> DictConfig:
     Raises:
         ConfigError: a mistake in a file or an override.
     """
-    ConfigStore.instance().store(name=SCHEMA, node=RunConfig)
     try:
         with searching(request.folders), initialize(config_path=None, job_name="hfdist", version_base="1.3"):
             config = compose(request.config_name, [override.for_hydra for override in request.overrides])

@@ -58,6 +58,8 @@ class DistributedTrainerMixin(_Trainer):
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
+                # Tells the Trainer's count of targets that a first label is none.
+                self._loss_shifts_labels = True
 
     # ---- setting up ----
 

@@ -1,6 +1,7 @@
 """The command line in real processes: quick answers without torch, one message a mistake, exit codes, launch files."""
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -84,7 +85,7 @@ def test_launch_files_are_not_offered_as_a_group(tmp_path):
 
 
 def test_shell_completion_knows_options_and_keys(tmp_path):
-    for word, expected in (("strategy=ze", "strategy=zero2"), ("optimizer.warm", "optimizer.warmup_steps")):
+    for word, expected in (("strategy=ze", "strategy=zero2"), ("optimizer.warm", "optimizer.warmup_steps=")):
         line = f"python {RECIPE} {word}"
         done = run("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
         assert expected in done.stdout.split(), done.stderr
@@ -99,7 +100,7 @@ def test_a_typo_is_one_message_and_exit_code_2(tmp_path, watched):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info"], []])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"], []])
 def test_questions_about_a_wrong_config_get_our_message(arguments, tmp_path):
     done = run(*arguments, "strategy=zero4", cwd=tmp_path)
     assert done.returncode == 2
@@ -253,7 +254,7 @@ def test_launch_files_say_processes_and_hosts_only(path):
     values = yaml.safe_load(path.read_text())
     assert path.read_text().startswith("# ")
     assert "accelerate launch --config_file conf/launch/" + path.name in path.read_text().replace("\n#  ", "")
-    assert values["num_processes"] == eval(path.stem.removeprefix("nodes_").split("_")[-1].replace("x", "*"))
+    assert values["num_processes"] == math.prod(map(int, path.stem.rpartition("_")[2].split("x")))
     assert (values["distributed_type"] == "MULTI_GPU") == (values["num_processes"] > 1)
     assert values["use_cpu"] == path.stem.startswith("cpu")
     assert not values.keys() & {"mixed_precision", "deepspeed_config", "fsdp_config", "gradient_accumulation_steps"}

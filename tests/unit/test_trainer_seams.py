@@ -53,6 +53,7 @@ def test_the_step_is_called_through_the_hooks():
 
 
 def test_private_names_elsewhere():
+    assert "self._loss_shifts_labels" in inspect.getsource(transformers.Trainer._get_num_items_in_batch)
     assert list(inspect.signature(PreTrainedModel._init_weights).parameters) == ["self", "module"]
     assert {"num_input_tokens_seen", "global_step", "log_history"} <= set(inspect.signature(TrainerState).parameters)
     assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
