@@ -40,7 +40,7 @@ def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]],
 
     Returns:
         A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
-        when the run fails.
+        when the run fails; its `__wrapped__` is `main` itself, for a config that is composed already.
     """
 
     def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
@@ -48,8 +48,6 @@ def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]],
         def command() -> None:
             _run_command(main, primary, sys.argv[1:])
 
-        # Otherwise tools take the signature of `main` for that of the command.
-        del command.__wrapped__
         return command
 
     return decorate

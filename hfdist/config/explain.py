@@ -73,7 +73,7 @@ def explain(error: Exception, request: Request) -> ConfigError:
         place = _place(error, override, group[1], request)
         if group[1] in request.groups():
             return ConfigError(
-                f"the primary config `{request.config_name}` lists no group `{group[1]}`, so no option can replace another",
+                f"the primary config `{request.config_name}` lists no group `{group[1]}`: no option can be replaced",
                 where=f"{group[1]} ({place})",
                 found=value,
                 hint=f"single keys, such as {group[1]}.{members(group[1])[0]}=..., or --config-name pretrain"

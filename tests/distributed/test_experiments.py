@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.config.compose import compose_config, conf_dir
+from hfdist.config.compose import compose_config
+from hfdist.config.sources import shipped_folder
 from hfdist.testing import run_ranks
 from recipes.pretrain import main
 from tests.distributed.runs import eval_losses, losses
 
 pytestmark = pytest.mark.distributed
 
-EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (shipped_folder() / "experiment").glob("*.yaml"))
 
 SHRUNK = {
     "llama": ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=2",
@@ -37,7 +38,7 @@ def shrunk(experiment: str, folder: Path):
         "train.micro_batch_size=1",
         "train.eval_every=1",
         "optimizer.warmup_steps=1",
-        "checkpoint=none",
+        "checkpoint.every=null",
         "report=quiet",
         *(f"model.config.{field}" for field in SHRUNK[whole.model.type]),
     ]

@@ -79,3 +79,30 @@ def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy
     assert ours != reference
     exported = weights(run)
     assert all(torch.isfinite(tensor).all() for tensor in exported.values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_processes", "override"),
+    [
+        ("ddp", 2, "train.gradient_checkpointing=true"),
+        ("zero3", 2, "train.gradient_checkpointing=true"),
+        ("single", 1, "train.compile=blocks"),
+        ("single", 1, "model.attention=eager"),
+    ],
+)
+def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, strategy, num_processes, override):
+    run = pretrain(tmp_path, num_processes, f"strategy={strategy}", override)
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), [("ddp", 2), ("zero2", 2), ("zero3", 2)])
+def test_pretrained_weights_start_and_train_alike(single, tmp_path, strategy, num_processes):
+    """From the folder that another run has exported, as from any Hub model."""
+    start = ("model=hub", f"model.name={single / 'model'}", "train.max_steps=3")
+    reference = pretrain(tmp_path / "single", 1, "strategy=single", *start)
+    run = pretrain(tmp_path / strategy, num_processes, f"strategy={strategy}", *start)
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+    # Better than random weights, and not what they would give.
+    assert losses(reference)[0] < losses(single)[0] - 0.2
+    for name, tensor in weights(reference).items():
+        assert torch.allclose(weights(run)[name], tensor, rtol=1e-5, atol=1e-6), name

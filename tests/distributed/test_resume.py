@@ -1,12 +1,10 @@
 """A run that was stopped goes on as if it had not been: losses, weights and the data's position."""
 
-import json
 import shutil
 
 import pytest
 import torch
 
-from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from tests.distributed.runs import losses, pretrain, weights
@@ -100,7 +98,6 @@ def test_never_refuses_a_folder_with_checkpoints_and_a_missing_path_is_named(who
     for resume, message in (("never", "already holds checkpoints"), (tmp_path / "nothing", "no such checkpoint")):
         with pytest.raises(RankFailed, match=message):
             pretrain(tmp_path, 1, "strategy=single", *SAVING, f"checkpoint.resume={resume}")
-    assert issubclass(CheckpointError, Exception)
 
 
 def test_other_data_is_refused(whole_runs, tmp_path):
@@ -110,10 +107,7 @@ def test_other_data_is_refused(whole_runs, tmp_path):
 
 
 def test_the_config_of_the_run_is_written(whole_runs):
-    from hfdist.config.compose import compose_config
-
     run = whole_runs("ddp", 2)
     text = (run / "config.yaml").read_text()
     assert "sharding: none" in text
-    assert json.dumps(str(run)).strip('"') in text
-    assert compose_config is not None
+    assert f"dir: {run}" in text

@@ -223,6 +223,8 @@ def test_a_config_dir_is_relative_to_where_the_command_starts(script):
 
 # conf/launch: files for accelerate
 
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+
 SHOW_RANK = """
 import json, os, sys
 from pathlib import Path
@@ -237,8 +239,7 @@ def test_a_launch_file_starts_that_many_ranks(name, num_ranks, tmp_path):
     out.mkdir()
     launch_file = ROOT / "conf" / "launch" / f"{name}.yaml"
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launch_file, "--main_process_port", "0"]
-        + [str(script), str(out)],
+        [*LAUNCH, "--config_file", launch_file, "--main_process_port", "0", script, out],
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,

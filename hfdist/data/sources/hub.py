@@ -32,7 +32,7 @@ class HubShard:
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
             raise DataError("the text column holds no text", where=f"{self._where}, column {config.text}", found=kind)
         self._column = config.text
-        self.name = f"{config.path}/{config.subset}/{config.split}/{self._rows._fingerprint}"
+        self.name = f"{config.path}/{config.subset}/{config.split}@{config.revision}"
         self.size_bytes = 0
         self.runs: Sequence[int] = (len(self._rows),)
 

@@ -64,10 +64,11 @@ def test_flags_that_are_refused(arguments, words, hint):
         assert hint in caught.value.hint
 
 
-def test_the_decorated_function_keeps_its_name_and_takes_nothing():
+def test_the_decorated_function_keeps_its_name_and_the_plain_one():
     @recipe()
     def main(config):
         """Do it."""
+        return config
 
     assert (main.__name__, main.__doc__) == ("main", "Do it.")
-    assert not inspect.signature(main).parameters
+    assert main.__wrapped__("a composed config") == "a composed config"

@@ -15,6 +15,15 @@ def mistake(*overrides, **options):
     return caught.value
 
 
+def outcome(override):
+    """What is wrong with an override, or `fine`; anything but a ConfigError gets through."""
+    try:
+        compose_config([override])
+    except ConfigError as error:
+        return error.what
+    return "fine"
+
+
 # override -> (where, part of what is allowed, hint)
 MISTAKES = {
     # no such key
@@ -135,15 +144,13 @@ def test_a_hint_that_is_an_override_can_be_pasted(hint):
     override = hint.strip("'")
     if override.endswith(("=", "zero")) or override == 'key="$VARIABLE"':
         return  # tested by its beginning only
-    try:
-        compose_config([override])
-    except ConfigError as error:
-        # Another value may be needed too, but the key exists and the value fits it.
-        assert "there is no" not in error.what
-        assert "wrong type" not in error.what
+    # Another value may be needed too, but the key exists and the value fits it.
+    what = outcome(override)
+    assert "there is no" not in what
+    assert "wrong type" not in what
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.one_of(
         st.text(max_size=30),
@@ -159,7 +166,4 @@ def test_a_hint_that_is_an_override_can_be_pasted(hint):
     )
 )
 def test_whatever_is_typed_gives_a_config_or_a_config_error(text):
-    try:
-        compose_config([text])
-    except ConfigError as error:
-        assert error.what
+    assert outcome(text)
