@@ -93,11 +93,30 @@ def test_only_the_newest_are_kept(whole_runs):
     assert names == ["step-00000010", "step-00000012"]
 
 
-def test_never_refuses_a_folder_with_checkpoints_and_a_missing_path_is_named(whole_runs, tmp_path):
+def test_never_refuses_a_folder_with_checkpoints(whole_runs, tmp_path):
     stopped(whole_runs("single", 1), tmp_path, 10)
-    for resume, message in (("never", "already holds checkpoints"), (tmp_path / "nothing", "no such checkpoint")):
-        with pytest.raises(RankFailed, match=message):
-            pretrain(tmp_path, 1, "strategy=single", *SAVING, f"checkpoint.resume={resume}")
+    with pytest.raises(RankFailed, match="already holds checkpoints"):
+        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, "checkpoint.resume=never")
+
+
+def test_a_path_chooses_the_checkpoint(whole_runs, tmp_path):
+    whole = whole_runs("single", 1)
+    chosen = whole / "checkpoints" / "step-00000010"
+    run = pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
+    assert losses(run) == pytest.approx(losses(whole)[10:], rel=1e-7)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path):
+    whole = whole_runs("single", 1)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    weights_file = tmp_path / "checkpoints" / "step-00000012" / "model.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-1] ^= 1
+    weights_file.write_bytes(content)
+    pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert any(name.startswith("step-00000012.bad-") for name in names), names
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-7)
 
 
 def test_other_data_is_refused(whole_runs, tmp_path):
