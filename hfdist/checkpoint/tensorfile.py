@@ -106,7 +106,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def write_elements(descriptor: int, offset: int, elements: torch.Tensor) -> None:
     """Write a 1-D tensor at a byte offset of an open file."""
     for run, position in _runs(elements, offset, elements.element_size()):
-        data = memoryview(run.detach().contiguous().cpu().view(torch.uint8).numpy())
+        data = run.detach().contiguous().cpu().view(torch.uint8).numpy().data
         while data:
             written = os.pwrite(descriptor, data, position)
             data, position = data[written:], position + written
@@ -116,7 +116,7 @@ def read_elements(descriptor: int, offset: int, dtype: torch.dtype, elements: to
     """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`."""
     for run, position in _runs(elements, offset, dtype.itemsize):
         buffer = torch.empty(run.numel() * dtype.itemsize, dtype=torch.uint8)
-        data = memoryview(buffer.numpy())
+        data = buffer.numpy().data
         while data:
             received = os.preadv(descriptor, [data], position)
             if received == 0:

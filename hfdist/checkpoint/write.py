@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.layout import Assignment, Region, TensorId, TensorSpec, assign_writers, pack_files, share_out
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, Manifest, hash_file, list_files
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
@@ -83,6 +83,7 @@ def write_checkpoint(
         unfinished = folders.temporary(final)
         with _removed_on_failure(unfinished):
             _lay_out(unfinished, plan, write_model_files)
+            (unfinished / STATE_FILE).parent.mkdir(exist_ok=True)
             (unfinished / STATE_FILE).write_text(text, encoding="utf-8")
         return unfinished.name
 
@@ -208,8 +209,8 @@ def _name_in_file(spec: TensorSpec) -> str:
 def _lay_out(folder: Path, plan: _Plan, write_model_files: Callable[[Path], None]) -> None:
     folder.mkdir()
     write_model_files(folder)
-    (folder / TRAINING_STATE).mkdir() if any("/" in name for name in plan.files) else None
     for name, file_plan in plan.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         tensorfile.create(folder / name, file_plan)
     if plan.index is not None:
         (folder / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
@@ -275,7 +276,7 @@ def _to_json(content: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Any:
+def _removed_on_failure(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception:

@@ -62,7 +62,7 @@ class Engine(Protocol):
         """Give what a run needs to go on besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
 
     def restore_numbers(self, numbers: dict[str, Any]) -> None:
-        """Take back what `numbers` gave, of any layout: unknown names are left alone."""
+        """Take back what `numbers` gave, in this layout or in another one."""
 
     def loaded(self) -> None:
         """Make everything derived from the pieces true again after a checkpoint was read into them."""

@@ -1,4 +1,8 @@
-"""Where DeepSpeed's ZeRO optimizers keep their pieces: runs of flattened groups, cut over the data ranks.
+"""Where DeepSpeed's ZeRO optimizers keep their pieces. They step a few flat buffers, of which a rank holds one run:
+
+    stage 1, 2      | a a a a a b|b b c c c -|        one buffer a parameter group, cut evenly over the ranks
+                    |   rank 0   |   rank 1  |
+    stage 3         rank 0: a a|b b|c   rank 1: a a|b -|c    every parameter cut evenly, then put in a row
 
 DeepSpeed has helpers to read them (`safe_get_full_*`), but those gather, and hang or give wrong data in several
 layouts, so its fields are read directly; tests/distributed/test_checkpoint_zero.py fails where one moves.
@@ -7,118 +11,174 @@ layouts, so its fields are read directly; tests/distributed/test_checkpoint_zero
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
-from hfdist.strategies.pieces_replicated import MOMENTS, make_state, named_buffers, whole
+from hfdist.errors import CheckpointError
+from hfdist.strategies.pieces_replicated import elementwise, list_buffers, prepare_state
 
 
-class _Run(NamedTuple):
-    """Elements of one parameter inside one of the optimizer's flat tensors."""
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Elements of one parameter in this rank's part of a flat buffer."""
 
     parameter: nn.Parameter
     start: int
-    """In the flattened parameter."""
-    flat: torch.Tensor
+    """First element, counted in the flattened parameter."""
     offset: int
-    """In the flat tensor."""
-    length: int
+    """First element, counted in the rank's part of the buffer."""
+    weight: torch.Tensor
+    """The same elements among the weights that the model computes with. 1-D, may be empty."""
 
 
-def list_pieces(model: nn.Module, engine: Any) -> list[Piece]:
-    """This rank's runs of every parameter and its optimizer state; what is not cut is listed whole."""
-    optimizer = engine.optimizer
+@dataclass(frozen=True, kw_only=True)
+class _Flat:
+    """One flat buffer, as this rank holds it."""
+
+    stepped: torch.Tensor
+    """What the optimizer steps: a copy of the weights, in float32 where they are not."""
+    options: dict[str, Any]
+    """The inner optimizer's parameter group."""
+    parameters: list[nn.Parameter]
+    """All that the buffer holds over all ranks."""
+    runs: list[_Run]
+
+
+def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
+    """List what this rank holds of weights, masters, optimizer state and persistent buffers.
+
+    Without half precision what the optimizer steps is listed as the weight. State that the optimizer has not made
+    yet is made first, as zeros.
+
+    Args:
+        model: the Hugging Face model that the engine wraps; its names are used.
+        engine: a DeepSpeed engine with ZeRO 1, 2 or 3, with or without the optimizer on the CPU.
+
+    Raises:
+        CheckpointError: an optimizer other than Adam, parameters swapped to disk, or weights that are not what the
+            optimizer steps, rounded (something else has written to them, so one of the two is wrong).
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    pieces = [whole(name, WEIGHT, tensor) for name, tensor in named_buffers(model)]
-    has_copies = next(model.parameters()).dtype != torch.float32
-    trained = set()
-    for run in _runs(optimizer):
-        trained.add(id(run.parameter))
-        state = optimizer.optimizer.state[run.flat]
-        make_state(state, run.flat)
-        name, shape = names[id(run.parameter)], _shape(run.parameter)
-        pieces.append(Piece(name=name, key=STEP, shape=(), start=0, view=state[STEP]))
-        if run.length > 0:
-            # Without half precision the optimizer's copy is the weight itself, and is saved as such.
-            tensors = {MASTER if has_copies else WEIGHT: run.flat, **{key: state[key] for key in MOMENTS}}
-            for key, flat in tensors.items():
-                view = flat.detach().narrow(0, run.offset, run.length)
-                pieces.append(Piece(name=name, key=key, shape=shape, start=run.start, view=view))
+    stepped_as_weights = set()
+    for flat in _flats(engine.optimizer):
+        state = prepare_state(engine.optimizer.optimizer, flat.options, flat.stepped)
+        buffers = elementwise(state, flat.stepped)
+        if flat.parameters[0].dtype == flat.stepped.dtype:
+            stepped_as_weights |= {id(parameter) for parameter in flat.parameters}
+            buffers[WEIGHT] = flat.stepped.detach()
+        else:
+            buffers[MASTER] = flat.stepped.detach()
+        for run in flat.runs:
+            name, shape = names[id(run.parameter)], _whole_shape(run.parameter)
+            part = slice(run.offset, run.offset + run.weight.numel())
+            _check_not_drifted(name, flat.stepped.detach()[part], run.weight)
+            yield Piece(name=name, key=STEP, shape=(), start=0, view=state[STEP])
+            for key, buffer in buffers.items():
+                yield Piece(name=name, key=key, shape=shape, start=run.start, view=buffer[part])
     for name, parameter in model.named_parameters():
-        if has_copies or id(parameter) not in trained:
-            pieces += _computed_weight(name, parameter)
-    return pieces
+        if id(parameter) not in stepped_as_weights:
+            start, view = _held_weight(name, parameter)
+            yield Piece(name=name, key=WEIGHT, shape=_whole_shape(parameter), start=start, view=view)
+    yield from list_buffers(model)
 
 
 def after_load(model: nn.Module, engine: Any) -> None:
-    """Copy the optimizer's float32 values into the weights that the model computes with. A collective."""
-    optimizer = engine.optimizer
-    if engine.zero_optimization_stage() < 3:
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
-        optimizer.update_lp_params()
+    """Copy what the optimizer steps into the weights that the model computes with. A collective."""
+    zero = engine.optimizer
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero.update_lp_params()
+        # DeepSpeed links fragments of the state to parameters once; they may be tensors from before.
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
         return
-    for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(group)
-    # Small parameters stay whole on every rank between steps.
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    for group in range(len(zero.fp32_partitioned_groups_flat)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    if zero.persistent_parameters:
+        # Small parameters stay whole on every rank between steps, frozen ones too: those copies are of before.
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def _runs(optimizer: Any) -> Iterator[_Run]:
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _runs_zero3(optimizer)
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _runs_zero1_and_2(optimizer)
-    return _runs_bf16(optimizer)
+def _flats(zero: Any) -> Iterator[_Flat]:
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        return _flats_stage_3(zero)
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        return _flats_stage_1_2(zero)
+    return _flats_bf16_optimizer(zero)
 
 
-def _runs_zero1_and_2(optimizer: Any) -> Iterator[_Run]:
-    for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-        first = dist.get_rank(optimizer.real_dp_process_group[group]) * flat.numel()
-        last = first + flat.numel()
-        placed = zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group], strict=True)
-        for parameter, offset in placed:
-            low, high = max(first, offset), min(last, offset + parameter.numel())
-            if low < high:
-                yield _Run(parameter, low - offset, flat, low - first, high - low)
+def _flats_stage_1_2(zero: Any) -> Iterator[_Flat]:
+    for index, stepped in enumerate(zero.single_partition_of_fp32_groups):
+        rank = dist.get_rank(zero.real_dp_process_group[index])
+        # Round-robin gradients reorder a group; these two lists have the order in the buffer.
+        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
+        weights = zero.parallel_partitioned_bit16_groups[index][rank].detach()
+        runs = _cut(parameters, offsets, weights, first=rank * stepped.numel())
+        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=parameters, runs=runs)
 
 
-def _runs_bf16(optimizer: Any) -> Iterator[_Run]:
-    """Of ZeRO-1 with bfloat16 and float32 gradients, for which DeepSpeed takes another class."""
-    for group, flat in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-        for parameter in group:
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                here = mapping.hp_fragment_address
-                yield _Run(parameter, mapping.lp_fragment_address.start, flat, here.start, here.numel)
+def _flats_bf16_optimizer(zero: Any) -> Iterator[_Flat]:
+    """Of stage 1 with bfloat16 weights and float32 sums of gradients, for which DeepSpeed takes another class."""
+    for index, stepped in enumerate(zero.fp32_groups_flat_partition):
+        rank = dist.get_rank(zero.real_dp_process_group[index])
+        parameters = zero.bf16_groups[index]
+        offsets = [sum(p.numel() for p in parameters[:i]) for i in range(len(parameters))]
+        weights = zero.bf16_partitioned_groups[index][rank].detach()
+        runs = _cut(parameters, offsets, weights, first=rank * stepped.numel())
+        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=parameters, runs=runs)
 
 
-def _runs_zero3(optimizer: Any) -> Iterator[_Run]:
-    rank = dist.get_rank(optimizer.dp_process_group)
-    for group in optimizer.fp16_groups:
-        for parameter in group:
-            number, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start = min(rank * length, parameter.ds_numel)
-            # The last shares are filled up to equal length.
-            held = min(length, parameter.ds_numel - start)
-            yield _Run(parameter, start, optimizer.fp32_partitioned_groups_flat[number], offset, held)
+def _cut(parameters: list[nn.Parameter], offsets: list[int], weights: torch.Tensor, *, first: int) -> list[_Run]:
+    """Clip parameters, at their offsets in the whole buffer, to the rank's part `weights` that starts at `first`."""
+    runs = []
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        start, stop = max(offset, first), min(offset + parameter.numel(), first + weights.numel())
+        if start < stop:
+            weight = weights[start - first : stop - first]
+            runs.append(_Run(parameter=parameter, start=start - offset, offset=start - first, weight=weight))
+    return runs
 
 
-def _computed_weight(name: str, parameter: nn.Parameter) -> list[Piece]:
+def _flats_stage_3(zero: Any) -> Iterator[_Flat]:
+    for index, stepped in enumerate(zero.fp32_partitioned_groups_flat):
+        runs = []
+        for parameter in zero.fp16_groups[index]:
+            _, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+            start, weight = _held_weight(f"parameter {parameter.ds_id}", parameter)
+            runs.append(_Run(parameter=parameter, start=start, offset=offset, weight=weight))
+        options = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
+        yield _Flat(stepped=stepped, options=options, parameters=zero.fp16_groups[index], runs=runs)
+
+
+def _held_weight(name: str, parameter: Any) -> tuple[int, torch.Tensor]:
+    """First element and view of what this rank holds of a parameter; stages 1 and 2 hold it whole."""
     if not hasattr(parameter, "ds_tensor"):
-        return [whole(name, WEIGHT, parameter.data)]
-    share = parameter.ds_tensor.detach()
-    start = min(dist.get_rank(parameter.ds_process_group) * share.numel(), parameter.ds_numel)
-    held = min(share.numel(), parameter.ds_numel - start)
-    if held == 0:
-        return []
-    return [Piece(name=name, key=WEIGHT, shape=_shape(parameter), start=start, view=share.narrow(0, 0, held))]
+        return 0, parameter.detach()
+    share = parameter.ds_tensor
+    if share.status.name != "AVAILABLE":
+        raise CheckpointError("a parameter is swapped out to disk, where saving cannot read it", where=name)
+    # The last shares are filled up to equal length.
+    start = min(dist.get_rank(parameter.ds_process_group) * share.ds_numel, parameter.ds_numel)
+    return start, share.detach()[: parameter.ds_numel - start]
 
 
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _check_not_drifted(name: str, stepped: torch.Tensor, weight: torch.Tensor) -> None:
+    rounded = stepped.to(device=weight.device, dtype=weight.dtype)
+    if rounded.data_ptr() == weight.data_ptr() or torch.equal(rounded, weight):
+        return
+    # Equal tensors that hold NaN come here too.
+    if not torch.allclose(rounded, weight, rtol=0, atol=0, equal_nan=True):
+        raise CheckpointError(
+            "weights and the copies that the optimizer steps have drifted apart",
+            where=name,
+            hint="change weights only before training starts, never between steps",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,13 +43,15 @@ class ZeroStrategy:
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""
         import deepspeed
-        from deepspeed.ops import __compatible_ops__
 
-        # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference calls,
-        # and leaves its 66 MiB a rank behind in /dev/shm.
-        __compatible_ops__["deepspeed_shm_comm"] = False
+        if not torch.cuda.is_available():
+            # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference
+            # calls, and leaves its 66 MiB a rank behind in /dev/shm. An empty table of what could be compiled also
+            # spares the trial compilations that would fill it.
+            deepspeed.ops.__compatible_ops__ = {}
         if not dist.is_initialized():
-            # One process without a launcher: DeepSpeed would look for MPI.
+            # One process without a launcher: DeepSpeed would look for MPI, and for the launcher's LOCAL_RANK.
+            os.environ.setdefault("LOCAL_RANK", "0")
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in its stubs
         deepspeed.init_distributed(verbose=False)

@@ -67,15 +67,13 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        missing = [rank for rank in range(len(pipes)) if rank not in results]
+        ready = wait([pipes[rank] for rank in missing], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankFailed(f"ranks {missing} did not finish in {timeout_seconds:g} s")
-        for pipe in ready:
-            rank = next(index for index, candidate in enumerate(pipes) if candidate is pipe)
+        for rank in (rank for rank in missing if pipes[rank] in ready):
             try:
-                succeeded, value = pipe.recv()
+                succeeded, value = pipes[rank].recv()
             except EOFError as error:
                 raise RankFailed(f"rank {rank} died without a word") from error
             if not succeeded:
@@ -105,7 +103,7 @@ def _rank_main(
         _forget_accelerate_state()
         if folder is not None:
             # accelerate and deepspeed both take over a group that is already there.
-            store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)
+            store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)  # type: ignore[attr-defined]  # not in its stubs
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
     except BaseException:

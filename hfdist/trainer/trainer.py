@@ -26,7 +26,6 @@ from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.throughput import Throughput
 
-
 if TYPE_CHECKING:
     # What the class after the mixin brings along.
     _Trainer = transformers.Trainer
