@@ -23,7 +23,7 @@ from hfdist.checkpoint.manifest import FORMAT, MANIFEST, FileRecord, Manifest, h
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.checkpoint.random_state import save_random_state
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES, FilePlan
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, ResourceError
 
 TRAINING_STATE = "training_state"
 STATE_FILE = f"{TRAINING_STATE}/state.json"
@@ -207,6 +207,15 @@ def _name_in_file(spec: TensorSpec) -> str:
 
 
 def _lay_out(folder: Path, plan: _Plan, write_model_files: Callable[[Path], None]) -> None:
+    needed_bytes = sum(file_plan.num_bytes for file_plan in plan.files.values())
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if needed_bytes > free_bytes:
+        raise ResourceError(
+            "the disk has no room for the checkpoint",
+            where=str(folder.parent),
+            found=f"{needed_bytes / 1e9:.2f} GB needed, {free_bytes / 1e9:.2f} GB free",
+            hint="free space, or a smaller checkpoint.keep",
+        )
     folder.mkdir()
     write_model_files(folder)
     for name, file_plan in plan.files.items():

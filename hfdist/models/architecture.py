@@ -17,14 +17,12 @@ from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 
 
-def load_architecture(
-    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int
-) -> PreTrainedConfig:
-    """Give the model's Hugging Face config, with `model.config.*` applied and the tokenizer's size and ids.
+def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTrainedConfig:
+    """Give the model's Hugging Face config with `model.config.*` applied. Needs no tokenizer.
 
     Raises:
-        ConfigError: an unknown type or field, a model without a causal language head, a vocabulary that is
-            smaller than the tokenizer's, or sequences longer than the model's positions.
+        ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
+            model's positions.
     """
     architecture = _named(config) if config.name is not None else _of_type(config)
     if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
@@ -35,12 +33,36 @@ def load_architecture(
             allowed="a type with an AutoModelForCausalLM class",
             hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
-    _fit_vocabulary(architecture, tokenizer, config)
     _check_positions(architecture, sequence_length)
     if config.attention is not Attention.auto:
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
     return architecture
+
+
+def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the model has embeddings.
+    """
+    text = architecture.get_text_config()
+    size = len(tokenizer)
+    is_random = config.init is Init.random
+    is_trained_for_it = config.tokenizer.name is None
+    if is_random and "vocab_size" not in config.config and (is_trained_for_it or text.vocab_size < size):
+        text.vocab_size = size
+    if text.vocab_size < size:
+        raise ConfigError(
+            "the tokenizer has more tokens than the model has embeddings",
+            where="model.config.vocab_size",
+            found=f"{text.vocab_size} embeddings, {size} tokens",
+            allowed=f">= {size}",
+            hint=f"model.config.vocab_size={size}, or the model's own tokenizer: model.tokenizer.name={config.name}",
+        )
+    if is_random:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(architecture, name, getattr(tokenizer, name))
 
 
 def _named(config: ModelConfig) -> PreTrainedConfig:
@@ -134,27 +156,6 @@ def _same_kind(present: Any, value: Any) -> bool:
     if isinstance(present, float):
         return isinstance(value, (int, float))
     return isinstance(value, type(present)) or isinstance(present, type(value))
-
-
-def _fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    """Random weights take the tokenizer's size unless one is given; a vocabulary too small is an error."""
-    text = architecture.get_text_config()
-    size = len(tokenizer)
-    if config.init is Init.random and "vocab_size" not in config.config and text.vocab_size < size:
-        text.vocab_size = size
-    if config.init is Init.random and config.tokenizer.name is None and "vocab_size" not in config.config:
-        text.vocab_size = size
-    if text.vocab_size < size:
-        raise ConfigError(
-            "the tokenizer has more tokens than the model has embeddings",
-            where="model.config.vocab_size",
-            found=f"{text.vocab_size} embeddings, {size} tokens",
-            allowed=f">= {size}",
-            hint=f"model.config.vocab_size={size}, or the model's own tokenizer: model.tokenizer.name={config.name}",
-        )
-    if config.init is Init.random:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(architecture, name, getattr(tokenizer, name))
 
 
 def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> None:

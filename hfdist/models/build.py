@@ -16,7 +16,7 @@ def build_model(config: ModelConfig, architecture: PreTrainedConfig, *, seed: in
 
     Args:
         config: where the weights come from and their type.
-        architecture: from `load_architecture`.
+        architecture: from `find_architecture`.
         seed: of random weights.
 
     Raises:

@@ -91,7 +91,7 @@ def after_load(model: nn.Module, engine: Any) -> None:
     """Copy what the optimizer steps into the weights that the model computes with. A collective."""
     zero = engine.optimizer
     if not hasattr(zero, "fp32_partitioned_groups_flat"):
-        pass
+        zero.update_lp_params()
         # DeepSpeed links fragments of the state to parameters once; they may be tensors from before.
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()

@@ -22,10 +22,9 @@ def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
     """Give the Trainer's arguments. Starts the process group, and then the strategy.
 
     Raises:
-        ConfigError: a key of `train.arguments` that TrainingArguments does not have or that hfdist sets itself.
+        ConfigError: TrainingArguments refuses a value.
     """
     fields = _generated(config, strategy.batch) | strategy.training_arguments()
-    _check_extra(config.train.arguments, fields)
     try:
         arguments = TrainingArguments(**fields, **config.train.arguments)
     except (ValueError, TypeError, ImportError) as error:
@@ -115,15 +114,22 @@ _ELSEWHERE = {
     "fsdp": "strategy.sharding",
     "fsdp_config": "strategy.sharding",
     "parallelism_config": "strategy.*",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
     "num_train_epochs": "train.max_steps",
     "resume_from_checkpoint": "checkpoint.resume",
     "gradient_checkpointing": "train.gradient_checkpointing",
 }
 
 
-def _check_extra(extra: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
+    """Check the names in `train.arguments`.
+
+    Raises:
+        ConfigError: one that TrainingArguments does not have or that hfdist sets itself.
+    """
+    ours = _generated(config, batch)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    for name, value in extra.items():
+    for name, value in config.train.arguments.items():
         key = f"train.arguments.{name}"
         if name in ours or name in _ELSEWHERE:
             raise ConfigError(

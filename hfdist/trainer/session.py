@@ -26,6 +26,7 @@ from hfdist.models.blocks import compile_blocks
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Degrees, Topology
+from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
@@ -62,7 +63,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide.
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`.
         CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
     """
     topology = Topology.from_environment(degrees(config.strategy))
@@ -73,6 +74,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
     )
+    check_further_arguments(config, batch)
     set_up_logging(topology)
     run_dir = Path(config.run.dir)
     _check_resume(config.checkpoint.resume, run_dir / CHECKPOINTS)

@@ -17,7 +17,7 @@ from hfdist.models.initialize import initialize_by_name
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.topology import Degrees, Topology
-from hfdist.trainer.arguments import build_arguments
+from hfdist.trainer.arguments import build_arguments, check_further_arguments
 
 pytestmark = pytest.mark.distributed
 
@@ -200,12 +200,6 @@ def test_schedules_and_weight_decay(tmp_path, schedule):
     assert decays == {0.1: [2], 0.0: [1]}
 
 
-def refused(folder, arguments):
-    config = RunConfig(train=TrainConfig(arguments=arguments))
-    config.run.dir = str(folder)
-    build_arguments(config, make_strategy(Sharding.none))
-
-
 @pytest.mark.parametrize(
     ("arguments", "where", "message"),
     [
@@ -214,8 +208,8 @@ def refused(folder, arguments):
         ({"deepspeed": {}}, "train.arguments.deepspeed", "hfdist sets this argument itself"),
     ],
 )
-def test_mistakes_in_further_arguments(tmp_path, arguments, where, message):
+def test_mistakes_in_further_arguments(arguments, where, message):
     with pytest.raises(ConfigError) as caught:
-        refused(tmp_path, arguments)
+        check_further_arguments(RunConfig(train=TrainConfig(arguments=arguments)), make_strategy(Sharding.none).batch)
     assert caught.value.where == where
     assert message in str(caught.value)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
-from hfdist.models import build_model, load_architecture, load_tokenizer
+from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.blocks import compile_blocks, find_blocks
 from hfdist.models.flops import flops_per_token, num_parameters
 from hfdist.models.tokenizer import train_bpe
@@ -19,6 +19,13 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_bpe(TEXTS, 300)
+
+
+def load_architecture(config, tokenizer, *, sequence_length):
+    """In the recipe's order, which has the data in between."""
+    architecture = find_architecture(config, sequence_length=sequence_length)
+    fit_vocabulary(architecture, tokenizer, config)
+    return architecture
 
 
 def random_model(tokenizer, **fields):

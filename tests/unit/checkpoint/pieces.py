@@ -1,0 +1,38 @@
+"""Small named tensors as one process holds them."""
+
+import torch
+
+from hfdist.checkpoint import write_checkpoint
+from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+
+
+def whole(name, key, tensor):
+    return Piece(name=name, key=key, shape=tuple(tensor.shape), start=0, view=tensor)
+
+
+def small_pieces(value=1.0):
+    """Two parameters, the state of one, and a buffer of integers; every element differs."""
+    return [
+        whole("a", WEIGHT, value * torch.arange(12.0).view(3, 4)),
+        whole("a", "exp_avg", value * torch.arange(12.0).view(3, 4) + 0.5),
+        whole("a", STEP, torch.tensor(7.0 * value)),
+        whole("b", WEIGHT, value * torch.arange(5, dtype=torch.bfloat16)),
+        whole("count", WEIGHT, torch.tensor(int(value))),
+    ]
+
+
+def blank(pieces):
+    """The same pieces with nothing in them."""
+    return [
+        Piece(name=p.name, key=p.key, shape=p.shape, start=p.start, view=torch.full_like(p.view, -1)) for p in pieces
+    ]
+
+
+def save(folder, step, pieces=None, state=None):
+    return write_checkpoint(
+        folder,
+        step=step,
+        pieces=small_pieces(step) if pieces is None else pieces,
+        state=state or {},
+        write_model_files=lambda path: (path / "config.json").write_text("{}"),
+    )

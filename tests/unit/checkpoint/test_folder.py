@@ -1,0 +1,226 @@
+"""Finding the newest good checkpoint, moving bad ones aside, removing the oldest; nobody is led out of the folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hfdist.checkpoint import find_newest, prune, read_checkpoint, verify, write
+from hfdist.checkpoint.manifest import MANIFEST
+from hfdist.errors import CheckpointError
+from tests.unit.checkpoint.pieces import blank, save, small_pieces
+
+OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
+
+
+def cut(path):
+    content = (path / OPTIMIZER).read_bytes()
+    (path / OPTIMIZER).write_bytes(content[:-1])
+
+
+def flip_a_bit(path):
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+
+
+def edit_manifest(change):
+    def edit(path):
+        content = json.loads((path / MANIFEST).read_text())
+        change(content)
+        (path / MANIFEST).write_text(json.dumps(content))
+
+    return edit
+
+
+def link_outside(path):
+    outside = path.parent.parent / "outside.safetensors"
+    (path / "model.safetensors").rename(outside)
+    (path / "model.safetensors").symlink_to(outside)
+
+
+def link_a_folder_outside(path):
+    outside = path.parent.parent / "outside"
+    (path / "training_state").rename(outside)
+    (path / "training_state").symlink_to(outside)
+
+
+def move_record(to):
+    return edit_manifest(lambda content: content["files"].update({to: content["files"].pop("model.safetensors")}))
+
+
+DAMAGE = {
+    "no-manifest": [lambda path: (path / MANIFEST).unlink()],
+    "missing-file": [lambda path: (path / "config.json").unlink(), lambda path: (path / OPTIMIZER).unlink()],
+    "size": [cut],
+    "hash": [flip_a_bit],
+    "bad-json": [lambda path: (path / MANIFEST).write_text("{"), lambda path: (path / MANIFEST).write_bytes(b"\xff")],
+    "bad-manifest": [
+        lambda path: (path / MANIFEST).write_text("[]"),
+        edit_manifest(lambda content: content.pop("files")),
+        edit_manifest(lambda content: content["files"].update(x=1)),
+    ],
+    "step": [edit_manifest(lambda content: content.update(step=8))],
+    "format": [edit_manifest(lambda content: content.update(format=2))],
+    "outside": [
+        link_outside,
+        link_a_folder_outside,
+        move_record("../outside.safetensors"),
+        move_record("/etc/passwd"),
+        move_record("training_state/../../x"),
+        move_record("a\0b"),
+    ],
+}
+CASES = [(reason, damage) for reason, damages in DAMAGE.items() for damage in damages]
+
+
+@pytest.mark.parametrize(("reason", "damage"), CASES)
+def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path, caplog, reason, damage):
+    folder = tmp_path / "checkpoints"
+    good, bad = save(folder, 1), save(folder, 2)
+    verify(bad)
+    damage(bad)
+    if reason != "step":
+        with pytest.raises(CheckpointError):
+            verify(bad)
+    assert find_newest(folder) == good
+    assert sorted(os.listdir(folder)) == ["step-00000001", f"step-00000002.bad-{reason}"]
+    assert f"step-00000002.bad-{reason}" in caplog.text
+    assert find_newest(folder) == good
+
+
+def test_the_newest_is_chosen_by_number(tmp_path):
+    assert find_newest(tmp_path / "missing") is None
+    assert find_newest(tmp_path) is None
+    save(tmp_path, 9)
+    newest = save(tmp_path, 123456789)
+    save(tmp_path, 10)
+    (tmp_path / "step-99999999999.tmp-1a2b3c4d").mkdir()
+    (tmp_path / "step-00000abc").mkdir()
+    (tmp_path / "step-00000999").write_text("a file")
+    assert find_newest(tmp_path) == newest
+
+
+def test_all_bad_is_none(tmp_path):
+    flip_a_bit(save(tmp_path, 1))
+    cut(save(tmp_path, 2))
+    assert find_newest(tmp_path) is None
+    flip_a_bit(save(tmp_path, 1))
+    assert find_newest(tmp_path) is None
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_the_oldest_are_removed(tmp_path):
+    for step in range(1, 6):
+        save(tmp_path, step)
+    (tmp_path / "step-00000002" / MANIFEST).unlink()
+    prune(tmp_path, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000004", "step-00000005"]
+    prune(tmp_path, keep=9)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_the_next_save_clears_what_killed_ones_left(tmp_path):
+    left = tmp_path / "step-00000007.tmp-0123abcd"
+    left.mkdir()
+    (left / "model.safetensors").write_text("half")
+    (tmp_path / "step-00000005.bad-hash").mkdir()
+    save(tmp_path, 8)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000005.bad-hash", "step-00000008"]
+
+
+def tampered_index(path, change):
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    change(index)
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["weight_map"].update(a="/etc/passwd"),
+        lambda index: index["weight_map"].update(a="../../x"),
+        lambda index: index["weight_map"].update(a="config.json"),
+        lambda index: index["weight_map"].update(a=index["weight_map"]["b"]),
+        lambda index: index["weight_map"].update(new=index["weight_map"]["b"]),
+        lambda index: index["weight_map"].pop("a"),
+        lambda index: index["weight_map"].update(a=3),
+        lambda index: index.pop("weight_map"),
+        lambda index: index.update(weight_map=[1]),
+    ],
+)
+def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(write, "MAX_FILE_BYTES", 40)
+    path = save(tmp_path, 1)
+    tampered_index(path, change)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path, blank(small_pieces()))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"steps": {"a": "x"}}', '{"steps": [], "state": {}, "format": 1}', "1"])
+def test_a_damaged_state_is_refused(tmp_path, text):
+    path = save(tmp_path, 1)
+    (path / "training_state" / "state.json").write_text(text)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path, blank(small_pieces()))
+
+
+def test_a_file_that_shrinks_under_the_reader_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    cut(path)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_checkpoint(path, blank(small_pieces()))
+
+
+SAVE_FOREVER = """
+import sys, pathlib, itertools, torch
+torch.set_num_threads(1)
+from tests.unit.checkpoint.pieces import save, whole
+folder = pathlib.Path(sys.argv[1])
+from hfdist.checkpoint import prune
+for step in itertools.count(int(sys.argv[2])):
+    save(folder, step, [whole(name, "weight", torch.full((100_000,), float(step))) for name in "abc"], {"step": step})
+    prune(folder, keep=2)
+"""
+
+
+def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
+    """`kill -9` at eight moments while it saves without a pause: the newest that verifies is whole and of one step."""
+    import torch
+
+    from tests.unit.checkpoint.pieces import whole
+
+    first = 1
+    for attempt in range(8):
+        child = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(first)], cwd=Path.cwd())
+        wanted = tmp_path / f"step-{first + 2:08d}"
+        deadline = time.monotonic() + 60
+        while not wanted.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.003 * attempt)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        newest = find_newest(tmp_path)
+        assert newest is not None
+        pieces = [whole(name, "weight", torch.zeros(100_000)) for name in "abc"]
+        step = read_checkpoint(newest, pieces)["step"]
+        assert newest.name == f"step-{step:08d}"
+        assert step >= first + 2
+        assert all((piece.view == step).all() for piece in pieces)
+        first = step + 1
+
+
+def test_hashes_are_those_of_sha256sum(tmp_path):
+    path = save(tmp_path, 1)
+    files = json.loads((path / MANIFEST).read_text())["files"]
+    if shutil.which("sha256sum") is None:
+        pytest.skip("no sha256sum")
+    lines = "".join(f"{record['sha256']}  {name}\n" for name, record in files.items())
+    subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, cwd=path, check=True)
+    assert all(record["bytes"] == (path / name).stat().st_size for name, record in files.items())
