@@ -26,11 +26,6 @@ class BatchPlan:
         """Tokens that one optimizer step reads, over all processes."""
         return self.global_batch_size * self.sequence_length
 
-    @property
-    def rank_batch_size(self) -> int:
-        """Sequences that one data rank reads in one step."""
-        return self.micro_batch_size * self.num_microbatches
-
 
 def plan_batch(
     *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int

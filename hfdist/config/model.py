@@ -17,7 +17,7 @@ class Init(Enum):
 
 
 class Dtype(Enum):
-    """Type in which the parameters are held; `auto` is the checkpoint's own, float32 for random weights."""
+    """Type in which the parameters are held; `auto` is float32, since the optimizer must have float32 weights."""
 
     auto = "auto"
     float32 = "float32"

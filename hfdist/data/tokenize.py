@@ -18,8 +18,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
     if not text:
         return np.empty(0, dtype=np.int32)
     # verbose: documents may be longer than the model's positions, since they are cut afterwards.
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if ids[-1] != tokenizer.eos_token_id:
+    # split_special_tokens: the text of a document cannot forge the end of one.
+    ids = tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"]
+    if not ids or ids[-1] != tokenizer.eos_token_id:
         ids.append(tokenizer.eos_token_id)
     return np.array(ids, dtype=np.int32)
 

@@ -34,6 +34,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
             hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
     _check_positions(architecture, sequence_length)
+    _check_router_loss(architecture)
     if config.attention is not Attention.auto:
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
@@ -168,6 +169,17 @@ def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> No
             allowed=f"<= {limit} (model.config.max_position_embeddings)",
             hint=f"data.sequence_length={limit}, or model.config.max_position_embeddings={sequence_length} "
             "for random weights",
+        )
+
+
+def _check_router_loss(architecture: PreTrainedConfig) -> None:
+    if getattr(architecture.get_text_config(), "output_router_logits", False):
+        raise ConfigError(
+            "the routers' auxiliary loss is a mean over each micro batch, so it would depend on the layout",
+            where="model.config.output_router_logits",
+            found=True,
+            allowed="false",
+            hint="model.config.output_router_logits=false",
         )
 
 

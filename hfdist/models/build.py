@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
+from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 
@@ -20,14 +21,22 @@ def build_model(config: ModelConfig, architecture: PreTrainedConfig, *, seed: in
         seed: of random weights.
 
     Raises:
-        ConfigError: the pretrained weights cannot be read.
+        ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
     """
     dtype = _dtype(config.dtype)
     if config.init is Init.random:
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                architecture, dtype=dtype, trust_remote_code=config.trust_remote_code
-            )
+        try:
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(
+                    architecture, dtype=dtype, trust_remote_code=config.trust_remote_code
+                )
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"transformers cannot make the model: {str(error).splitlines()[0]}",
+                where="model.attention, model.config",
+                found=config.attention.value,
+                hint="model.attention=auto",
+            ) from error
         initialize_by_name(model, seed)
         return model
     assert config.name is not None  # checked with the config

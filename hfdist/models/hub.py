@@ -23,7 +23,7 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
     """Translate what transformers and huggingface_hub raise while they read `name`, given by config key `key`."""
     try:
         yield
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError, ImportError, HfHubHTTPError) as error:
         cause = _cause(error)
         what, hint = _explain(cause)
         raise ConfigError(what, where=key, found=name, hint=hint) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
         if is_tied_alias:
             continue
-        with _whole(reachable), torch.random.fork_rng(devices=[]):
+        with _whole(reachable), _on_cpu(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
@@ -57,6 +57,18 @@ def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
 
     # Every rank computes the same values; rank 0's are the ones that are cut again.
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+@contextmanager
+def _on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """ZeRO-3 puts parameters on the GPU, whose generator draws other numbers: draw on the CPU, and copy."""
+    places = [(parameter, parameter.data) for parameter in parameters if parameter.device.type != "cpu"]
+    for parameter, data in places:
+        parameter.data = data.cpu()
+    yield
+    for parameter, data in places:
+        data.copy_(parameter.data)
+        parameter.data = data
 
 
 def _key(seed: int, name: str) -> int:

@@ -35,7 +35,7 @@ def run_ranks(
         world_size: number of ranks.
         arguments: passed on.
         timeout_seconds: after this, all ranks are killed.
-        group: make the default gloo process group first.
+        group: make the default gloo process group first; False: nor a launcher's environment, as plain `python`.
 
     Returns:
         What each rank returned, in order of rank.
@@ -90,14 +90,18 @@ def _rank_main(
     world_size: int,
     folder: str | None,
 ) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        OMP_NUM_THREADS="1",
-    )
+    launcher = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for name, value in launcher.items():
+        os.environ.pop(name, None)
+        if folder is not None:
+            os.environ[name] = value
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         torch.set_num_threads(1)
         _forget_accelerate_state()

@@ -116,6 +116,13 @@ _ELSEWHERE = {
     "parallelism_config": "strategy.*",
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
     "num_train_epochs": "train.max_steps",
+    "auto_find_batch_size": "train.micro_batch_size",
+    "dataloader_num_workers": "data.workers",
+    "dataloader_prefetch_factor": "data.prefetch",
+    "load_best_model_at_end": "checkpoint.*",
+    "save_only_model": "checkpoint.*",
+    "bf16_full_eval": "train.precision",
+    "fp16_full_eval": "train.precision",
     "resume_from_checkpoint": "checkpoint.resume",
     "gradient_checkpointing": "train.gradient_checkpointing",
 }

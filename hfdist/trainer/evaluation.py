@@ -13,34 +13,43 @@ from hfdist.data.pack import IGNORED
 from hfdist.topology import Topology
 
 
-class DealtItems(Dataset[dict[str, Any]]):
-    """Every data_size-th item of a dataset, filled up with items without targets to the same number on each rank.
+class DealtItems(Dataset[tuple[Any, bool]]):
+    """Every data_size-th item of a dataset, filled up to the same number on each rank.
 
-    Under ZeRO-3 every forward is a collective, so all ranks must run equally many.
+    Under ZeRO-3 every forward is a collective, so all ranks must run equally many. Items come with whether they count.
     """
 
     def __init__(self, dataset: Any, topology: Topology, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._rank, self._size = topology.data_rank, topology.data_size
-        largest_share = -(-len(dataset) // self._size)
+        self.num_items = len(dataset)
+        """Of all ranks together."""
+        largest_share = -(-self.num_items // self._size)
         self._length = -(-largest_share // micro_batch_size) * micro_batch_size
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
         place = index * self._size + self._rank
-        if place < len(self._dataset):
-            return dict(self._dataset[place])
-        item = dict(self._dataset[0])
-        return item | {"labels": torch.full_like(torch.as_tensor(item["labels"]), IGNORED)}
+        counts = place < self.num_items
+        return self._dataset[place if counts else 0], counts
 
 
 def dealt_batches(
     dataset: Any, *, topology: Topology, micro_batch_size: int, collate: Callable[[list[Any]], Any]
 ) -> DataLoader[Any]:
-    """Give this rank's batches of a map-style dataset."""
-    return DataLoader(DealtItems(dataset, topology, micro_batch_size), batch_size=micro_batch_size, collate_fn=collate)
+    """Give this rank's batches of a map-style dataset; labels of items that only fill up are ignored."""
+
+    def collate_counting(items: list[tuple[Any, bool]]) -> Any:
+        batch = collate([item for item, _ in items])
+        # After collating: some collators make the labels.
+        batch["labels"][[not counts for _, counts in items]] = IGNORED
+        return batch
+
+    return DataLoader(
+        DealtItems(dataset, topology, micro_batch_size), batch_size=micro_batch_size, collate_fn=collate_counting
+    )
 
 
 def mean_token_loss(

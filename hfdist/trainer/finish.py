@@ -31,8 +31,7 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
         if held_out is not None and loss is not None:
             _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
         if run.report.sample_prompt is not None:
-            text = sample(folder, run.report.sample_prompt, run.report.sample_tokens)
-            logger.info("%s continues %r:\n%s", folder, run.report.sample_prompt, text)
+            _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             logger.info("loss curve: %s", plot_losses(run_dir))
         logger.info("model: %s", folder)
@@ -54,6 +53,14 @@ def _last_held_out_loss(trainer: Trainer) -> float:
 def _report_loss(loss: float, baseline: float) -> None:
     logger.info("held-out loss %.4f, perplexity %.1f", loss, _perplexity(loss))
     logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, _perplexity(baseline))
+
+
+def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:
+    try:
+        logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, num_tokens))
+    except Exception as error:
+        # The run is done and saved: whatever a model's own generation code raises must not make it a failure.
+        logger.warning("no sample: %s: %s", type(error).__name__, error)
 
 
 def _perplexity(loss: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import Cursor, TokenStream
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 TRAINER_STATE = "trainer_state.json"
@@ -80,9 +83,17 @@ def _write_model_files(trainer: Any, path: Path) -> None:
     config.use_cache = True
     config.save_pretrained(path)
     if trainer.model.can_generate():
-        trainer.model.generation_config.save_pretrained(path)
+        _save_generation_config(trainer.model.generation_config, path)
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(path)
+
+
+def _save_generation_config(config: Any, path: Path) -> None:
+    try:
+        config.save_pretrained(path)
+    except ValueError as error:
+        # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
+        logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
 
 
 def _restore_schedule(trainer: Any, steps: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,15 @@ from transformers import (
     default_data_collator,
 )
 
-from hfdist.checkpoint import find_newest
+from hfdist.checkpoint import find_newest, verify
+from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.compose import to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Compile
 from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
@@ -79,8 +82,9 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     run_dir = Path(config.run.dir)
     _check_resume(config.checkpoint.resume, run_dir / CHECKPOINTS)
     if topology.is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        with _writing("run.dir", config.run.dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return topology, batch
 
 
@@ -90,15 +94,16 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     Raises:
         ConfigError, DataError: sources that are missing, unreadable or too small.
     """
-    corpus = open_corpus(config.data)
-    tokenizer = load_tokenizer(
-        config.model,
-        corpus_id=corpus.fingerprint,
-        texts=corpus.training_texts,
-        cache_dir=cache_dir(config.data),
-    )
+    folder = cache_dir(config.data)
+    with _writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus = open_corpus(config.data)
+        tokenizer = load_tokenizer(
+            config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
+        )
+        held_out = build_held_out(corpus, tokenizer, config.data)
     stream = TokenStream(corpus, tokenizer, config.data, data_rank=topology.data_rank, data_size=topology.data_size)
-    return RunData(corpus, tokenizer, stream, build_held_out(corpus, tokenizer, config.data))
+    return RunData(corpus, tokenizer, stream, held_out)
 
 
 def build_trainer(
@@ -130,6 +135,17 @@ def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     finish(trainer, data.held_out, config)
 
 
+@contextmanager
+def _writing(key: str, folder: str | Path) -> Iterator[None]:
+    """Say which key named a folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be used: {error.strerror or error}", where=key, found=folder, allowed="a writable folder"
+        ) from error
+
+
 def _resume_from(config: RunConfig) -> str | None:
     match config.checkpoint.resume:
         case "never":
@@ -140,11 +156,12 @@ def _resume_from(config: RunConfig) -> str | None:
                 logger.info("resuming from %s", found)
             return None if found is None else str(found)
         case path:
+            on_rank_zero(lambda: verify(Path(path)))
             return path
 
 
 def _check_resume(resume: str, checkpoints: Path) -> None:
-    present = sorted(path.name for path in checkpoints.glob("step-*"))
+    present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
     if resume == "never" and present:
         raise CheckpointError(
             "the run folder already holds checkpoints",
@@ -159,6 +176,14 @@ def _check_resume(resume: str, checkpoints: Path) -> None:
             found=resume,
             allowed="auto, never, or the folder of a checkpoint",
             hint=f"{checkpoints / present[-1]}" if present else None,
+        )
+    path = Path(resume)
+    if path.parent.resolve() == checkpoints.resolve() and present and present[-1] > path.name:
+        raise CheckpointError(
+            "the run folder holds later checkpoints, and two branches cannot share a folder",
+            where="checkpoint.resume",
+            found=f"{path.name}, with {present[-1]} beside it",
+            hint="another run.name, or move the later ones out of the folder",
         )
 
 

@@ -13,7 +13,7 @@ _ADAM_VALUES = 2
 
 
 def describe_run(
-    config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str, num_target_steps: int | None = None
+    config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str
 ) -> str:
     """Give the lines that a run starts with.
 
@@ -22,7 +22,6 @@ def describe_run(
         strategy: the layout.
         model: whole, or cut under ZeRO-3.
         data: one line on the corpus.
-        num_target_steps: step at which a resumed run goes on; None: a fresh run.
     """
     batch, shares = strategy.batch, strategy.shares
     size = num_parameters(model)
@@ -55,6 +54,6 @@ def describe_run(
             f"{config.train.max_steps:,} steps, {total:,} tokens; {config.optimizer.name.value}, "
             f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
         ),
-        ("folder", f"{config.run.dir}" + (f", from step {num_target_steps:,}" if num_target_steps else "")),
+        ("folder", config.run.dir),
     ]
     return "\n".join(f"  {label:<9} {text}" for label, text in rows)

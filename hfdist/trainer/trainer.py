@@ -6,6 +6,7 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
+from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, NumericsError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Engine, Strategy
 from hfdist.trainer import saving
@@ -54,6 +56,7 @@ class DistributedTrainerMixin(_Trainer):
         super().__init__(model, args, *more, **named)
         if self.engine is not None:
             self.throughput = Throughput(self.args.device)
+            self._grad_norm: Any = None
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
@@ -107,6 +110,13 @@ class DistributedTrainerMixin(_Trainer):
             return default(inputs, num_items_in_batch)
         return self.engine.forward_backward(inputs, num_items_in_batch, default)
 
+    def _run_epoch(self, **named: Any) -> None:
+        if self.engine is not None and self.state.global_step >= self.state.max_steps:
+            # Resumed from its last step: an endless stream would otherwise give one step more.
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(**named)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -125,13 +135,34 @@ class DistributedTrainerMixin(_Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         default = partial(super()._clip_grad_norm, model)
-        return default() if self.engine is None else self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+        if self.engine is None:
+            return default()
+        self._grad_norm = self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+        return self._grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
+        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike.
+
+        Raises:
+            NumericsError: the loss or the gradient is not finite.
+        """
         if self.engine is not None and "loss" in logs:
+            self._check_finite(logs["loss"])
             logs |= self.throughput.read(self.state.global_step)
         super().log(logs, start_time)
+
+    def _check_finite(self, loss: float) -> None:
+        """Loss and gradient norm are equal on all ranks, so all stop together."""
+        # Under fp16 an infinite gradient is how the loss scale finds its limit; that step is skipped.
+        grad_norm = 0.0 if self.args.fp16 or self._grad_norm is None else float(self._grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NumericsError(
+                "the loss or the gradient is not finite",
+                where=f"step {self.state.global_step}",
+                found=f"loss {loss:g}, gradient norm {grad_norm:g}",
+                hint="the last checkpoint is good: go on from it with a lower optimizer.lr or train.max_grad_norm, "
+                "a longer warm-up, or train.precision=fp32",
+            )
 
     # ---- evaluation ----
 
@@ -146,7 +177,7 @@ class DistributedTrainerMixin(_Trainer):
             own,
             topology=self.strategy.topology,
             micro_batch_size=self.args.per_device_eval_batch_size,
-            collate=self.data_collator,
+            collate=self._get_collator_with_removed_columns(self.data_collator, description="evaluation"),
         )
 
     def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:
@@ -164,7 +195,7 @@ class DistributedTrainerMixin(_Trainer):
         model.train(was_training)
         metrics = {f"{prefix}_loss": loss, f"{prefix}_tokens": num_tokens}
         nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-        num_samples = len(dataloader.dataset)
+        num_samples = dataloader.dataset.num_items
         return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=metrics, num_samples=num_samples)
 
     def _model_for_evaluation(self) -> nn.Module:
@@ -188,6 +219,8 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             super()._save_checkpoint(model, trial)
             return
+        # Before anything is written: a checkpoint must not hold what is not finite, nor push a good one out.
+        self._check_finite(sum(gather_json(self._tr_loss.item())))
         with self.throughput.paused():
             self.store_flos()
             saving.save(self)

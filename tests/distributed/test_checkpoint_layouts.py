@@ -15,6 +15,14 @@ from tests.distributed.checkpoint_engines import LAYOUTS, Replicated, Zero, writ
 pytestmark = pytest.mark.distributed
 
 HALF, END = 3, 6
+
+PAIRS = [
+    (source, target)
+    for target, (size, _) in LAYOUTS.items()
+    for source in LAYOUTS
+    # More ranks than the test machine has cores: once from each kind of layout.
+    if size <= 2 or source in ("single", "zero3x2", target)
+]
 OTHER_SEED = 1
 """Of the model that is loaded into: nothing may be right by chance, frozen weights least of all."""
 
@@ -73,17 +81,16 @@ def save_all(root):
 def continue_all(saved):
     losses = {}
     for target, build in of_this_size().items():
-        for source, path in saved.items():
+        for source in (source for source, goal in PAIRS if goal == target):
             engine = build(seed=OTHER_SEED)
-            assert read_checkpoint(path, engine.pieces()) == {"cursor": [1, 2, 3]}
+            assert read_checkpoint(saved[source], engine.pieces()) == {"cursor": [1, 2, 3]}
             engine.loaded()
             losses[source, target] = [engine.step(step) for step in range(HALF, END)]
             engine.close()
     return losses
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_layout_goes_on_from_every_checkpoint(reference, continued, source, target):
     assert continued[source, target] == pytest.approx(reference[HALF:], rel=1e-6)
 
@@ -105,7 +112,7 @@ def header(path):
 
 
 def test_loading_and_saving_again_gives_the_same_bytes(saved, tmp_path):
-    for size in (1, 2, 4):
+    for size in (1, 2):
         for path in run_ranks(save_again, size, saved["zero3x3"], tmp_path)[0]:
             for file_name in ("model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
                 assert (path / file_name).read_bytes() == (saved["zero3x3"] / file_name).read_bytes(), path
@@ -138,20 +145,24 @@ def test_a_checkpoint_is_a_hub_model(saved):
 
 def test_without_moments_or_step_counts_the_losses_differ(reference, saved):
     """The test of the test: what the comparison above would miss, it would be worth nothing."""
-    for spoil in (forget_moments, forget_steps):
-        for size, name in ((1, "single"), (2, "zero2x2"), (2, "zero3x2")):
-            losses = run_ranks(continue_spoilt, size, saved["zero1x2"], name, spoil)[0]
+    for size, names in ((1, ["single"]), (2, ["zero2x2", "zero3x2"])):
+        for case, losses in run_ranks(continue_spoilt, size, saved["zero1x2"], names)[0].items():
             differences = [abs(a / b - 1) for a, b in zip(losses, reference[HALF:], strict=True)]
-            assert max(differences) > 1e-3, (spoil.__name__, name)
+            assert max(differences) > 1e-3, case
 
 
-def continue_spoilt(path, layout, spoil):
-    engine = LAYOUTS[layout][1](seed=OTHER_SEED)
-    read_checkpoint(path, engine.pieces())
-    engine.loaded()
-    for state in engine.states():
-        spoil(state)
-    return [engine.step(step) for step in range(HALF, END)]
+def continue_spoilt(path, names):
+    losses = {}
+    for name in names:
+        for spoil in (forget_moments, forget_steps):
+            engine = LAYOUTS[name][1](seed=OTHER_SEED)
+            read_checkpoint(path, engine.pieces())
+            engine.loaded()
+            for state in engine.states():
+                spoil(state)
+            losses[name, spoil.__name__] = [engine.step(step) for step in range(HALF, END)]
+            engine.close()
+    return losses
 
 
 def forget_moments(state):

@@ -20,7 +20,6 @@ def test_the_number_of_processes_changes_only_the_accumulation():
     plans = [plan(data_size=size) for size in (1, 2, 4, 8)]
     assert [p.num_microbatches for p in plans] == [8, 4, 2, 1]
     assert {p.tokens_per_step for p in plans} == {32 * 128}
-    assert [p.rank_batch_size for p in plans] == [32, 16, 8, 4]
 
 
 def test_a_global_batch_that_does_not_divide_proposes_the_nearest():

@@ -43,7 +43,7 @@ def check_column(column: str, present: Sequence[str], *, where: str) -> None:
 
 
 def check_text(value: Any, *, where: str) -> str:
-    """Give `value` if it is text.
+    """Give `value` if it is text; half of a surrogate pair, which JSON allows and UTF-8 does not, becomes `?`.
 
     Raises:
         DataError: null or another type.
@@ -51,4 +51,4 @@ def check_text(value: Any, *, where: str) -> str:
     if not isinstance(value, str):
         found = "null" if value is None else f"{type(value).__name__}: {value!r}"
         raise DataError("the text column holds no text", where=where, found=found, allowed="a string")
-    return value
+    return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")

@@ -21,7 +21,7 @@ class HubShard:
             self._rows = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
-                f"the dataset cannot be opened: {str(error).splitlines()[0]}",
+                f"the dataset cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}",
                 where=f"{key}.path",
                 found=config.path,
                 hint="check path, subset and split; for a gated one, `hf auth login`",

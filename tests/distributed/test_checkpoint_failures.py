@@ -1,0 +1,193 @@
+"""Several ranks save together: one that fails or dies takes nothing with it, and all ranks hear the same."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfdist.checkpoint import find_newest, prune, read_checkpoint, restore_random_state, verify, write_checkpoint
+from hfdist.checkpoint.exchange import gather_json, on_all_ranks
+from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+from hfdist.errors import CheckpointError, ResourceError
+from hfdist.testing import RankFailed, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TOTAL = 1001
+
+
+def share(value=1.0, key=WEIGHT):
+    """This rank's part of a vector that is cut unevenly over the ranks."""
+    values = value * torch.arange(float(TOTAL))
+    edges = [TOTAL * (rank**2) // dist.get_world_size() ** 2 for rank in range(dist.get_world_size() + 1)]
+    start, stop = edges[dist.get_rank()], edges[dist.get_rank() + 1]
+    return Piece(name="w", key=key, shape=(7, 143), start=start, view=values[start:stop].clone())
+
+
+def save(folder, step, pieces=None, write_model_files=lambda path: None):
+    return write_checkpoint(
+        folder,
+        step=step,
+        pieces=[share(step)] if pieces is None else pieces,
+        state={"step": step},
+        write_model_files=write_model_files,
+    )
+
+
+def test_each_rank_writes_its_part(tmp_path):
+    path = run_ranks(save, 3, tmp_path, 2)[0]
+    verify(path)
+    whole = [Piece(name="w", key=WEIGHT, shape=(7, 143), start=0, view=torch.zeros(7, 143))]
+    assert read_checkpoint(path, whole) == {"step": 2}
+    assert torch.equal(whole[0].view.flatten(), 2 * torch.arange(float(TOTAL)))
+
+
+def failures_of(action):
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fail_on_rank(failing, error):
+    """Pieces whose listing fails on one rank alone."""
+    yield share()
+    if dist.get_rank() == failing:
+        raise error
+
+
+def save_failing(folder):
+    """Every failure of one rank, in turn, and a good save between them."""
+    heard = []
+    causes = [
+        lambda: save(folder, 2, fail_on_rank(1, CheckpointError("cannot list", where="here", hint="do this"))),
+        lambda: save(folder, 2, fail_on_rank(0, ResourceError("too little"))),
+        lambda: save(folder, 2, fail_on_rank(1, OSError(28, "No space left on device", "/full/disk"))),
+        lambda: save(folder, 2, fail_on_rank(1, ValueError("a mistake of ours"))),
+        lambda: save(folder, 2, write_model_files=refuse),
+        lambda: save(folder, 2, [share()] if dist.get_rank() else []),
+        lambda: save(folder, 2, [Piece(name="w", key=STEP, shape=(), start=0, view=torch.tensor(dist.get_rank()))]),
+        lambda: read_checkpoint(folder / "step-00000001", fail_on_rank(1, CheckpointError("cannot list"))),
+        lambda: read_checkpoint(folder / "step-00000001", [share()] if dist.get_rank() else []),
+    ]
+    save(folder, 1)
+    for cause in causes:
+        heard.append(failures_of(cause))
+        assert find_newest(folder) == folder / "step-00000001"
+    return heard
+
+
+def refuse(path):
+    (path / "config.json").write_text("{}")
+    raise OSError(30, "Read-only file system", str(path))
+
+
+def test_a_failure_of_one_rank_is_heard_by_all(tmp_path):
+    first, second = run_ranks(save_failing, 2, tmp_path, timeout_seconds=60)
+    kinds = [
+        ("CheckpointError", "cannot list"),
+        ("ResourceError", "too little"),
+        ("ResourceError", "no space is left"),
+        (None, "a mistake of ours"),
+        ("CheckpointError", "Read-only file system"),
+        ("CheckpointError", "no rank holds"),
+        ("CheckpointError", "how often a parameter was stepped"),
+        ("CheckpointError", "cannot list"),
+    ]
+    for heard in (first, second):
+        for (kind, text), failure in zip(kinds, heard, strict=False):
+            assert failure is not None
+            assert text in failure[1]
+            assert kind in (failure[0], None)
+        # Reading less than everything is no failure: a rank may hold none of a tensor.
+        assert heard[-1] is None
+    assert "where:   here" in first[0][1]
+    assert "try:     do this" in first[0][1]
+    assert second[3] == ("ValueError", "a mistake of ours")
+    assert first[3][0] == "CheckpointError"
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def die_while_writing(folder, dying_rank):
+    save(folder, 1)
+    if dist.get_rank() == dying_rank:
+        real = os.pwrite
+
+        def half_a_write(descriptor, data, offset):
+            real(descriptor, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.pwrite = half_a_write
+    save(folder, 2)
+
+
+@pytest.mark.parametrize("dying_rank", [0, 1])
+def test_a_rank_killed_while_it_writes(tmp_path, dying_rank):
+    with pytest.raises(RankFailed):
+        run_ranks(die_while_writing, 2, tmp_path, dying_rank, timeout_seconds=60)
+    assert not (tmp_path / "step-00000002").exists()
+    assert run_ranks(find_newest, 3, tmp_path) == [tmp_path / "step-00000001"] * 3
+    run_ranks(save, 2, tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def find_and_prune(folder):
+    found = find_newest(folder)
+    dist.barrier()
+    prune(folder, keep=1)
+    return found
+
+
+def test_all_ranks_agree_on_the_newest_that_verifies(tmp_path):
+    for step in (1, 2, 3, 4):
+        run_ranks(save, 2, tmp_path, step)
+    # Whichever rank happens to check the damaged file, all must hear of it.
+    for step, name in ((3, "model.safetensors"), (4, "training_state/rng-00001.safetensors")):
+        path = tmp_path / f"step-{step:08d}" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    assert run_ranks(find_and_prune, 4, tmp_path) == [tmp_path / "step-00000002"] * 4
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003.bad-hash", "step-00000004.bad-hash"]
+
+
+def draw():
+    return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+
+def draw_after_saving(folder):
+    torch.manual_seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    save(folder, 1)
+    return draw()
+
+
+def draw_after_restoring(path):
+    before = draw()
+    torch.manual_seed(7)
+    return draw() if restore_random_state(path) else before
+
+
+def test_every_rank_has_its_own_random_state(tmp_path):
+    expected = run_ranks(draw_after_saving, 2, tmp_path)
+    assert expected[0] != expected[1]
+    assert run_ranks(draw_after_restoring, 2, tmp_path / "step-00000001") == expected
+    assert restore_random_state(tmp_path / "step-00000001") is False
+
+
+def exchange(sizes):
+    value = {"rank": dist.get_rank(), "text": "ä" * sizes[dist.get_rank()]}
+    return gather_json(value), on_all_ranks(dist.get_rank)
+
+
+def test_values_of_any_length_are_exchanged():
+    sizes = [0, 70_000, 3]
+    for gathered, ranks in run_ranks(exchange, 3, sizes):
+        assert [value["rank"] for value in gathered] == ranks == [0, 1, 2]
+        assert [len(value["text"]) for value in gathered] == sizes
