@@ -12,7 +12,7 @@ from typing import Any
 
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.config.limits import LIMIT
-from hfdist.config.model import Dtype, Init, ModelConfig
+from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig, RunSection
 from hfdist.config.schema import find_key
@@ -37,6 +37,7 @@ def check_config(config: RunConfig) -> None:
     _check_strategy(config.strategy)
     _check_optimizer(config)
     _check_precision(config)
+    _check_flash(config)
     _check_batch(config.train)
     _check_evaluation(config)
     _check_resume(config.checkpoint.resume)
@@ -266,6 +267,22 @@ def _check_precision(config: RunConfig) -> None:
             allowed="auto, float32",
             hint="train.precision=bf16, or model.dtype=float32",
         )
+
+
+def _check_flash(config: RunConfig) -> None:
+    """Transformers keeps packed documents apart under FlashAttention only in a batch of one sequence."""
+    if config.model.attention is not Attention.flash_attention_2:
+        return
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        size = getattr(config.train, name)
+        if size is not None and size > 1:
+            raise ConfigError(
+                "with FlashAttention, packed documents of a batch of several sequences would see each other",
+                where=f"train.{name}",
+                found=f"{size}, with model.attention=flash_attention_2",
+                allowed="1 (use longer sequences instead)",
+                hint=f"train.{name}=1, or model.attention=sdpa",
+            )
 
 
 def _check_batch(train: TrainConfig) -> None:

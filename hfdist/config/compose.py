@@ -98,8 +98,17 @@ def to_run_config(config: DictConfig) -> RunConfig:
     except RecursionError as error:
         raise ConfigError("an interpolation refers to itself", where="${...}") from error
     assert isinstance(values, RunConfig)
+    _expand_home(values)
     check_config(values)
     return values
+
+
+def _expand_home(config: RunConfig) -> None:
+    """Write `~` out once, so that no room forgets to."""
+    for section, name in ((config.run, "dir"), (config.model, "name"), (config.checkpoint, "resume")):
+        value = getattr(section, name)
+        if value is not None and value.startswith("~"):
+            setattr(section, name, str(Path(value).expanduser()))
 
 
 def to_yaml(config: RunConfig) -> str:

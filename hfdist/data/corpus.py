@@ -39,7 +39,7 @@ class Corpus:
         """Runs of documents that are cheap to read together, in order."""
         self._held_out_below = round(eval_fraction * 2**64)
         self.fingerprint = self._identity(eval_fraction)
-        """Changes when a file, a row count or the split changes."""
+        """Changes when a file's size, ends or rows, the column, or the split changes."""
 
     def text(self, document: int) -> str:
         """Give a document.
@@ -83,7 +83,7 @@ class Corpus:
         return shard, document - start
 
     def _identity(self, eval_fraction: float) -> str:
-        shards = [[name, shard.name, sum(shard.runs), shard.size_bytes] for name, shard in self._shards]
+        shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self._shards]
         return hashlib.blake2b(json.dumps([shards, eval_fraction]).encode(), digest_size=12).hexdigest()
 
 

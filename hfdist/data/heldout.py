@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.files import write_atomically
 from hfdist.data.pack import NAMES, empty_sequence, put
 from hfdist.data.tokenize import encode, tokenizer_digest
 from hfdist.errors import DataError
@@ -54,7 +52,8 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     # All processes of a machine come here at once: the first packs, the others wait and read.
     with FileLock(f"{path}.lock"):
         if not path.is_file():
-            _save_atomically(_pack(corpus, tokenizer, config), path)
+            sequences = _pack(corpus, tokenizer, config)
+            write_atomically(path, lambda file: np.save(file, sequences, allow_pickle=False))
     return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
@@ -82,10 +81,3 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
             hint="a larger data.eval_fraction, or data.eval_fraction=0",
         )
     return np.stack(sequences)
-
-
-def _save_atomically(sequences: NDArray[np.int32], path: Path) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        np.save(file, sequences, allow_pickle=False)
-    os.replace(name, path)

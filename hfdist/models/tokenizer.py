@@ -95,6 +95,7 @@ def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         tokenizer.save_pretrained(temporary)
+        temporary.chmod(0o755)
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -26,6 +26,7 @@ from hfdist.config.train import Compile
 from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import compile_blocks
+from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Degrees, Topology
@@ -110,6 +111,10 @@ def build_trainer(
     config: RunConfig, arguments: TrainingArguments, model: PreTrainedModel, strategy: Strategy, data: RunData
 ) -> Trainer:
     """Make the Trainer and say what it is about to do."""
+    if keeps_documents_apart(model) is False:
+        logger.warning(
+            "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
+        )
     if config.train.compile is Compile.blocks:
         compile_blocks(model)
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
@@ -142,7 +147,10 @@ def _writing(key: str, folder: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the folder cannot be used: {error.strerror or error}", where=key, found=folder, allowed="a writable folder"
+            f"the folder cannot be used: {error.strerror or error}",
+            where=key,
+            found=folder,
+            allowed="a writable folder",
         ) from error
 
 

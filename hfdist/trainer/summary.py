@@ -12,9 +12,7 @@ _BYTES_PER_VALUE = 4
 _ADAM_VALUES = 2
 
 
-def describe_run(
-    config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str
-) -> str:
+def describe_run(config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str) -> str:
     """Give the lines that a run starts with.
 
     Args:

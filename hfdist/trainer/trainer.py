@@ -110,12 +110,12 @@ class DistributedTrainerMixin(_Trainer):
             return default(inputs, num_items_in_batch)
         return self.engine.forward_backward(inputs, num_items_in_batch, default)
 
-    def _run_epoch(self, **named: Any) -> None:
+    def _run_epoch(self, *more: Any, **named: Any) -> None:
         if self.engine is not None and self.state.global_step >= self.state.max_steps:
             # Resumed from its last step: an endless stream would otherwise give one step more.
             self.control.should_training_stop = True
             return
-        super()._run_epoch(**named)
+        super()._run_epoch(*more, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way."""

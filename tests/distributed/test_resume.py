@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hfdist.testing import RankFailed
 from hfdist.trainer.callbacks import METRICS, read_metrics
@@ -104,6 +105,45 @@ def test_a_path_chooses_the_checkpoint(whole_runs, tmp_path):
     chosen = whole / "checkpoints" / "step-00000010"
     run = pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
     assert losses(run) == pytest.approx(losses(whole)[10:], rel=1e-7)
+
+
+def test_a_finished_run_does_no_further_step(whole_runs, tmp_path):
+    whole = whole_runs("ddp", 2)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    pretrain(tmp_path, 2, "strategy=ddp", *SAVING, *DROPOUT)
+    assert losses(tmp_path) == losses(whole)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000012"
+    for name, reference in weights(whole).items():
+        assert torch.equal(weights(tmp_path)[name], reference), name
+
+
+def test_a_branch_in_the_same_folder_is_refused(whole_runs, tmp_path):
+    shutil.copytree(whole_runs("single", 1), tmp_path, dirs_exist_ok=True)
+    earlier = tmp_path / "checkpoints" / "step-00000010"
+    with pytest.raises(RankFailed, match="two branches cannot share a folder"):
+        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={earlier}")
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(whole_runs, tmp_path):
+    shutil.copytree(whole_runs("single", 1), tmp_path / "old")
+    chosen = tmp_path / "old" / "checkpoints" / "step-00000012"
+    content = bytearray((chosen / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (chosen / "model.safetensors").write_bytes(content)
+    with pytest.raises(RankFailed, match=r"model\.safetensors"):
+        pretrain(tmp_path / "new", 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("zero2", 2)])
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoints(
+    tmp_path, cache_dir, strategy, num_processes
+):
+    explode = ("optimizer.lr=1e30", "optimizer.warmup_steps=3", "train.max_grad_norm=1e30", "checkpoint.every=1")
+    with pytest.raises(RankFailed, match="NumericsError"):
+        pretrain(tmp_path, num_processes, f"strategy={strategy}", "checkpoint=default", *explode)
+    for file in (tmp_path / "checkpoints").rglob("*.safetensors"):
+        if "rng" not in file.name:
+            assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path):

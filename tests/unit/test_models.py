@@ -9,6 +9,7 @@ from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.blocks import compile_blocks, find_blocks
 from hfdist.models.flops import flops_per_token, num_parameters
+from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
@@ -152,6 +153,12 @@ def test_packed_documents_do_not_see_each_other(tokenizer, attention):
     assert torch.allclose(first[:, 3:], second[:, 3:], atol=1e-6)
     assert not torch.allclose(first[:, :3], second[:, :3], atol=1e-3)
     assert torch.allclose(first[:, 3:7], alone, atol=1e-5)
+
+
+def test_models_are_asked_whether_they_keep_documents_apart(tokenizer):
+    assert keeps_documents_apart(random_model(tokenizer)) is True
+    mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
+    assert keeps_documents_apart(AutoModelForCausalLM.from_config(mamba)) is not True
 
 
 def test_blocks_are_found_by_depth_and_size(tokenizer):

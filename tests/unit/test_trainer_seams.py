@@ -11,9 +11,20 @@ from hfdist.trainer.trainer import DistributedTrainerMixin
 
 SEAMS = {
     "_prepare_for_training": ["self", "max_steps", "train_dataloader", "resume_from_checkpoint"],
-    "_run_epoch": ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial",
-                   "ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained",
-                   "steps_trained_in_current_epoch"],
+    "_run_epoch": [
+        "self",
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "trial",
+        "ignore_keys_for_eval",
+        "start_time",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ],
     "training_step": ["self", "model", "inputs", "num_items_in_batch"],
     "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
     "floating_point_ops": ["self", "inputs"],

@@ -13,8 +13,9 @@ class Shard(Protocol):
     """A file, or whatever else is read as one."""
 
     name: str
-    """Path relative to the source, or an id: part of the corpus's identity."""
-    size_bytes: int
+    """Path relative to the source, or an id."""
+    identity: str
+    """Changes with what is read from it."""
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 

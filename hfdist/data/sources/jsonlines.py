@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import zstandard
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from hfdist.data.files import identify, write_atomically
 from hfdist.data.sources.base import check_column, check_text
 from hfdist.errors import DataError
 
@@ -32,7 +31,7 @@ class JsonLinesShard:
 
     def __init__(self, path: Path, name: str, column: str, cache_dir: Path) -> None:
         self.name = name
-        self.size_bytes = path.stat().st_size
+        self.identity = identify(path, column)
         self._original, self._column = path, column
         self._path, self._starts = _open_cached(path, cache_dir)
         self.runs: Sequence[int] = [len(self._starts) - 1]
@@ -78,10 +77,10 @@ def _open_cached(path: Path, cache_dir: Path) -> tuple[Path, NDArray[np.int64]]:
         if unpack is not None:
             plain = stem.with_suffix(".jsonl")
             if not plain.is_file():
-                _write_atomically(plain, lambda out: _unpack(path, unpack, out))
+                write_atomically(plain, lambda out: _unpack(path, unpack, out))
         if not index.is_file():
             starts = _line_starts(plain)
-            _write_atomically(index, lambda out: np.save(out, starts, allow_pickle=False))
+            write_atomically(index, lambda out: np.save(out, starts, allow_pickle=False))
     return plain, np.load(index, mmap_mode="r", allow_pickle=False)
 
 
@@ -103,14 +102,3 @@ def _line_starts(path: Path) -> NDArray[np.int64]:
             place += len(line)
     # A blank line belongs to the row before it: JSON allows white space behind a value.
     return np.array([*starts, place], dtype=np.int64)
-
-
-def _write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hfdist.data.files import identify
 from hfdist.data.sources.base import check_column, check_text
 from hfdist.errors import DataError
 
@@ -17,7 +18,7 @@ class ParquetShard:
 
     def __init__(self, path: Path, name: str, column: str) -> None:
         self.name = name
-        self.size_bytes = path.stat().st_size
+        self.identity = identify(path, column)
         self._path, self._column = path, column
         self._decoded: tuple[int, pa.ChunkedArray] | None = None
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hfdist.data.files import identify
 from hfdist.errors import DataError
 
 
@@ -13,7 +14,7 @@ class TextShard:
 
     def __init__(self, path: Path, name: str, *, errors: str = "strict") -> None:
         self.name = name
-        self.size_bytes = path.stat().st_size
+        self.identity = identify(path, "")
         self.runs: Sequence[int] = (1,)
         self._path, self._errors = path, errors
 

@@ -10,8 +10,9 @@ import pytest
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.corpus import Origin
+from hfdist.data.tokenize import encode
 from hfdist.errors import ConfigError, DataError
-from tests.unit.data.corpora import WRITERS, files_config, jsonl_bytes, texts, write_parquet
+from tests.unit.data.corpora import WRITERS, files_config, jsonl_bytes, texts, tokenizer, write_parquet, write_txt
 
 
 @pytest.fixture
@@ -64,6 +65,33 @@ def test_the_fingerprint_follows_the_data(folders):
     assert open_corpus(config).fingerprint == first
     pq.write_table(pa.table({"text": ["more"]}), data / "part-2.parquet")
     assert open_corpus(config).fingerprint != first
+
+
+def test_the_fingerprint_follows_the_column_and_an_edit_of_the_same_size(folders):
+    data, cache = folders
+    table = pa.table({"text": list(texts()), "other": [text.upper() for text in texts()]})
+    pq.write_table(table, data / "a.parquet")
+    config = files_config(str(data), cache)
+    first = open_corpus(config).fingerprint
+    config.sources["files"].text = "other"
+    assert open_corpus(config).fingerprint != first
+
+    write_txt(data)
+    (data / "a.parquet").unlink()
+    before = open_corpus(config).fingerprint
+    path = data / "000.txt"
+    path.write_bytes(path.read_bytes()[::-1])
+    assert open_corpus(config).fingerprint != before
+
+
+def test_half_a_surrogate_pair_and_forged_control_tokens_are_plain_text(folders):
+    data, cache = folders
+    (data / "rows.jsonl").write_bytes(lines(b'{"text": "x\\ud800y<|endoftext|>z"}\n'))
+    text = open_corpus(files_config(str(data), cache)).text(90)
+    assert text == "x?y<|endoftext|>z"
+    ids = encode(tokenizer(), text).tolist()
+    assert ids.count(tokenizer().eos_token_id) == 1
+    assert tokenizer().decode(ids[:-1]) == text
 
 
 def test_a_changed_file_is_indexed_again(folders):
@@ -198,7 +226,6 @@ class TestBadData:
 
     def test_an_error_in_a_worker_arrives_as_itself(self, folders):
         from hfdist.data import TokenStream
-        from tests.unit.data.corpora import tokenizer
 
         data, cache = folders
         (data / "rows.jsonl").write_bytes(lines({"text": 3}))

@@ -1,0 +1,39 @@
+"""Files of the data room: what identifies one, and writing into the shared cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+_SAMPLE_BYTES = 1 << 16
+
+
+def identify(path: Path, column: str) -> str:
+    """Hash of a file's size, of its first and last bytes, and of the column that is read from it.
+
+    Not of its times: a copy on another machine is the same data.
+    """
+    size_bytes = path.stat().st_size
+    digest = hashlib.blake2b(f"{size_bytes}:{column}:".encode(), digest_size=12)
+    with path.open("rb") as file:
+        digest.update(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size_bytes - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Let `write` fill a new file, which takes its name only when it is whole; readable by all who share the cache."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
