@@ -11,7 +11,7 @@ from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.hub import HubShard
 from hfdist.data.sources.jsonlines import JsonLinesShard
-from hfdist.data.sources.parquet import ParquetShard
+from hfdist.data.sources.parquet import DecodedGroups, ParquetShard
 from hfdist.data.sources.text import TextShard
 from hfdist.errors import ConfigError
 
@@ -61,7 +61,8 @@ def _files(name: str, config: SourceConfig, cache_dir: Path) -> list[Shard]:
             found=searched,
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(SUFFIXES)}",
         )
-    return [_open(path, _relative(path, root), key, config.text, cache_dir) for path in paths]
+    decoded = DecodedGroups()
+    return [_open(path, _relative(path, root), key, config.text, cache_dir, decoded) for path in paths]
 
 
 def _relative(path: Path, root: Path) -> str:
@@ -69,9 +70,9 @@ def _relative(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
-def _open(path: Path, name: str, key: str, column: str, cache_dir: Path) -> Shard:
+def _open(path: Path, name: str, key: str, column: str, cache_dir: Path, decoded: DecodedGroups) -> Shard:
     if path.name.endswith(".parquet"):
-        return ParquetShard(path, name, column)
+        return ParquetShard(path, name, column, decoded)
     if path.name.endswith(".txt"):
         return TextShard(path, name)
     if path.name.endswith(SUFFIXES):
