@@ -12,10 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from hfdist.config.data import DataConfig
-from hfdist.data.order import Permutation
+from hfdist.data.order import Permutation, cut_runs
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.find import find_shards
 from hfdist.errors import DataError
+
+_MIXED_BLOCKS = 1024
+_LARGEST_MIXED_BLOCK_ROWS = 256
 
 
 class Origin(NamedTuple):
@@ -47,8 +50,18 @@ class Corpus:
         Raises:
             DataError: names the file and the row.
         """
-        shard, row = self._locate(document)
-        return self._shards[shard][1].read(row)
+        return self.texts([document])[0]
+
+    def texts(self, neighbours: Sequence[int]) -> list[str]:
+        """Give documents of one run, as many of the first ones as are well read and kept together: one at least.
+
+        Raises:
+            DataError: names the file and the row.
+        """
+        number, first_row = self._locate(neighbours[0])
+        shard = self._shards[number][1]
+        rows = [first_row + document - neighbours[0] for document in neighbours[: shard.rows_at_once]]
+        return shard.read(rows)
 
     def origin(self, document: int) -> Origin:
         """Tell where a document comes from."""
@@ -62,10 +75,21 @@ class Corpus:
         return int.from_bytes(digest, "little") < self._held_out_below
 
     def mixed(self) -> Iterator[str]:
-        """Give all documents once, in a fixed mixed order that no seed changes."""
-        order = Permutation(self.num_documents, "mixed")
-        for index in range(self.num_documents):
-            yield self.text(order.at(index))
+        """Give all documents once, in a fixed mixed order that no seed and no number of lanes changes.
+
+        Blocks are mixed, since some files give neighbouring rows for the price of one. Small corpora: blocks of one.
+        """
+        most_rows = min(max(self.num_documents // _MIXED_BLOCKS, 1), _LARGEST_MIXED_BLOCK_ROWS)
+        sizes = np.array(cut_runs(self.runs, most_rows), dtype=np.int64)
+        firsts = np.cumsum(sizes) - sizes
+        order = Permutation(len(sizes), "mixed")
+        for index in range(len(sizes)):
+            block = order.at(index)
+            documents = range(int(firsts[block]), int(firsts[block] + sizes[block]))
+            while documents:
+                texts = self.texts(documents)
+                yield from texts
+                documents = documents[len(texts) :]
 
     def training_texts(self, max_bytes: int) -> Iterator[str]:
         """Give training documents in mixed order, until they are `max_bytes` together."""

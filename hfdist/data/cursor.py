@@ -56,6 +56,8 @@ class Cursor:
                     "the data cursor has another format", where="cursor.format", found=value["format"], allowed="1"
                 )
             places = {int(lane): Place(int(e), int(p), int(o)) for lane, e, p, o in value["places"]}
+            if any(number < 0 for place in places.values() for number in (*place, int(value["samples"]))):
+                raise ValueError("a number is below zero")
             return cls(
                 identity=str(value["identity"]),
                 lanes=int(value["lanes"]),

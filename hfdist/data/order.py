@@ -72,8 +72,12 @@ def block_sizes(runs: Sequence[int], *, lanes: int) -> list[int]:
         runs: number of rows of each run, in canonical order.
         lanes: of the stream.
     """
-    most = min(max(sum(runs) // (lanes * _BLOCKS_PER_LANE), 1), _LARGEST_BLOCK_ROWS)
-    return [min(most, rows - start) for rows in runs for start in range(0, rows, most)]
+    return cut_runs(runs, min(max(sum(runs) // (lanes * _BLOCKS_PER_LANE), 1), _LARGEST_BLOCK_ROWS))
+
+
+def cut_runs(runs: Sequence[int], most_rows: int) -> list[int]:
+    """Cut each run into blocks of `most_rows`; the last one of a run may be smaller."""
+    return [min(most_rows, rows - start) for rows in runs for start in range(0, rows, most_rows)]
 
 
 class LaneOrder:
@@ -94,12 +98,17 @@ class LaneOrder:
 
     def document(self, epoch: int, lane: int, position: int) -> int:
         """Canonical number of the document at `position` of a lane's epoch."""
+        return self.neighbours(epoch, lane, position)[0]
+
+    def neighbours(self, epoch: int, lane: int, position: int) -> list[int]:
+        """Canonical numbers of the documents from `position` to the end of its block, in the lane's order."""
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
         block = int(blocks[place])
         size = int(self._sizes[block])
-        row = position - (int(ends[place]) - size)
-        return int(self._firsts[block]) + Permutation(size, self._seed, epoch, block).at(row)
+        rows = np.arange(position - (int(ends[place]) - size), size)
+        documents: list[int] = (self._firsts[block] + Permutation(size, self._seed, epoch, block)(rows)).tolist()
+        return documents
 
     def _compute_lane_blocks(self, epoch: int, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         blocks = self._all_blocks(epoch)[lane :: self._lanes]

@@ -20,7 +20,7 @@ from hfdist.data.lane import Lane
 from hfdist.data.order import LaneOrder, block_sizes, lanes_of_rank, workers_that_fit
 from hfdist.data.pack import NAMES
 from hfdist.data.tokenize import tokenizer_digest
-from hfdist.errors import CheckpointError, HfdistError
+from hfdist.errors import CheckpointError, HfdistError, ResourceError
 
 Packed = tuple[int, Place, NDArray[np.int32]]
 """Lane, where its next sequence begins, and the sequence."""
@@ -80,8 +80,18 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             )
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
+        for lane in self._lanes:
+            self._check_place(lane, cursor.places.get(lane))
         self._places = {lane: cursor.places[lane] for lane in self._lanes}
         self._num_sequences = cursor.samples // self._data_size
+
+    def _check_place(self, lane: int, place: Place | None) -> None:
+        if place is None or place.position > self._order.lane_length(place.epoch, lane):
+            raise CheckpointError(
+                "the data cursor is damaged",
+                where=f"cursor.places, lane {lane}",
+                found="no place" if place is None else place,
+            )
 
     def loader(self, *, micro_batch_size: int) -> StreamLoader:
         """Give micro batches, read ahead by `data.workers` processes."""
@@ -141,7 +151,7 @@ class StreamLoader:
         while True:
             packed = []
             for _ in range(self._micro_batch_size):
-                item = next(sequences)
+                item = _next_item(sequences)
                 if isinstance(item, HfdistError):
                     raise item
                 packed.append(item)
@@ -161,6 +171,21 @@ class _Worker(IterableDataset[Any]):
             yield from self._stream._packed(worker, num_workers)
         except HfdistError as error:
             yield error
+
+
+def _next_item(sequences: Iterator[Any]) -> Any:
+    try:
+        return next(sequences)
+    except RuntimeError as error:
+        # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ResourceError(
+            "a process that reads data ahead has died, often because memory ran out",
+            where="data.workers",
+            found=error,
+            hint="more memory, a smaller data.prefetch, or data.workers=0",
+        ) from error
 
 
 def _as_it_is(item: Any) -> Any:

@@ -28,6 +28,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and (backend.truncation is not None or backend.padding is not None):
+        # `encode` uses neither, and the first call of the tokenizer switches both off: they must not tell apart.
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

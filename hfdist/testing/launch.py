@@ -9,12 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,23 +42,24 @@ def run_ranks(
         RankFailed: with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="hfdist-ranks-") as folder:
-        ranks = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(theirs, function, arguments, rank, world_size, folder if group else None)
-            )
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
-        try:
-            return _collect([ours for _, ours in ranks], timeout_seconds)
-        finally:
-            for process, ours in ranks:
-                process.kill()
-                process.join()
-                ours.close()
+    store = _store() if group else None
+    ranks = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(theirs, function, arguments, rank, world_size, None if store is None else store.port),
+        )
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return _collect([ours for _, ours in ranks], timeout_seconds)
+    finally:
+        for process, ours in ranks:
+            process.kill()
+            process.join()
+            ours.close()
 
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
@@ -88,7 +87,7 @@ def _rank_main(
     arguments: tuple[Any, ...],
     rank: int,
     world_size: int,
-    folder: str | None,
+    port: int | None,
 ) -> None:
     launcher = {
         "RANK": str(rank),
@@ -99,15 +98,15 @@ def _rank_main(
     }
     for name, value in launcher.items():
         os.environ.pop(name, None)
-        if folder is not None:
+        if port is not None:
             os.environ[name] = value
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         torch.set_num_threads(1)
         _forget_accelerate_state()
-        if folder is not None:
+        if port is not None:
             # accelerate and deepspeed both take over a group that is already there.
-            store = dist.FileStore(str(Path(folder) / "rendezvous"), world_size)  # type: ignore[attr-defined]  # not in its stubs
+            store = _store(port)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
     except BaseException:
@@ -118,6 +117,12 @@ def _rank_main(
     sys.stderr.flush()
     # Without the interpreter's own exit: gloo and DeepSpeed sometimes abort in it.
     os._exit(0 if answer[0] else 1)
+
+
+def _store(port: int = 0) -> Any:
+    """Serve a store on a free port, or join the one on `port`."""
+    kind = dist.TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+    return kind("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
 
 def _forget_accelerate_state() -> None:

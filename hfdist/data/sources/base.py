@@ -19,8 +19,11 @@ class Shard(Protocol):
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
-    def read(self, row: int) -> str:
-        """Give the text of a row.
+    rows_at_once: int
+    """How many rows of a run to ask for together; 1 where one row costs no more alone."""
+
+    def read(self, rows: Sequence[int]) -> list[str]:
+        """Give the texts of some rows, in the order asked for.
 
         Raises:
             DataError: names the file and the row.

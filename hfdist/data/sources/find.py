@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.hub import HubShard
 from hfdist.data.sources.jsonlines import JsonLinesShard
-from hfdist.data.sources.parquet import DecodedGroups, ParquetShard
+from hfdist.data.sources.parquet import ParquetShard
 from hfdist.data.sources.text import TextShard
 from hfdist.errors import ConfigError
 
@@ -49,11 +51,13 @@ def _files(name: str, config: SourceConfig, cache_dir: Path) -> list[Shard]:
     key = f"data.sources.{name}.path"
     pattern = Path(config.path).expanduser()
     if pattern.is_dir():
-        root, paths = pattern, sorted(p for p in pattern.rglob("*") if p.name.endswith(SUFFIXES))
+        root, paths = pattern, sorted(p for p in pattern.rglob("*") if _is_data(p, pattern))
         searched = f"{pattern}/**/*{{{','.join(SUFFIXES)}}}"
     else:
         paths = sorted(Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
-        root, searched = pattern.parent, str(pattern)
+        # Names are relative to the part without wildcards, so that a corpus may move.
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parent.parts))
+        searched = str(pattern)
     if not paths:
         raise ConfigError(
             "no file is there",
@@ -61,18 +65,20 @@ def _files(name: str, config: SourceConfig, cache_dir: Path) -> list[Shard]:
             found=searched,
             allowed=f"a file, a folder, or a glob (quote it) of {', '.join(SUFFIXES)}",
         )
-    decoded = DecodedGroups()
-    return [_open(path, _relative(path, root), key, config.text, cache_dir, decoded) for path in paths]
+    return [_open(path, path.relative_to(root).as_posix(), key, config.text, cache_dir) for path in paths]
 
 
-def _relative(path: Path, root: Path) -> str:
-    # A glob's root may itself hold wildcards; then the whole path is the name.
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+def _is_data(path: Path, folder: Path) -> bool:
+    # Hidden folders hold caches and checkpoints of notebooks; some writers name folders like files.
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.name.endswith(SUFFIXES) and not hidden and path.is_file()
 
 
-def _open(path: Path, name: str, key: str, column: str, cache_dir: Path, decoded: DecodedGroups) -> Shard:
+def _open(path: Path, name: str, key: str, column: str, cache_dir: Path) -> Shard:
+    if not os.access(path, os.R_OK):
+        raise ConfigError("the file cannot be read: permission denied", where=key, found=str(path))
     if path.name.endswith(".parquet"):
-        return ParquetShard(path, name, column, decoded)
+        return ParquetShard(path, name, column)
     if path.name.endswith(".txt"):
         return TextShard(path, name)
     if path.name.endswith(SUFFIXES):

@@ -23,7 +23,8 @@ class HubShard:
         key = f"data.sources.{name}"
         try:
             self._rows = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # RuntimeError: a dataset that is a script, which the library no longer runs.
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise ConfigError(
                 f"the dataset cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}",
                 where=f"{key}.path",
@@ -35,17 +36,20 @@ class HubShard:
         kind = self._rows.features[config.text]
         if getattr(kind, "dtype", None) not in ("string", "large_string"):
             raise DataError("the text column holds no text", where=f"{self._where}, column {config.text}", found=kind)
+        # The other columns may hold images or audio, which would be decoded with each row.
+        self._rows = self._rows.select_columns([config.text])
         self._column = config.text
         self.name = f"{config.path}/{config.subset}/{config.split}@{config.revision}"
         self.runs: Sequence[int] = (len(self._rows),)
+        self.rows_at_once = 1
         self.identity = self._sampled_identity()
 
     def _sampled_identity(self) -> str:
         """Hash of some rows: the library's own fingerprint holds times of files, which differ between machines."""
         step = max(1, len(self._rows) // _SAMPLED_ROWS)
-        sample = [self.read(row) for row in range(0, len(self._rows), step)]
+        sample = self.read(range(0, len(self._rows), step))
         return hashlib.blake2b(json.dumps([self._column, sample]).encode(), digest_size=12).hexdigest()
 
-    def read(self, row: int) -> str:
-        """Give a row's text."""
-        return check_text(self._rows[row][self._column], where=f"{self._where}, row {row}")
+    def read(self, rows: Sequence[int]) -> list[str]:
+        """Give the texts of rows."""
+        return [check_text(self._rows[row][self._column], where=f"{self._where}, row {row}") for row in rows]

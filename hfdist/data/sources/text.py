@@ -16,12 +16,13 @@ class TextShard:
         self.name = name
         self.identity = identify(path, "")
         self.runs: Sequence[int] = (1,)
+        self.rows_at_once = 1
         self._path, self._errors = path, errors
 
-    def read(self, row: int) -> str:
-        """Give the whole file."""
+    def read(self, rows: Sequence[int]) -> list[str]:
+        """Give the whole file, once for each of `rows`."""
         try:
-            return self._path.read_bytes().decode("utf-8", errors=self._errors)
+            return [self._path.read_bytes().decode("utf-8", errors=self._errors) for _ in rows]
         except UnicodeDecodeError as error:
             raise DataError(
                 "not UTF-8", where=f"{self._path}, byte {error.start}", found=error.object[error.start : error.end]

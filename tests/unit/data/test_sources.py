@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +10,6 @@ import pytest
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.corpus import Origin
-from hfdist.data.sources.parquet import DecodedGroups
 from hfdist.data.tokenize import encode
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import WRITERS, files_config, jsonl_bytes, texts, tokenizer, write_parquet, write_txt
@@ -50,23 +48,6 @@ def test_the_standard_library_is_there(tmp_path):
     assert not any("site-packages" in shard for shard in origins)
     number = next(n for n in range(corpus.num_documents) if corpus.origin(n).shard == "json/decoder.py")
     assert "class JSONDecoder" in corpus.text(number)
-
-
-def test_row_groups_are_kept_while_memory_allows():
-    column = pa.chunked_array([["x" * 1000] * 10])
-    decodes = []
-
-    def read(decoded, key):
-        return decoded.get((Path("a"), key), lambda: decodes.append(key) or column)
-
-    roomy, narrow = DecodedGroups(10 * column.nbytes), DecodedGroups(2 * column.nbytes)
-    for key in (0, 1, 2, 0, 1, 2):
-        assert read(roomy, key) is column
-    assert decodes == [0, 1, 2]
-    decodes.clear()
-    for key in (0, 1, 0, 2, 0, 1):
-        read(narrow, key)
-    assert decodes == [0, 1, 2, 1]
 
 
 def test_a_document_knows_where_it_comes_from(folders):
