@@ -6,6 +6,7 @@ milliseconds. The ranks meet through a file, never through a fixed port.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -48,7 +49,15 @@ def run_ranks(
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank_main,
-            args=(theirs, function, arguments, rank, world_size, None if store is None else store.port),
+            args=(
+                theirs,
+                function,
+                arguments,
+                rank,
+                world_size,
+                None if store is None else store.port,
+                timeout_seconds,
+            ),
         )
         process.start()
         theirs.close()
@@ -88,6 +97,7 @@ def _rank_main(
     rank: int,
     world_size: int,
     port: int | None,
+    timeout_seconds: float,
 ) -> None:
     launcher = {
         "RANK": str(rank),
@@ -101,6 +111,8 @@ def _rank_main(
         if port is not None:
             os.environ[name] = value
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A rank that hangs shows where, before it is killed.
+    faulthandler.dump_traceback_later(0.9 * timeout_seconds, file=2)
     try:
         torch.set_num_threads(1)
         _forget_accelerate_state()

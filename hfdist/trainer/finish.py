@@ -38,7 +38,10 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
     if dist.is_initialized():
         # Ranks that leave early would take the launcher down while rank 0 still samples.
         dist.barrier()
-    trainer.end()
+        if "nccl" in dist.get_backend():
+            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+            # process closes them as well.
+            trainer.end()
 
 
 def _last_held_out_loss(trainer: Trainer) -> float:
