@@ -22,7 +22,7 @@ def main(config: RunConfig) -> None:
     data = build_data(config, topology)
     fit_vocabulary(architecture, data.tokenizer, config.model)
     arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
-    model = build_model(config.model, architecture, seed=config.train.seed)
+    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
     trainer = build_trainer(config, arguments, model, strategy, data)
     train(trainer, data, config)
 

@@ -20,7 +20,7 @@ from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 
-AVAILABLE_AXES = frozenset({"data"})
+AVAILABLE_AXES = frozenset({"data", "pipeline"})
 """Axes of the layout that this version builds; the others are refused with a word."""
 
 

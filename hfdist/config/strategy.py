@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from hfdist.config.limits import limited
+from hfdist.config.pipeline import ONE_F_ONE_B, Balance, Schedule
 
 
 class Sharding(Enum):
@@ -38,6 +39,14 @@ class StrategyConfig:
     context: int = limited(1, at_least=1)
     tensor: int = limited(1, at_least=1)
     expert: int = limited(1, at_least=1)
+    schedule: Schedule = ONE_F_ONE_B
+    """What the stages of a pipeline do when. More stages a rank and the zero-bubble schedules idle less."""
+    stages_per_rank: int | None = limited(None, at_least=1)
+    """Stages on each rank of a pipeline; null: what the schedule is usually run with."""
+    balance: Balance = Balance.flops
+    """By what the blocks are shared out over the stages of a pipeline."""
+    blocks_per_stage: list[int] | None = None
+    """The number of blocks of each stage, instead of `balance`."""
     offload: Offload = Offload.none
     """ZeRO: keep the optimizer's state in host memory."""
     deepspeed: dict[str, Any] = field(default_factory=dict)

@@ -10,24 +10,35 @@ from hfdist.models.flops import num_parameters
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Give the list of blocks: of the lists as long as the model is deep, the one with the most parameters.
+    """Give the list of blocks: of the lists as long as the model is deep, or else of all, the one with most parameters.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no list of modules.
     """
     text = model.config.get_text_config()
-    named = [getattr(text, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer")]
-    depths = {depth for depth in named if isinstance(depth, int)}
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) in depths]
+    depths = {getattr(text, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer")}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
         raise ConfigError(
             "the model's transformer blocks cannot be found",
-            where="train.compile",
+            where="model.name",
             found=type(model).__name__,
-            allowed=f"a list of {' or '.join(map(str, sorted(depths)))} modules",
-            hint="train.compile=model or train.compile=none",
+            allowed="a model that keeps its blocks in a torch.nn.ModuleList",
+            hint="train.compile=none or model, and a strategy without a pipeline",
         )
-    return max(lists, key=num_parameters)
+    return max([blocks for blocks in lists if len(blocks) in depths] or lists, key=num_parameters)
+
+
+def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
+    """Give the modules of each block: one, or in models that keep several lists side by side, one of each list.
+
+    Raises:
+        ConfigError: there is no list of blocks.
+    """
+    blocks = find_blocks(model)
+    parent = next(module for module in model.modules() if blocks in module.children())
+    beside = [m for m in parent.children() if isinstance(m, nn.ModuleList) and len(m) == len(blocks)]
+    return list(zip(*beside, strict=True))
 
 
 def compile_blocks(model: PreTrainedModel) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
@@ -12,13 +15,19 @@ from hfdist.models.hub import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 
 
-def build_model(config: ModelConfig, architecture: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
-    """Make the model on the CPU, whole; under ZeRO-3 (TrainingArguments must exist by then) already cut.
+def build_model(
+    config: ModelConfig, architecture: PreTrainedConfig, *, seed: int, cut: Callable[[PreTrainedModel], None]
+) -> PreTrainedModel:
+    """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
+
+    No more memory is touched than for what is left: random weights are drawn, and those of a file read and converted,
+    after the cut.
 
     Args:
         config: where the weights come from and their type.
         architecture: from `find_architecture`.
         seed: of random weights.
+        cut: leaves this rank's part in the model, in place (ZeRO-3 cuts by itself, while the model is made).
 
     Raises:
         ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
@@ -37,19 +46,26 @@ def build_model(config: ModelConfig, architecture: PreTrainedConfig, *, seed: in
                 found=config.attention.value,
                 hint="model.attention=auto",
             ) from error
+        # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
+        model.tie_weights()
+        cut(model)
         initialize_by_name(model, seed)
         return model
     assert config.name is not None  # checked with the config
     with reading_from_hub("model.name", config.name):
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             config.name,
             config=architecture,
             revision=config.revision,
-            dtype=dtype,
+            # As in the file, so that its pages are mapped and only those of what is left are ever read. ZeRO-3 reads
+            # and cuts at once, and cannot change the type afterwards.
+            dtype=dtype if is_deepspeed_zero3_enabled() else "auto",
             # A .bin file is a pickle, which can run code: only safetensors are read.
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
+    cut(model)
+    return model if is_deepspeed_zero3_enabled() else model.to(dtype)
 
 
 def _dtype(dtype: Dtype) -> torch.dtype:

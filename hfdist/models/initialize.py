@@ -20,10 +20,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
     """Give every parameter of `model` the random value that its name and `seed` determine, in place.
 
-    Works on whole parameters and on ones that DeepSpeed ZeRO-3 has already cut (then all ranks must call it).
+    Works on whole parameters and on ones that DeepSpeed ZeRO-3 has already cut (then all ranks must call it), and
+    leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied.
     """
-    # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
-    model.tie_weights()
     initialized: set[int] = set()
     for name, module, owner in _children_first("", model, model):
         own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
@@ -31,12 +30,16 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
         reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
         # A tied head comes after its embedding and must not draw it again under another name.
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
-        if is_tied_alias:
+        if is_tied_alias or _is_elsewhere(module):
             continue
         with _whole(reachable), _on_cpu(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    return len(module._parameters) > 0 and all(parameter is None for parameter in module._parameters.values())
 
 
 def _children_first(

@@ -25,32 +25,52 @@ class Shares:
     optimizer: float
 
 
-class Engine(Protocol):
-    """What the trainer may ask of a distributed model. An engine never sees the trainer.
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """How the Hugging Face Trainer does a step, so that an engine that needs nothing special is one line a method."""
 
-    `default` is the bound method of the Hugging Face Trainer for the same purpose, so that an engine that needs
-    nothing special is one line a method.
-    """
+    model: nn.Module
+    """As accelerate prepared it."""
+    training_step: Callable[..., torch.Tensor]
+    """(model, batch, num_items) -> detached loss: forward and backward of one micro batch."""
+    loss: Callable[..., torch.Tensor]
+    """(model, batch, num_items) -> loss to go backward from, times the number of processes; see `forward_backward`."""
+    sum_of_losses: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
+    """(model, batch) -> sum of the token losses in float64, number of target tokens."""
+
+
+class Engine(Protocol):
+    """What the trainer may ask of a distributed model. An engine never sees the trainer."""
 
     model: nn.Module
     """What the Trainer is given: the whole model, or this rank's part of it, under the model's own names."""
 
-    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
-        """Take what accelerate made of the model (DDP, a DeepSpeed engine) and of the optimizer."""
+    reduces_gradients: bool
+    """Whether the engine itself adds up gradients over ranks, so that accelerate must not wrap the model in DDP."""
 
-    def forward_backward(
-        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+        """Take what accelerate made of the model (DDP, a DeepSpeed engine), of the optimizer and of the loss scale.
+
+        Returns:
+            The optimizer that the Trainer steps.
+        """
+
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
+
+        The mean over all processes of what is returned is the loss of the global batch.
 
         Args:
             batch: tensors of shape [sequences, tokens].
             num_items: number of target tokens in the whole global batch.
-            default: `Trainer.training_step` without the model argument.
+            default: how the Trainer does it.
         """
 
-    def evaluate(self, batch: Batch, default: Callable[..., Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the sum of the token losses (float64) of this batch and the number of its target tokens."""
+    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the sum of the token losses (float64) of this batch and the number of its target tokens.
+
+        Summed over all processes they must count each batch once.
+        """
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
@@ -81,5 +101,8 @@ class Strategy(Protocol):
     def start(self) -> None:
         """Do what must happen once the process group is up and before the model is made."""
 
+    def cut(self, model: nn.Module) -> None:
+        """Leave this rank's part in a model that is whole, in place, before its weights are drawn, read or moved."""
+
     def build(self, model: nn.Module) -> Engine:
-        """Make the engine of a model that is whole (or, under ZeRO-3, already cut while loading)."""
+        """Make the engine of a model that is whole or cut."""

@@ -8,26 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfdist.strategies.base import Batch
+from hfdist.strategies.base import Batch, Defaults
 
 
 class DefaultEngine:
     """Forward, backward, evaluation and clipping as the Trainer does them; each rank runs the whole model."""
 
+    reduces_gradients = False
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def forward_backward(
-        self, batch: Batch, num_items: torch.Tensor | None, default: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
         """Run the Trainer's own training step."""
-        return default(batch, num_items)
+        return default.training_step(default.model, batch, num_items)
 
-    def evaluate(
-        self, batch: Batch, default: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the model on this rank's batch."""
-        return default(batch)
+        return default.sum_of_losses(default.model, batch)
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip, or where DeepSpeed has clipped give the norm, as the Trainer does."""

@@ -31,6 +31,9 @@ class ReplicatedStrategy:
     def start(self) -> None:
         """Nothing to do."""
 
+    def cut(self, model: nn.Module) -> None:
+        """Nothing to do: every rank holds the whole model."""
+
     def build(self, model: nn.Module) -> ReplicatedEngine:
         """Take the model as it is: accelerate wraps it in DDP where there are several processes."""
         return ReplicatedEngine(model)
@@ -43,9 +46,10 @@ class ReplicatedEngine(DefaultEngine):
         super().__init__(model)
         self._optimizer: torch.optim.Optimizer | None = None
 
-    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
+    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Keep torch's optimizer, which accelerate has wrapped."""
         self._optimizer = optimizer.optimizer
+        return optimizer
 
     def pieces(self) -> Iterable[Piece]:
         """Every parameter and its optimizer state, whole."""

@@ -42,23 +42,31 @@ class ZeroStrategy:
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""
-        import deepspeed
+        start_deepspeed()
 
-        if not torch.cuda.is_available():
-            # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference
-            # calls, and leaves its 66 MiB a rank behind in /dev/shm. An empty table of what could be compiled also
-            # spares the trial compilations that would fill it.
-            deepspeed.ops.__compatible_ops__ = {}
-        if not dist.is_initialized():
-            # One process without a launcher: DeepSpeed would look for MPI, and for the launcher's LOCAL_RANK.
-            os.environ.setdefault("LOCAL_RANK", "0")
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in its stubs
-        deepspeed.init_distributed(verbose=False)
+    def cut(self, model: nn.Module) -> None:
+        """Nothing to do: DeepSpeed cuts, while the model is made or when it is prepared."""
 
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed."""
         return ZeroEngine(model)
+
+
+def start_deepspeed() -> None:
+    """Let DeepSpeed take over the process group, or make one of this process alone."""
+    import deepspeed
+
+    if not torch.cuda.is_available():
+        # On a CPU, DeepSpeed compiles a shared-memory all-reduce for half a minute, which only its inference
+        # calls, and leaves its 66 MiB a rank behind in /dev/shm. An empty table of what could be compiled also
+        # spares the trial compilations that would fill it.
+        deepspeed.ops.__compatible_ops__ = {}
+    if not dist.is_initialized():
+        # One process without a launcher: DeepSpeed would look for MPI, and for the launcher's LOCAL_RANK.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # not in its stubs
+    deepspeed.init_distributed(verbose=False)
 
 
 class ZeroEngine(DefaultEngine):
@@ -71,9 +79,10 @@ class ZeroEngine(DefaultEngine):
         super().__init__(model)
         self._engine: Any = None
 
-    def attach(self, prepared: nn.Module, optimizer: Any) -> None:
+    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Keep the DeepSpeed engine that accelerate made."""
         self._engine = prepared
+        return optimizer
 
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""

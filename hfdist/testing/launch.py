@@ -1,7 +1,7 @@
 """Run one function on N gloo ranks, forked from this process, and give back what each returned.
 
 Importing torch, transformers and deepspeed costs seconds; a fork of a process that already has them costs
-milliseconds. The ranks meet through a file, never through a fixed port.
+milliseconds. The ranks meet at a store on a free port.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -43,7 +44,7 @@ def run_ranks(
         RankFailed: with the traceback of the first rank that failed.
     """
     context = multiprocessing.get_context("fork")
-    store = _store() if group else None
+    server, port = _serve_store(context) if group else (None, None)
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -55,7 +56,7 @@ def run_ranks(
                 arguments,
                 rank,
                 world_size,
-                None if store is None else store.port,
+                port,
                 timeout_seconds,
             ),
         )
@@ -69,6 +70,9 @@ def run_ranks(
             process.kill()
             process.join()
             ours.close()
+        if server is not None:
+            server.kill()
+            server.join()
 
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
@@ -118,8 +122,7 @@ def _rank_main(
         _forget_accelerate_state()
         if port is not None:
             # accelerate and deepspeed both take over a group that is already there.
-            store = _store(port)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
     except BaseException:
         answer = (False, traceback.format_exc())
@@ -131,8 +134,25 @@ def _rank_main(
     os._exit(0 if answer[0] else 1)
 
 
-def _store(port: int = 0) -> Any:
-    """Serve a store on a free port, or join the one on `port`."""
+def _serve_store(context: Any) -> tuple[Any, int]:
+    """Start a process that serves a store, and give its port.
+
+    The store has a thread, and a rank forked beside a running thread may find a lock taken for ever.
+    """
+    ours, theirs = context.Pipe(duplex=False)
+    server = context.Process(target=_store_main, args=(theirs,))
+    server.start()
+    return server, ours.recv()
+
+
+def _store_main(pipe: Connection) -> None:
+    store = _store(0)
+    pipe.send(store.port)
+    signal.pause()
+
+
+def _store(port: int) -> Any:
+    """Join the store on `port`; 0: serve one on a free port."""
     kind = dist.TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
     return kind("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 

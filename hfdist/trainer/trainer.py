@@ -7,14 +7,15 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -22,7 +23,7 @@ from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, NumericsError
 from hfdist.models.flops import flops_per_token
-from hfdist.strategies.base import Batch, Engine, Strategy
+from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
@@ -55,6 +56,8 @@ class DistributedTrainerMixin(_Trainer):
             model = self.engine.model
         super().__init__(model, args, *more, **named)
         if self.engine is not None:
+            # Tells the original not to wrap the model in DDP.
+            self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             self.throughput = Throughput(self.args.device)
             self._grad_norm: Any = None
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
@@ -68,10 +71,10 @@ class DistributedTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; on a CPU accelerate drops fp16 without a word, so give it what a GPU gets."""
         super().create_accelerator_and_postprocess()
-        is_silent_fp32 = self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu"
-        if self.engine is not None and is_silent_fp32 and not self.is_deepspeed_enabled:
+        is_fp16 = self.accelerator.mixed_precision == "fp16" and not self.is_deepspeed_enabled
+        if self.engine is not None and is_fp16:
             self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            self.accelerator.scaler = _loss_scaler(self.accelerator.device)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
@@ -90,7 +93,7 @@ class DistributedTrainerMixin(_Trainer):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self.engine.attach(self.model_wrapped, self.optimizer)
+        self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         if resume_from_checkpoint is not None:
             saving.restore(self, Path(resume_from_checkpoint))
         self.throughput.start(
@@ -105,10 +108,33 @@ class DistributedTrainerMixin(_Trainer):
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Let the engine run forward and backward of one micro batch."""
-        default: Callable[..., torch.Tensor] = partial(super().training_step, model)
         if self.engine is None:
-            return default(inputs, num_items_in_batch)
-        return self.engine.forward_backward(inputs, num_items_in_batch, default)
+            return super().training_step(model, inputs, num_items_in_batch)
+        return self.engine.forward_backward(inputs, num_items_in_batch, self._defaults(model))
+
+    def _defaults(self, model: nn.Module) -> Defaults:
+        return Defaults(
+            model=model,
+            training_step=super().training_step,
+            loss=self._loss_of_micro_batch,
+            sum_of_losses=self._sum_of_losses,
+        )
+
+    def _loss_of_micro_batch(self, model: nn.Module, batch: Batch, num_items: Any) -> torch.Tensor:
+        inputs = self._prepare_inputs(batch)
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Ranks of one model replica read the same batch: the original has counted it once for each."""
+        num_items = super()._get_num_items_in_batch(batch_samples, device)
+        if self.strategy is None or num_items is None:
+            return num_items
+        return num_items // (self.args.world_size // self.strategy.topology.data_size)
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        if self.engine is None:
+            super()._sync_replicated_trainable_parameters(model)
 
     def _run_epoch(self, *more: Any, **named: Any) -> None:
         if self.engine is not None and self.state.global_step >= self.state.max_steps:
@@ -139,6 +165,11 @@ class DistributedTrainerMixin(_Trainer):
             return default()
         self._grad_norm = self.engine.clip_grad_norm(self.args.max_grad_norm, default)
         return self._grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.engine is not None and grad_norm is None:
+            grad_norm = self.engine.clip_grad_norm(0.0, partial(super()._get_grad_norm, model))
+        return super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike.
@@ -188,9 +219,8 @@ class DistributedTrainerMixin(_Trainer):
         model = self._model_for_evaluation()
         was_training = model.training
         model.eval()
-        default = partial(self._sum_of_losses, model)
         with self.throughput.paused():
-            evaluate = partial(self.engine.evaluate, default=default)
+            evaluate = partial(self.engine.evaluate, default=self._defaults(model))
             loss, num_tokens = mean_token_loss(dataloader, evaluate, self.args.device)
         model.train(was_training)
         metrics = {f"{prefix}_loss": loss, f"{prefix}_tokens": num_tokens}
@@ -244,6 +274,13 @@ class DistributedTrainerMixin(_Trainer):
 
 class Trainer(DistributedTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with a `strategy`."""
+
+
+def _loss_scaler(device: torch.device) -> torch.amp.GradScaler:
+    """One whose verdict on overflow is that of all ranks, since each may hold another part of the model."""
+    if not dist.is_initialized():
+        return torch.amp.GradScaler(device.type)
+    return ShardedGradScaler(device.type)
 
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: cut a model into stages, run them by a schedule, and measure the schedule."""

@@ -1,0 +1,66 @@
+"""Gradients over the ranks of a pipeline: parameters on several ranks, data ranks, and the norm of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_BUCKET_ELEMENTS = 16 * 1024 * 1024
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up gradients over the ranks of `group`, a few large messages at a time. In place.
+
+    A parameter that no rank has used keeps its gradient of None, and so is not stepped, as in one process.
+
+    Args:
+        parameters: the same ones, in the same order, on every rank of the group.
+        group: data ranks, or the pipeline ranks that hold a tied parameter.
+    """
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    if not wanted or dist.get_world_size(group) == 1:
+        return
+    for bucket in _buckets(list(_with_gradients(wanted, group))):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> torch.Tensor:
+    """Norm of the gradients of the whole model.
+
+    Args:
+        parameters: those that this rank counts; over the pipeline each parameter is counted once.
+        group: the ranks of one pipeline.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared = torch.nn.utils.get_total_norm(grads).float() ** 2
+    dist.all_reduce(squared, group=group)
+    return squared.sqrt()
+
+
+def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    """Gradients of what any rank has used, zeros where this rank has not."""
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            yield parameter.grad
+
+
+def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for grad in grads:
+        num_elements = sum(other.numel() for other in bucket) + grad.numel()
+        if bucket and (num_elements > _BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket

@@ -1,0 +1,35 @@
+"""Cut one data rank's batch of a step into equally many micro batches for every rank of its pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hfdist.data.pack import IGNORED
+
+
+def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Cut along the first dimension.
+
+    A batch that does not divide, such as the last one of a dataset, is filled up with copies of its first row that
+    have no target: a loss that is a sum over targets does not see them.
+
+    Args:
+        batch: tensors whose first dimension is the sequences; other values, and tensors with another first
+            dimension, go to every micro batch as they are.
+        num_microbatches: how many.
+    """
+    num_rows = len(batch["input_ids"])
+    size = -(-num_rows // num_microbatches)
+    missing = size * num_microbatches - num_rows
+    parts: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != num_rows:
+            parts[name] = [value] * num_microbatches
+            continue
+        filler = value[:1].expand(missing, *value.shape[1:])
+        if name == "labels" or name == "shift_labels":
+            filler = torch.full_like(filler, IGNORED)
+        parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
+    return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]

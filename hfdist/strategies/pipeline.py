@@ -1,0 +1,214 @@
+"""Pipeline parallelism: each rank runs some of the model's blocks, and replicas of the pipeline average gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import Compile, TrainConfig
+from hfdist.models.blocks import compile_blocks, find_block_parts
+from hfdist.pipeline.cut import Cut, cut_model
+from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.pipeline.parcel import Carry
+from hfdist.pipeline.pipeline import Pipeline
+from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
+from hfdist.pipeline.timeline import Recorder
+from hfdist.strategies import pieces_replicated
+from hfdist.strategies.balance import choose_stages
+from hfdist.strategies.base import Batch, Defaults, Shares
+from hfdist.strategies.mesh import build_mesh
+from hfdist.strategies.microbatches import split_batch
+from hfdist.strategies.settle import SharedParameters, settle
+from hfdist.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineStrategy:
+    """`strategy.pipeline=N`, alone or with data parallelism."""
+
+    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
+        self.topology = topology
+        self.batch = batch
+        self.config = strategy
+        self.train = train
+        per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
+        self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
+        share = 1.0 / topology.pipeline
+        self.shares = Shares(weights=share, gradients=share, optimizer=share)
+        self._cut: Cut | None = None
+
+    def training_arguments(self) -> dict[str, object]:
+        """The Trainer sees one batch a step: the schedule cuts it into micro batches."""
+        eval_size = self.train.eval_micro_batch_size or self.batch.micro_batch_size
+        return {
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": self.batch.micro_batch_size * self.batch.num_microbatches,
+            "per_device_eval_batch_size": eval_size * self.batch.num_microbatches,
+            "average_tokens_across_devices": True,
+        }
+
+    def start(self) -> None:
+        """Nothing to do."""
+
+    def cut(self, model: nn.Module) -> None:
+        """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
+
+        Raises:
+            ConfigError, PartitionError: the model cannot be cut as `strategy.*` asks.
+        """
+        whole = cast(PreTrainedModel, model)
+        blocks = find_block_parts(whole)
+        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage)
+        mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
+        self._cut = cut_model(whole, blocks, stages, mine)
+
+    def build(self, model: nn.Module) -> PipelineEngine:
+        """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
+
+        Raises:
+            PartitionError: the model cannot be split at its blocks.
+        """
+        if self._cut is None or self._cut.model is not model:
+            self.cut(model)
+        assert self._cut is not None
+        mesh = build_mesh(self.topology)
+        carry, shared = settle(self._cut, self.rank_of_stage, self.topology, mesh)
+        logger.info("%s; %s travel", _describe_stages(self._cut.stages), carry.describe())
+        return self._make_engine(self._cut, carry, shared, mesh)
+
+    def _make_engine(self, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh) -> PipelineEngine:
+        return PipelineEngine(self, cut, carry, shared, mesh)
+
+
+class PipelineEngine:
+    """Runs a whole optimizer step's micro batches through the stages."""
+
+    def __init__(
+        self, strategy: PipelineStrategy, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh
+    ) -> None:
+        self.model: nn.Module = cut.model
+        self.reduces_gradients = True
+        self.recorder = Recorder(rank=strategy.topology.rank, device=torch.device("cpu"))
+        self._strategy = strategy
+        self._cut = cut
+        self._carry = carry
+        self._shared = shared
+        self._pipeline_group = mesh.get_group("pipeline")
+        self._data_group = mesh.get_group("data")
+        self._world_size = strategy.topology.world_size
+        self._pipeline: Pipeline | None = None
+        self._optimizer: Any = None
+        self._scaler: Any = None
+
+    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+        """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
+        train = self._strategy.train
+        if train.compile is Compile.blocks:
+            compile_blocks(self._cut.model)
+        device = next(self.model.parameters()).device
+        self.recorder = Recorder(rank=self._strategy.topology.rank, device=device)
+        self._pipeline = Pipeline(
+            {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
+            self._strategy.config.schedule,
+            num_microbatches=self._strategy.batch.num_microbatches,
+            rank_of_stage=self._strategy.rank_of_stage,
+            group=self._pipeline_group,
+            device=device,
+            recorder=self.recorder,
+            splits_backward=train.compile is Compile.none and not train.gradient_checkpointing,
+        )
+        self._optimizer, self._scaler = optimizer, scaler
+        return optimizer
+
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
+        """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
+        assert self._pipeline is not None
+        self._train_mode(True)
+        microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
+        unscaled: list[torch.Tensor] = []
+
+        def scaled_loss(stage_model: PreTrainedModel, microbatch: Batch) -> torch.Tensor:
+            # The Trainer multiplies by the number of processes, for gradients that are averaged over all of them.
+            value = default.loss(stage_model, microbatch, num_items) / self._world_size
+            unscaled.append(value.detach())
+            return self._scale(value)
+
+        self._pipeline.forward_backward(microbatches, scaled_loss)
+        self._reduce_gradients()
+        return self._agree_on_loss(unscaled)
+
+    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run forwards through the stages. Only the rank of the last stage has numbers; the others give zeros."""
+        assert self._pipeline is not None
+        self._train_mode(False)
+        microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
+        with torch.no_grad():
+            sums = self._pipeline.forward(microbatches, default.sum_of_losses)
+        device = next(self.model.parameters()).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return sum((total for total, _ in sums), zero), sum((count for _, count in sums), zero)
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """Clip by the norm over all stages; a parameter on several ranks counts once."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer.optimizer)
+        parameters = dict(self.model.named_parameters())
+        counted = (parameter for name, parameter in parameters.items() if name not in self._shared.counted_elsewhere)
+        norm = total_norm(counted, self._pipeline_group)
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+        return norm
+
+    def pieces(self) -> Iterable[Piece]:
+        """This rank's parameters and their optimizer state, whole; names are the whole model's."""
+        return pieces_replicated.list_pieces(self.model, self._optimizer.optimizer)
+
+    def numbers(self) -> dict[str, Any]:
+        """None: the Trainer keeps the loss scale."""
+        return {}
+
+    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+    def loaded(self) -> None:
+        """Nothing is derived from the pieces."""
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def _reduce_gradients(self) -> None:
+        self._sum_shared()
+        sum_gradients(self.model.parameters(), self._data_group)
+
+    def _sum_shared(self) -> None:
+        for group, names in self._shared.groups:
+            sum_gradients((self.model.get_parameter(name) for name in names), group)
+
+    def _agree_on_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Only the last stage has losses. The Trainer averages over all ranks, and each data rank has a share."""
+        device = next(self.model.parameters()).device
+        total = torch.stack(losses).sum() if self._cut.has_last else torch.zeros((), device=device)
+        dist.all_reduce(total, group=self._pipeline_group)
+        return total * self._strategy.topology.data_size
+
+    def _train_mode(self, mode: bool) -> None:
+        assert self._pipeline is not None
+        self.model.train(mode)
+        for view in self._pipeline.views.values():
+            view.train(mode)
+
+
+def _describe_stages(stages: tuple[range, ...]) -> str:
+    runs = ", ".join(f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in stages)
+    return f"{len(stages)} stages of blocks {runs}"

@@ -1,0 +1,145 @@
+"""A pipeline whose optimizer state is cut over the data ranks by DeepSpeed ZeRO-1.
+
+Weights stay in float32, as without ZeRO, and half precision is autocast's: the arithmetic is the same in all layouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import DeepSpeedOptimizerWrapper
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.config.train import Precision
+from hfdist.pipeline.cut import Cut
+from hfdist.pipeline.parcel import Carry
+from hfdist.strategies import pieces_zero
+from hfdist.strategies.base import Shares
+from hfdist.strategies.deepspeed_config import generate
+from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.settle import SharedParameters
+from hfdist.strategies.zero import start_deepspeed
+
+
+class PipelineZeroStrategy(PipelineStrategy):
+    """`strategy.pipeline=N strategy.sharding=zero1`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        share = self.shares.weights
+        self.shares = Shares(weights=share, gradients=share, optimizer=share / self.topology.data_size)
+        self.deepspeed_config = self._generate()
+
+    def start(self) -> None:
+        """Let DeepSpeed take over the process group."""
+        start_deepspeed()
+
+    def _generate(self) -> dict[str, Any]:
+        without_types = dataclasses.replace(self.train, precision=Precision.fp32)
+        generated = generate(self.config, without_types, self.batch)
+        # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
+        generated["zero_optimization"]["overlap_comm"] = False
+        return generated
+
+    def _make_engine(self, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh) -> PipelineEngine:
+        return PipelineZeroEngine(self, cut, carry, shared, mesh)
+
+
+class PipelineZeroEngine(PipelineEngine):
+    """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
+
+    _strategy: PipelineZeroStrategy
+
+    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+        """Make DeepSpeed's optimizer of torch's."""
+        import deepspeed
+
+        super().attach(prepared, optimizer, scaler)
+        for name, parameter in self.model.named_parameters():
+            # By these two DeepSpeed knows what to count in the norm.
+            parameter.model_parallel = True  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = name in self._shared.counted_elsewhere  # type: ignore[attr-defined]
+        self._engine, *_ = deepspeed.initialize(
+            model=self.model,
+            optimizer=optimizer.optimizer,
+            mpu=_Groups(model=self._pipeline_group, data=self._data_group),
+            config=self._strategy.deepspeed_config,
+            dist_init_required=False,
+        )
+        self._norm = torch.zeros(())
+        return DeepSpeedOptimizerWrapper(self._engine.optimizer)
+
+    def clip_grad_norm(self, max_norm: float, default: Any) -> Any:
+        """The norm of the step that DeepSpeed has made."""
+        return self._norm
+
+    def pieces(self) -> Iterable[Piece]:
+        """This rank's runs of its stages' flattened parameters and of their optimizer state."""
+        return pieces_zero.list_pieces(self.model, self._engine)
+
+    def loaded(self) -> None:
+        """Copy what was read into the weights that the model computes with."""
+        pieces_zero.after_load(self.model, self._engine)
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        # DeepSpeed averages over data ranks.
+        return super()._scale(loss) * self._strategy.topology.data_size
+
+    def _reduce_gradients(self) -> None:
+        self._sum_shared()
+        step = _Step(self.model, self._engine.optimizer)
+        if self._scaler is None:
+            step.step()
+        else:
+            self._scaler.unscale_(step)
+            self._scaler.step(step)
+            self._scaler.update()
+        self._norm = step.norm
+
+
+class _Step:
+    """What a loss scaler needs of an optimizer: gradients to unscale, and a step to leave out if one overflowed."""
+
+    def __init__(self, model: nn.Module, zero: Any) -> None:
+        self.param_groups = [{"params": list(model.parameters())}]
+        self.norm = torch.full((), torch.inf)
+        self._zero = zero
+
+    def step(self) -> None:
+        self._zero.reduce_gradients(pipeline_parallel=True)
+        self._zero.step()
+        self.norm = torch.as_tensor(self._zero._global_grad_norm)
+
+
+class _Groups:
+    """DeepSpeed's interface to the process groups of a layout ("mpu")."""
+
+    def __init__(self, *, model: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+        self._model, self._data = model, data
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._model
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._model)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._model)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._data)
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)

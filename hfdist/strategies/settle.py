@@ -1,0 +1,136 @@
+"""Agree over all ranks on what travels between stages, and let each rank keep only what it needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from hfdist.checkpoint.exchange import gather_json
+from hfdist.errors import PartitionError
+from hfdist.pipeline.cut import Cut
+from hfdist.pipeline.link import Link
+from hfdist.pipeline.parcel import CARRIES, Carry
+from hfdist.pipeline.probe import probe
+from hfdist.topology import Topology
+
+_PROBE_SEQUENCES = 2
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """Parameters that several ranks of a pipeline hold, such as a tied head and its embedding."""
+
+    groups: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
+    """This rank's: the ranks that hold them, and their names."""
+    counted_elsewhere: frozenset[str]
+    """Those that an earlier rank counts in the norm."""
+
+
+def settle(
+    cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh
+) -> tuple[Carry, SharedParameters]:
+    """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
+
+    Raises:
+        PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
+    """
+    link = Link(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
+    batch = _few_tokens(cut.model)
+    with _portable_attention(cut.model):
+        carry, needed = _find_carry(cut, batch, link, mesh.get_group("pipeline"))
+        cut.remove(set(cut.surrounding()) - needed)
+        # Once more without them: what is only read, and gets no gradient, would be missing now.
+        problem = next((p for p in gather_json(probe(cut, carry, batch, link).problem) if p), None)
+    if problem is not None:
+        raise _refusal(cut, [problem])
+    return carry, _find_shared(cut, topology)
+
+
+def _find_carry(
+    cut: Cut, batch: dict[str, torch.Tensor], link: Link, group: dist.ProcessGroup
+) -> tuple[Carry, frozenset[str]]:
+    problems = []
+    for carry in CARRIES:
+        if carry.embedding:
+            _hold_embedding(cut, group)
+        finding = probe(cut, carry, batch, link)
+        found = [problem for problem in gather_json(finding.problem) if problem is not None]
+        if not found:
+            return carry, finding.needed
+        problems.append(found[0])
+    raise _refusal(cut, problems)
+
+
+def _refusal(cut: Cut, problems: list[str]) -> PartitionError:
+    return PartitionError(
+        f"{type(cut.model).__name__} cannot be split into pipeline stages at its blocks",
+        where="strategy.pipeline",
+        found="; ".join(dict.fromkeys(problems)),
+        hint="strategy=ddp, strategy=zero3 or another layout without a pipeline",
+    )
+
+
+def _hold_embedding(cut: Cut, group: dist.ProcessGroup) -> None:
+    """Give every rank of the pipeline the input embedding of the first stage."""
+    if cut.embedding is None:
+        return
+    first = dist.get_global_rank(group, 0)
+    if cut.embedding in cut.removed:
+        shape, dtype = cut.removed[cut.embedding]
+        value = torch.empty(shape, dtype=dtype, device=next(cut.model.parameters()).device)
+        dist.broadcast(value, src=first, group=group)
+        cut.restore(cut.embedding, value)
+    else:
+        dist.broadcast(cut.model.get_parameter(cut.embedding).detach().clone(), src=first, group=group)
+
+
+def _find_shared(cut: Cut, topology: Topology) -> SharedParameters:
+    """Every rank makes every group, in the same order, as torch asks."""
+    own = [name for name, parameter in cut.model.named_parameters() if parameter.requires_grad]
+    names_of_rank = gather_json(own)
+    groups = []
+    counted_elsewhere: set[str] = set()
+    for data_rank in range(topology.data_size):
+        everyone = (replace(topology, rank=rank) for rank in range(topology.world_size))
+        ranks = [place.rank for place in everyone if place.data_rank == data_rank]
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            for name in names_of_rank[rank]:
+                holders[name].append(rank)
+        for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):
+            names = tuple(name for name, held in holders.items() if tuple(held) == sharing)
+            group = dist.new_group(list(sharing))
+            if topology.rank in sharing:
+                groups.append((group, names))
+                if topology.rank != sharing[0]:
+                    counted_elsewhere |= set(names)
+    return SharedParameters(tuple(groups), frozenset(counted_elsewhere))
+
+
+def _few_tokens(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().vocab_size
+    tokens = torch.randint(size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator)
+    tokens = tokens.to(next(model.parameters()).device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+@contextmanager
+def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Flash kernels run on a GPU only, and the model is still on the CPU."""
+    chosen = model.config._attn_implementation
+    if chosen is None or "flash" not in chosen:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(chosen)
