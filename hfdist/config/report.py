@@ -19,6 +19,8 @@ class ReportConfig:
     """Show a progress bar on rank 0."""
     plot: bool = True
     """Draw loss.png at the end."""
+    timeline: bool = True
+    """Draw the measured schedule of a pipeline, timeline.png, with a Chrome trace in timeline.json."""
     sample_prompt: str | None = None
     """Text that the trained model continues at the end; null: no sample."""
     sample_tokens: int = limited(64, at_least=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -65,7 +66,7 @@ def build_model(
             trust_remote_code=config.trust_remote_code,
         )
     cut(model)
-    return model if is_deepspeed_zero3_enabled() else model.to(dtype)
+    return model if is_deepspeed_zero3_enabled() else nn.Module.to(model, dtype)
 
 
 def _dtype(dtype: Dtype) -> torch.dtype:

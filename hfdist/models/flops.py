@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,7 +21,26 @@ _PEAK_FLOPS = {
 }
 
 
-def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Parameters of a whole model, also where a rank holds a part of it."""
+
+    num_parameters: int
+    """Tied ones once."""
+    num_multiplying: int
+    """All but an input embedding that is only looked up."""
+
+
+def measure_size(model: PreTrainedModel) -> ModelSize:
+    """Count a model that is whole, or cut by ZeRO-3."""
+    total = num_parameters(model)
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    looked_up = 0 if embedding is None or head is embedding else whole_numel(embedding)
+    return ModelSize(num_parameters=total, num_multiplying=total - looked_up)
+
+
+def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
     """Forward and backward operations of one token:
 
         6 * N + 12 * L * H * T
@@ -28,12 +49,12 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     heads times head size, T: tokens in a sequence. The attention term counts the full square, not the causal half,
     as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
     """
-    text: PreTrainedConfig = model.config.get_text_config()
+    text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
     hidden_size = getattr(text, "hidden_size", 0) or 0
     num_heads = getattr(text, "num_attention_heads", 0) or 0
     head_size = getattr(text, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)
-    return 6.0 * _multiplying_parameters(model) + 12.0 * num_layers * num_heads * head_size * sequence_length
+    return 6.0 * size.num_multiplying + 12.0 * num_layers * num_heads * head_size * sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -52,10 +73,3 @@ def num_parameters(model: torch.nn.Module) -> int:
 def whole_numel(parameter: torch.Tensor) -> int:
     """Elements of the whole parameter: DeepSpeed leaves a cut one empty and keeps its size beside it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _multiplying_parameters(model: PreTrainedModel) -> int:
-    embedding = model.get_input_embeddings().get_parameter("weight")
-    head = model.get_output_embeddings()
-    is_tied = head is not None and head.get_parameter("weight") is embedding
-    return num_parameters(model) - (0 if is_tied else whole_numel(embedding))

@@ -70,7 +70,9 @@ def _attention_width(text: PreTrainedConfig) -> int:
 
 
 def _has_attention(block: Block) -> bool:
-    return any("attn" in name.lower() or "attention" in name.lower() for part in block for name, _ in part.named_modules())
+    return any(
+        "attn" in name.lower() or "attention" in name.lower() for part in block for name, _ in part.named_modules()
+    )
 
 
 def _first(config: PreTrainedConfig, names: Iterable[str]) -> int:

@@ -49,6 +49,11 @@ class Cut:
         """Whether the last stage, with the head and the loss, is on this rank."""
         return len(self.stages) - 1 in self.mine
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled in place."""
+        return any(part._compiled_call_impl is not None for block in self.blocks for part in block)
+
     def view(self, stage: int, carry: Carry) -> View:
         """Make the module that runs one of this rank's stages."""
         fillers = {name: (removed.shape, removed.dtype) for name, removed in self.removed.items()}
@@ -80,9 +85,7 @@ class Cut:
             _set_parameter(self.model, tied, parameter)
 
 
-def cut_model(
-    model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[range, ...], mine: Sequence[int]
-) -> Cut:
+def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[range, ...], mine: Sequence[int]) -> Cut:
     """Remove from `model`, in place, the other ranks' blocks, and the embedding and the head where they cannot run.
 
     What else surrounds the blocks stays until `probe` knows what is needed.

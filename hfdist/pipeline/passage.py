@@ -1,10 +1,10 @@
 """One micro batch on its way through one stage: what happens where the model calls one of its blocks.
 
     block      0    1    2  |  3    4    5  |  6    7         this stage owns blocks 3 to 5
-    on call   NaN  NaN  recv   real real real  end
+    on call   NaN  NaN  recv   real real real, end
 
 A block before the stage returns NaN, in the structure of a real block's output; the last one before it returns what
-the previous stage sent; the stage's own blocks run; the first block after it ends the model's forward. So whatever
+the previous stage sent; the stage's own blocks run; then the model's forward ends. So whatever
 the model does around its blocks is its own code, and anything but the received tensors that reaches the loss makes
 it NaN, which `probe` notices.
 """
@@ -43,17 +43,22 @@ class Passage:
     Args:
         blocks: the blocks of this stage.
         num_parts: modules of one block.
+        is_last: whether the model's forward goes on to its end.
         carry: what leaves the stage.
         incoming: what the previous stage sent; None on the first stage.
     """
 
-    def __init__(self, blocks: range, num_parts: int, carry: Carry, incoming: Parcel | None) -> None:
+    def __init__(
+        self, blocks: range, num_parts: int, carry: Carry, incoming: Parcel | None, *, is_last: bool
+    ) -> None:
         self._blocks = blocks
         self._last_part = num_parts - 1
+        self._is_last = is_last
         self._carry = carry
         self._incoming = Parcel() if incoming is None else incoming
         self._last_called = Place(-1, 0)
         self._outputs: dict[str, Any] = {}
+        self._versions: dict[str, list[int]] = {}
         self._entries: dict[str, dict[str | int, Any]] = {}
         self._entries_are_delivered = False
 
@@ -64,7 +69,8 @@ class Passage:
             StageEnd: the stage is over; `outgoing` is what leaves it.
             PartitionError: the model calls its blocks more than once or out of order.
         """
-        if place <= self._last_called:
+        is_too_far = place.block >= self._blocks.stop and not self._outputs and not self._incoming.outputs
+        if place <= self._last_called or is_too_far:
             raise PartitionError(
                 "the model does not run its blocks once each and in order",
                 found=f"block {place.block} after block {self._last_called.block}",
@@ -75,10 +81,20 @@ class Passage:
             raise StageEnd
         if place.block < self._blocks.start:
             return self._earlier(place, args, kwargs)
-        return self._own(place, block, args, kwargs)
+        output = self._own(place, block, args, kwargs)
+        if place == Place(self._blocks.stop - 1, self._last_part) and not self._is_last:
+            # At once: what the model does with the output is up to the next stage, and may be done in place.
+            raise StageEnd
+        return output
 
     def outgoing(self) -> Parcel:
-        """What the next stage needs of this one and of those before."""
+        """What the next stage needs of this one and of those before.
+
+        Raises:
+            PartitionError: it has changed since a block returned it.
+        """
+        if any(_versions(output) != self._versions[at] for at, output in self._outputs.items()):
+            raise PartitionError("the model writes into what its blocks returned")
         entries = {name: dict(items) for name, items in self._incoming.entries.items()}
         for name, items in self._entries.items():
             entries.setdefault(name, {}).update(items)
@@ -115,6 +131,7 @@ class Passage:
             self._outputs = {at: value for at, value in self._outputs.items() if at.startswith(block)}
         keep = "none" if place.part < self._last_part else ("first" if self._is_hidden_only else "all")
         self._outputs[str(place)] = _without(output, keep)
+        self._versions[str(place)] = _versions(self._outputs[str(place)])
 
     @property
     def _is_hidden_only(self) -> bool:
@@ -144,6 +161,11 @@ def _without(output: Any, keep: str) -> Any:
         return Absent(tuple(tensor.shape), tensor.dtype)
 
     return tree_map_only(torch.Tensor, kept, output)
+
+
+def _versions(output: Any) -> list[int]:
+    """Numbers that grow when tensors are written into."""
+    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _arrived(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor:

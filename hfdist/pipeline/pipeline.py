@@ -119,12 +119,12 @@ def _call(function: Callable[[PreTrainedModel, Batch], Any], batch: Batch, model
     return function(model, batch)
 
 
-def _make_schedule(schedule: Schedule, stages: list[Stage], num_microbatches: int) -> Any:
+def _make_schedule(schedule: Schedule, stages: Sequence[Stage], num_microbatches: int) -> Any:
     options: dict[str, Any] = {"loss_fn": _take_output, "scale_grads": False}
     if schedule in _ONE_STAGE:
         (stage,) = stages
         return _ONE_STAGE[schedule](stage, num_microbatches, **options)
-    return _SEVERAL_STAGES[schedule](stages, num_microbatches, **options)
+    return _SEVERAL_STAGES[schedule](list(stages), num_microbatches, **options)
 
 
 def _take_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) ->
         with torch.random.fork_rng():
             value = view.run(lambda model: model(**batch), incoming)
     except HfdistError as error:
-        return None, ", ".join(part for part in (error.what, error.found) if part)
+        return None, ", ".join(str(part) for part in (error.what, error.found) if part)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     problem = _check_outputs(value) if view.is_last else None
@@ -94,7 +94,9 @@ def _reached(cut: Cut, value: Any) -> set[str]:
 
 def _leaves(value: Any) -> set[int]:
     """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
-    tensors = unpack(value)[1] if isinstance(value, Parcel) else [value[key] for key in ("loss", "logits") if key in value]
+    tensors = (
+        unpack(value)[1] if isinstance(value, Parcel) else [value[key] for key in ("loss", "logits") if key in value]
+    )
     todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(todo)
     leaves = set()

@@ -6,7 +6,7 @@ then dies of another sequence length; this one allocates each receive by what is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class Chunk:
 class Step:
     """One pass of the schedule."""
 
-    calls: list[Callable[[Any], Any]]
+    calls: Sequence[Callable[[Any], Any]]
     """For each micro batch: calls the model; on the last stage its value is the loss."""
     headers: list[dict[int, Header]]
     """For each micro batch: the header of what each stage receives."""
@@ -81,7 +81,7 @@ class Stage(PipelineStage):
         self._splits_backward = splits_backward
         self._step = Step([], [])
 
-    def begin(self, calls: list[Callable[[Any], Any]], headers: list[dict[int, Header]]) -> None:
+    def begin(self, calls: Sequence[Callable[[Any], Any]], headers: list[dict[int, Header]]) -> None:
         """Take the micro batches of the next pass."""
         self._step = Step(calls, headers)
         for microbatch, known in enumerate(headers):
@@ -108,7 +108,7 @@ class Stage(PipelineStage):
                 wanted = [meta.requires_grad for meta in chunk.header.metas]
                 chunk.received = tuple(t.requires_grad_(w) for t, w in zip(chunk.received, wanted, strict=True))
                 incoming = chunk.header.pack(chunk.received)
-            value = self._view.run(self._step.calls[fwd_chunk_id], incoming)
+            value: Any = self._view.run(self._step.calls[fwd_chunk_id], incoming)
         if self.is_last:
             chunk.outputs = (value,)
             return value
@@ -120,7 +120,8 @@ class Stage(PipelineStage):
         if self.is_last:
             return []
         outputs = self._step.chunks[fwd_chunk_id].outputs
-        return [self._p2p(dist.isend, tensor.detach(), self.stage_index + 1) for tensor in outputs]
+        with self._recorder.span(Action.send, stage=self.stage_index, microbatch=fwd_chunk_id):
+            return [self._p2p(dist.isend, tensor.detach(), self.stage_index + 1) for tensor in outputs]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Take over from a stage on the same rank."""
@@ -147,7 +148,7 @@ class Stage(PipelineStage):
             chunk.outputs = ()
         elif not self.is_first:
             with self._recorder.span(Action.backward_input, stage=self.stage_index, microbatch=bwd_chunk_id):
-                grads = None if self.is_last else list(chunk.output_grads)
+                grads: Any = None if self.is_last else list(chunk.output_grads)
                 chunk.input_grads, chunk.weight_groups = stage_backward_input(
                     list(chunk.outputs), grads, list(chunk.received), self._view.parameters()
                 )
@@ -170,8 +171,9 @@ class Stage(PipelineStage):
         """Say which gradients go to the previous stage."""
         if self.is_first:
             return []
-        grads = self._wanted_input_grads(bwd_chunk_id)
-        return [self._p2p(dist.isend, grad.contiguous(), self.stage_index - 1) for grad in grads if grad is not None]
+        grads = [grad for grad in self._wanted_input_grads(bwd_chunk_id) if grad is not None]
+        with self._recorder.span(Action.send, stage=self.stage_index, microbatch=bwd_chunk_id):
+            return [self._p2p(dist.isend, grad.contiguous(), self.stage_index - 1) for grad in grads]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         """Give the gradients to a stage on the same rank."""

@@ -51,7 +51,7 @@ class View(nn.Module):
         self._carry = carry
         self._num_parts = len(blocks[0])
         self._passage: Passage | None = None
-        self.model = _copy_structure(model, blocks, self._call)
+        self.model = copy_structure(model, blocks, self._call)
         own = {id(p) for index in stage for part in blocks[index] for p in part.parameters()}
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
@@ -74,7 +74,7 @@ class View(nn.Module):
         Raises:
             PartitionError: the model does not run its blocks one after the other.
         """
-        passage = Passage(self.stage, self._num_parts, self._carry, incoming)
+        passage = Passage(self.stage, self._num_parts, self._carry, incoming, is_last=self.is_last)
         self._passage = passage
         try:
             value = call(self.model)
@@ -93,9 +93,14 @@ class View(nn.Module):
         return self._passage.call(place, block, args, kwargs)
 
 
-def _copy_structure(
-    model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]
-) -> PreTrainedModel:
+def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
+    """Copy a model's module objects, with all its tensors shared and a stand-in for each module of a block.
+
+    Args:
+        model: of any kind.
+        blocks: its blocks.
+        call: what calling a stand-in does: (place, original module, *args, **kwargs).
+    """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for shared in vars(module).values():

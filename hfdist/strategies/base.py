@@ -11,6 +11,8 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
+from hfdist.models.flops import ModelSize
+from hfdist.strategies.step_record import StepRecord
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
@@ -18,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Which part of a model's state one rank holds, from 1 / data_size to 1."""
+    """Which part of the state of `engine.model` this rank holds, from 1 / data_size to 1."""
 
     weights: float
     gradients: float
@@ -45,8 +47,18 @@ class Engine(Protocol):
     model: nn.Module
     """What the Trainer is given: the whole model, or this rank's part of it, under the model's own names."""
 
+    @property
+    def size(self) -> ModelSize:
+        """Of the whole model."""
+
     reduces_gradients: bool
     """Whether the engine itself adds up gradients over ranks, so that accelerate must not wrap the model in DDP."""
+
+    runs_whole_model: bool
+    """Whether calling `model` gives logits on this rank (perhaps together with the other ranks)."""
+
+    step_record: StepRecord | None
+    """Where a step has a schedule: its times. Made by `attach`."""
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Take what accelerate made of the model (DDP, a DeepSpeed engine), of the optimizer and of the loss scale.

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from hfdist.models.flops import ModelSize, measure_size
 from hfdist.strategies.base import Batch, Defaults
+from hfdist.strategies.step_record import StepRecord
 
 
 class DefaultEngine:
     """Forward, backward, evaluation and clipping as the Trainer does them; each rank runs the whole model."""
 
     reduces_gradients = False
+    runs_whole_model = True
+    step_record: StepRecord | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+
+    @property
+    def size(self) -> ModelSize:
+        """Counted anew: adapters may have been added."""
+        return measure_size(cast(PreTrainedModel, self.model))
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
         """Run the Trainer's own training step."""

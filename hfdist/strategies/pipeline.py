@@ -15,20 +15,21 @@ from transformers import PreTrainedModel
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import Compile, TrainConfig
-from hfdist.models.blocks import compile_blocks, find_block_parts
+from hfdist.config.train import TrainConfig
+from hfdist.errors import PartitionError
+from hfdist.models.blocks import find_block_parts
+from hfdist.models.flops import ModelSize, measure_size
 from hfdist.pipeline.cut import Cut, cut_model
 from hfdist.pipeline.gradients import sum_gradients, total_norm
-from hfdist.pipeline.parcel import Carry
 from hfdist.pipeline.pipeline import Pipeline
-from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
-from hfdist.pipeline.timeline import Recorder
+from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.strategies import pieces_replicated
 from hfdist.strategies.balance import choose_stages
 from hfdist.strategies.base import Batch, Defaults, Shares
 from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.microbatches import split_batch
-from hfdist.strategies.settle import SharedParameters, settle
+from hfdist.strategies.settle import Settled, settle
+from hfdist.strategies.step_record import StepRecord
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,17 @@ class PipelineStrategy:
         self.train = train
         per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
         self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
-        share = 1.0 / topology.pipeline
-        self.shares = Shares(weights=share, gradients=share, optimizer=share)
+        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0)
+        check_microbatches(
+            strategy.schedule,
+            num_ranks=topology.pipeline,
+            stages_per_rank=per_rank,
+            num_microbatches=batch.num_microbatches,
+            micro_batch_size=batch.micro_batch_size,
+            data_size=batch.data_size,
+        )
         self._cut: Cut | None = None
+        self._size: ModelSize | None = None
 
     def training_arguments(self) -> dict[str, object]:
         """The Trainer sees one batch a step: the schedule cuts it into micro batches."""
@@ -58,6 +67,28 @@ class PipelineStrategy:
             "average_tokens_across_devices": True,
         }
 
+    @property
+    def engine_class(self) -> type[PipelineEngine]:
+        """Whose optimizer is torch's."""
+        return PipelineEngine
+
+    def describe_step(self, device: torch.device) -> StepRecord:
+        """What to call a step's picture, and the bubble to compare it with."""
+        num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
+        per_rank = len(self.rank_of_stage) // num_ranks
+        return StepRecord(
+            self.topology,
+            device,
+            title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stages, "
+            f"{num_microbatches} micro batches",
+            formula=bubble_fraction(
+                self.config.schedule,
+                num_ranks=num_ranks,
+                stages_per_rank=per_rank,
+                num_microbatches=num_microbatches,
+            ),
+        )
+
     def start(self) -> None:
         """Nothing to do."""
 
@@ -68,8 +99,9 @@ class PipelineStrategy:
             ConfigError, PartitionError: the model cannot be cut as `strategy.*` asks.
         """
         whole = cast(PreTrainedModel, model)
+        self._size = measure_size(whole)
         blocks = find_block_parts(whole)
-        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage)
+        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
         self._cut = cut_model(whole, blocks, stages, mine)
 
@@ -82,28 +114,29 @@ class PipelineStrategy:
         if self._cut is None or self._cut.model is not model:
             self.cut(model)
         assert self._cut is not None
+        assert self._size is not None
+        model.register_forward_pre_hook(_refuse_call)
         mesh = build_mesh(self.topology)
-        carry, shared = settle(self._cut, self.rank_of_stage, self.topology, mesh)
-        logger.info("%s; %s travel", _describe_stages(self._cut.stages), carry.describe())
-        return self._make_engine(self._cut, carry, shared, mesh)
-
-    def _make_engine(self, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh) -> PipelineEngine:
-        return PipelineEngine(self, cut, carry, shared, mesh)
+        settled = settle(self._cut, self.rank_of_stage, self.topology, mesh)
+        logger.info("%s; %s travel", _describe_stages(self._cut.stages), settled.carry.describe())
+        return self.engine_class(self, self._cut, self._size, settled, mesh)
 
 
 class PipelineEngine:
     """Runs a whole optimizer step's micro batches through the stages."""
 
     def __init__(
-        self, strategy: PipelineStrategy, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh
+        self, strategy: PipelineStrategy, cut: Cut, size: ModelSize, settled: Settled, mesh: DeviceMesh
     ) -> None:
         self.model: nn.Module = cut.model
+        self.size = size
         self.reduces_gradients = True
-        self.recorder = Recorder(rank=strategy.topology.rank, device=torch.device("cpu"))
+        self.runs_whole_model = False
+        self.step_record: StepRecord | None = None
         self._strategy = strategy
         self._cut = cut
-        self._carry = carry
-        self._shared = shared
+        self._carry = settled.carry
+        self._shared = settled.shared
         self._pipeline_group = mesh.get_group("pipeline")
         self._data_group = mesh.get_group("data")
         self._world_size = strategy.topology.world_size
@@ -113,11 +146,8 @@ class PipelineEngine:
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        train = self._strategy.train
-        if train.compile is Compile.blocks:
-            compile_blocks(self._cut.model)
         device = next(self.model.parameters()).device
-        self.recorder = Recorder(rank=self._strategy.topology.rank, device=device)
+        self.step_record = self._strategy.describe_step(device)
         self._pipeline = Pipeline(
             {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
@@ -125,8 +155,8 @@ class PipelineEngine:
             rank_of_stage=self._strategy.rank_of_stage,
             group=self._pipeline_group,
             device=device,
-            recorder=self.recorder,
-            splits_backward=train.compile is Compile.none and not train.gradient_checkpointing,
+            recorder=self.step_record.recorder,
+            splits_backward=not (self._cut.is_compiled or self._cut.model.is_gradient_checkpointing),
         )
         self._optimizer, self._scaler = optimizer, scaler
         return optimizer
@@ -134,6 +164,7 @@ class PipelineEngine:
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
         """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
         assert self._pipeline is not None
+        assert self.step_record is not None
         self._train_mode(True)
         microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
         unscaled: list[torch.Tensor] = []
@@ -144,7 +175,8 @@ class PipelineEngine:
             unscaled.append(value.detach())
             return self._scale(value)
 
-        self._pipeline.forward_backward(microbatches, scaled_loss)
+        with self.step_record.around_step():
+            self._pipeline.forward_backward(microbatches, scaled_loss)
         self._reduce_gradients()
         return self._agree_on_loss(unscaled)
 
@@ -207,6 +239,14 @@ class PipelineEngine:
         self.model.train(mode)
         for view in self._pipeline.views.values():
             view.train(mode)
+
+
+def _refuse_call(model: nn.Module, inputs: Any) -> None:
+    raise PartitionError(
+        "this process holds some stages of a pipeline, so the model cannot be called by itself",
+        found=type(model).__name__,
+        hint="trainer.save_model(folder), and AutoModelForCausalLM.from_pretrained(folder)",
+    )
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

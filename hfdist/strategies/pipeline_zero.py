@@ -13,17 +13,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.train import Precision
-from hfdist.pipeline.cut import Cut
-from hfdist.pipeline.parcel import Carry
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import generate
 from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.settle import SharedParameters
 from hfdist.strategies.zero import start_deepspeed
 
 
@@ -32,8 +28,7 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        share = self.shares.weights
-        self.shares = Shares(weights=share, gradients=share, optimizer=share / self.topology.data_size)
+        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0 / self.topology.data_size)
         self.deepspeed_config = self._generate()
 
     def start(self) -> None:
@@ -47,8 +42,10 @@ class PipelineZeroStrategy(PipelineStrategy):
         generated["zero_optimization"]["overlap_comm"] = False
         return generated
 
-    def _make_engine(self, cut: Cut, carry: Carry, shared: SharedParameters, mesh: DeviceMesh) -> PipelineEngine:
-        return PipelineZeroEngine(self, cut, carry, shared, mesh)
+    @property
+    def engine_class(self) -> type[PipelineEngine]:
+        """Whose optimizer is DeepSpeed's."""
+        return PipelineZeroEngine
 
 
 class PipelineZeroEngine(PipelineEngine):

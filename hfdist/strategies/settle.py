@@ -18,6 +18,7 @@ from hfdist.pipeline.cut import Cut
 from hfdist.pipeline.link import Link
 from hfdist.pipeline.parcel import CARRIES, Carry
 from hfdist.pipeline.probe import probe
+from hfdist.strategies.mesh import device_of
 from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2
@@ -34,9 +35,15 @@ class SharedParameters:
     """Those that an earlier rank counts in the norm."""
 
 
-def settle(
-    cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh
-) -> tuple[Carry, SharedParameters]:
+@dataclass(frozen=True)
+class Settled:
+    """What all ranks have agreed on."""
+
+    carry: Carry
+    shared: SharedParameters
+
+
+def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> Settled:
     """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
 
     Raises:
@@ -51,7 +58,7 @@ def settle(
         problem = next((p for p in gather_json(probe(cut, carry, batch, link).problem) if p), None)
     if problem is not None:
         raise _refusal(cut, [problem])
-    return carry, _find_shared(cut, topology)
+    return Settled(carry, _find_shared(cut, topology))
 
 
 def _find_carry(
@@ -84,12 +91,13 @@ def _hold_embedding(cut: Cut, group: dist.ProcessGroup) -> None:
         return
     first = dist.get_global_rank(group, 0)
     if cut.embedding in cut.removed:
-        shape, dtype = cut.removed[cut.embedding]
-        value = torch.empty(shape, dtype=dtype, device=next(cut.model.parameters()).device)
+        removed = cut.removed[cut.embedding]
+        value = torch.empty(removed.shape, dtype=removed.dtype, device=device_of(group))
         dist.broadcast(value, src=first, group=group)
-        cut.restore(cut.embedding, value)
+        cut.restore(cut.embedding, value.to(next(cut.model.parameters()).device))
     else:
-        dist.broadcast(cut.model.get_parameter(cut.embedding).detach().clone(), src=first, group=group)
+        held = cut.model.get_parameter(cut.embedding).detach()
+        dist.broadcast(held.to(device_of(group), copy=True), src=first, group=group)
 
 
 def _find_shared(cut: Cut, topology: Topology) -> SharedParameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
+from hfdist.pipeline.timeline_plot import draw
+from hfdist.strategies.base import Engine
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
@@ -53,6 +60,33 @@ class MetricsWriter(TrainerCallback):
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
+
+
+class TimelineDrawer(TrainerCallback):
+    """Draws the measured schedule of the third step, which is past all warming up: timeline.png and timeline.json."""
+
+    def __init__(self, run_dir: Path, engine: Engine) -> None:
+        self._run_dir = run_dir
+        self._engine = engine
+        self._steps_until = 2
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Ask for the record of the step that begins."""
+        if self._steps_until == 0 and self._engine.step_record is not None:
+            self._engine.step_record.ask()
+        self._steps_until -= 1
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Draw it, if there were three steps and they had a schedule."""
+        record = self._engine.step_record
+        if record is None or not record.events or not state.is_world_process_zero:
+            return
+        picture = draw(record.events, self._run_dir / "timeline.png", title=record.title, formula=record.formula)
+        write_chrome_trace(record.events, self._run_dir / "timeline.json")
+        measured, expected = 100 * bubble_fraction(record.events), 100 * record.formula
+        logger.info("schedule: %s, %.1f %% idle, %.1f %% by the formula", picture, measured, expected)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

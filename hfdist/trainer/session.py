@@ -31,7 +31,7 @@ from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Degrees, Topology
 from hfdist.trainer.arguments import check_further_arguments
-from hfdist.trainer.callbacks import MetricsWriter, ProgressBar
+from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
 from hfdist.trainer.saving import CHECKPOINTS
@@ -118,7 +118,6 @@ def build_trainer(
     if config.train.compile is Compile.blocks:
         compile_blocks(model)
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
-    logger.info("%s", describe_run(config, strategy, model, data=_describe_data(data)))
     trainer = Trainer(
         model,
         arguments,
@@ -129,6 +128,10 @@ def build_trainer(
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
+    logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+    assert trainer.engine is not None
+    if config.report.timeline:
+        trainer.add_callback(TimelineDrawer(Path(config.run.dir), trainer.engine))
     # The bar and metrics.jsonl say the same, legibly.
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.models.flops import num_parameters
-from hfdist.strategies.base import Strategy
+from hfdist.trainer.trainer import Trainer
 
 _BYTES_PER_VALUE = 4
 _ADAM_VALUES = 2
 
 
-def describe_run(config: RunConfig, strategy: Strategy, model: PreTrainedModel, *, data: str) -> str:
+def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     """Give the lines that a run starts with.
 
     Args:
         config: of the run.
-        strategy: the layout.
-        model: whole, or cut under ZeRO-3.
+        trainer: with a strategy.
         data: one line on the corpus.
     """
+    strategy, engine = trainer.strategy, trainer.engine
+    assert strategy is not None
+    assert engine is not None
     batch, shares = strategy.batch, strategy.shares
+    model = cast(PreTrainedModel, engine.model)
     size = num_parameters(model)
     held = {"weights": shares.weights, "gradients": shares.gradients, "optimizer": shares.optimizer * _ADAM_VALUES}
     state_bytes = sum(held.values()) * size * _BYTES_PER_VALUE
@@ -31,7 +36,7 @@ def describe_run(config: RunConfig, strategy: Strategy, model: PreTrainedModel, 
     rows = [
         (
             "model",
-            f"{model.config.model_type}, {size:,} parameters, {config.model.init.value} weights, "
+            f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, {config.model.init.value} weights, "
             f"attention {model.config._attn_implementation}",
         ),
         (

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
@@ -24,6 +26,7 @@ from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, NumericsError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
+from hfdist.topology import Topology
 from hfdist.trainer import saving
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
@@ -60,6 +63,8 @@ class DistributedTrainerMixin(_Trainer):
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             self.throughput = Throughput(self.args.device)
             self._grad_norm: Any = None
+            if self.compute_metrics is not None:
+                self._check_whole_model("compute_metrics")
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
@@ -75,12 +80,38 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is not None and is_fp16:
             self.accelerator.native_amp = True
             self.accelerator.scaler = _loss_scaler(self.accelerator.device)
+        if self.strategy is not None and self.strategy.topology.data_size < self.args.world_size:
+            # accelerate deals batches over all processes, but ranks of one model replica must read the same.
+            self.accelerator.prepare_data_loader = partial(_deal, self.accelerator, self.strategy.topology)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
         if self.engine is None:
             return super().get_decay_parameter_names(model)
         return [name for name, p in model.named_parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
+
+    def predict(self, *more: Any, **named: Any) -> Any:
+        """As the original, where each rank can run the model.
+
+        Raises:
+            ConfigError: it cannot, and neither can metrics be computed from logits.
+        """
+        self._check_whole_model("predict()")
+        return super().predict(*more, **named)
+
+    def _check_whole_model(self, wish: str) -> None:
+        if self.engine is not None and not self.engine.runs_whole_model:
+            raise ConfigError(
+                f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
+                where="strategy.pipeline",
+                hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
+            )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences of a step over all data ranks; ranks of one model replica share theirs."""
+        return (
+            super().get_total_train_batch_size(args) if self.strategy is None else self.strategy.batch.global_batch_size
+        )
 
     def get_train_dataloader(self) -> Any:
         """A token stream reads this rank's share by itself: accelerate must not cut it again."""
@@ -99,7 +130,7 @@ class DistributedTrainerMixin(_Trainer):
         self.throughput.start(
             step=self.state.global_step,
             tokens=self.state.num_input_tokens_seen,
-            flops_per_token=partial(flops_per_token, cast(PreTrainedModel, self.model)),
+            flops_per_token=partial(flops_per_token, cast(PreTrainedModel, self.model).config, self.engine.size),
             num_devices=self.args.world_size,
         )
         return prepared
@@ -123,7 +154,7 @@ class DistributedTrainerMixin(_Trainer):
     def _loss_of_micro_batch(self, model: nn.Module, batch: Batch, num_items: Any) -> torch.Tensor:
         inputs = self._prepare_inputs(batch)
         with self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            return cast(torch.Tensor, self.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Ranks of one model replica read the same batch: the original has counted it once for each."""
@@ -281,6 +312,28 @@ def _loss_scaler(device: torch.device) -> torch.amp.GradScaler:
     if not dist.is_initialized():
         return torch.amp.GradScaler(device.type)
     return ShardedGradScaler(device.type)
+
+
+def _deal(
+    accelerator: Accelerator, topology: Topology, data_loader: Any, device_placement: Any = None, slice_fn: Any = None
+) -> Any:
+    """`Accelerator.prepare_data_loader`, over data ranks instead of processes."""
+    prepared = prepare_data_loader(
+        data_loader,
+        accelerator.device,
+        num_processes=topology.data_size,
+        process_index=topology.data_rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=accelerator.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+    )
+    accelerator._dataloaders.append(prepared)
+    return prepared
 
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:

@@ -1,0 +1,104 @@
+"""Pipeline stages that sleep instead of computing, so that schedules can be timed on few cores.
+
+A stage's forward, input gradient and weight gradient are three *legs*. The two gradients are two autograd nodes: a
+schedule that runs them apart finds them apart, which a single function computing both would not allow.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN_SIZE = 256
+WATCHED_SECONDS = 0.0002
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long the legs of one stage, or of all stages of one rank, take for one micro batch."""
+
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+
+    def shared_by(self, num_stages: int) -> Durations:
+        """The durations of one of `num_stages` equal stages."""
+        return Durations(
+            self.forward_seconds / num_stages, self.input_seconds / num_stages, self.weight_seconds / num_stages
+        )
+
+    def of(self, kind: str) -> float:
+        """Seconds of the leg F, I or W."""
+        return {"F": self.forward_seconds, "I": self.input_seconds, "W": self.weight_seconds}[kind]
+
+
+class Leg(NamedTuple):
+    """One leg that ran: F forward, I input gradient, W weight gradient; times on the host's monotonic clock."""
+
+    stage: int
+    kind: str
+    start_seconds: float
+    end_seconds: float
+
+
+def sleep_seconds(seconds: float) -> None:
+    """Sleep exactly: a plain sleep ends a tenth of a millisecond late, so the last bit is spent watching the clock."""
+    due_seconds = time.monotonic() + seconds
+    time.sleep(max(0.0, seconds - WATCHED_SECONDS))
+    while time.monotonic() < due_seconds:
+        pass
+
+
+class EmulatedStage(nn.Module):
+    """One stage: [batch, hidden] -> [batch, hidden]; every leg sleeps and is written to `log`."""
+
+    def __init__(self, stage: int, durations: Durations, log: list[Leg]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(HIDDEN_SIZE))
+        # As in a language model, the first stage too has parameters in front of its blocks, so it has an input
+        # gradient to compute.
+        self.embedding = nn.Parameter(torch.zeros(HIDDEN_SIZE)) if stage == 0 else None
+        self._stage = stage
+        self._durations = durations
+        self._log = log
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Both legs hang on the sum: the input gradient does not pass through the weight's node."""
+        if self.embedding is not None:
+            hidden = hidden + self.embedding
+        return _InputLeg.apply(hidden, self) + _WeightLeg.apply(self.weight, self)
+
+    def spend(self, kind: str) -> None:
+        """Sleep for one leg and note it."""
+        start_seconds = time.monotonic()
+        sleep_seconds(self._durations.of(kind))
+        self._log.append(Leg(self._stage, kind, start_seconds, time.monotonic()))
+
+
+class _InputLeg(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, stage: EmulatedStage) -> Tensor:
+        ctx.stage = stage
+        stage.spend("F")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.spend("I")
+        return gradient, None
+
+
+class _WeightLeg(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, stage: EmulatedStage) -> Tensor:
+        ctx.stage = stage
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.spend("W")
+        return gradient, None

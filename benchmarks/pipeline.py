@@ -1,0 +1,213 @@
+"""Pipeline schedules of hfdist and its peers, timed with emulated stages against DeepSpeed and against their bound.
+
+python -m benchmarks.pipeline --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from benchmarks.contenders import CONTENDERS, Contender, Work
+from benchmarks.critical_path import Breakdown, break_down
+from benchmarks.emulated import Durations, Leg
+from benchmarks.experiments import EXPERIMENTS
+from hfdist.testing.launch import run_ranks
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+BEGIN, END = "<!-- pipeline: begin -->", "<!-- pipeline: end -->"
+ALL = (*CONTENDERS, *EXPERIMENTS)
+
+
+class Run(NamedTuple):
+    """One step of one contender on one rank."""
+
+    start_seconds: float
+    end_seconds: float
+    legs: list[Leg]
+
+
+class Timing(NamedTuple):
+    """What a contender took at one number of ranks."""
+
+    work: Work
+    step_seconds: float
+    breakdown: Breakdown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, and write them down if asked to."""
+    options = _options(arguments)
+    durations = Durations(options.forward / 1e3, options.input / 1e3, options.weight / 1e3)
+    started = datetime.datetime.now(datetime.UTC)
+    timings: dict[int, list[Timing]] = {}
+    for num_ranks in options.ranks:
+        work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
+        timings[num_ranks] = measure(work, options.repeats)
+    command = " ".join(["python -m benchmarks.pipeline", *(sys.argv[1:] if arguments is None else arguments)])
+    section = "\n\n".join([_preamble(options, started, command), times_table(timings), breakdown_table(timings)])
+    print(section)
+    if options.write:
+        write_section(RESULTS, section)
+
+
+def measure(work: Work, num_repeats: int) -> list[Timing]:
+    """The median step of every contender; all take their turn in each repeat, so that a busy spell hits all alike."""
+    ranks: list[list[list[Run]]] = run_ranks(_run_rank, work.num_ranks, work, num_repeats, timeout_seconds=600)
+    timings = []
+    for index, contender in enumerate(ALL):
+        repeats = list(zip(*(rank[index] for rank in ranks), strict=True))
+        check_legs(contender, work, [run.legs for runs in repeats for run in runs])
+        lengths = [_length_seconds(runs) for runs in repeats]
+        median = statistics.median_low(lengths)
+        runs = repeats[lengths.index(median)]
+        durations = work.durations.shared_by(contender.stages_per_rank)
+        start_seconds = min(run.start_seconds for run in runs)
+        breakdown = break_down([run.legs for run in runs], durations, start_seconds, start_seconds + median)
+        timings.append(Timing(work, median, breakdown))
+    return timings
+
+
+def check_legs(contender: Contender, work: Work, logs: list[list[Leg]]) -> None:
+    """Raise if a contender left out work, or split its backwards when it should not, or did not when it should.
+
+    Where autograd runs both gradients in one backward, the weight's comes first; an input gradient that comes first
+    was asked for alone.
+    """
+    num_split = 0
+    for log in logs:
+        counts = Counter(leg.kind for leg in log)
+        expected = work.num_microbatches * contender.stages_per_rank
+        if [counts[kind] for kind in "FIW"] != [expected] * 3:
+            raise RuntimeError(f"{contender.runtime} {contender.schedule} ran {dict(counts)} legs, not {expected} each")
+        for stage in {leg.stage for leg in log}:
+            ends = [[leg.end_seconds for leg in log if (leg.stage, leg.kind) == (stage, kind)] for kind in "IW"]
+            num_split += sum(own < weight for own, weight in zip(*ends, strict=True))
+    if (num_split > 0) != contender.splits:
+        raise RuntimeError(f"{contender.runtime} {contender.schedule} split {num_split} backwards")
+
+
+def times_table(timings: dict[int, list[Timing]]) -> str:
+    """Milliseconds a step, and as a multiple of the bound and of DeepSpeed, the first contender."""
+    header = ["runtime", "schedule", "v"]
+    for num_ranks in timings:
+        header += [f"p={num_ranks} ms", "bound ms", "x bound", "x DeepSpeed"]
+    rows = []
+    for index, contender in enumerate(ALL):
+        row = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
+        for at_size in timings.values():
+            work, step_seconds, _ = at_size[index]
+            bound_seconds = work.bound_seconds(contender.stages_per_rank)
+            row += [f"{1e3 * step_seconds:.1f}", f"{1e3 * bound_seconds:.0f}"]
+            row += [f"{step_seconds / bound_seconds:.3f}", f"{step_seconds / at_size[0].step_seconds:.3f}"]
+        rows.append(row)
+    return _markdown(header, rows)
+
+
+def breakdown_table(timings: dict[int, list[Timing]]) -> str:
+    """Where the milliseconds of the median step went, along its critical path."""
+    header = [
+        "p",
+        "runtime",
+        "schedule",
+        "v",
+        "legs ms",
+        "overslept ms",
+        "between legs ms",
+        "between ranks ms",
+        "ends ms",
+    ]
+    rows = []
+    for num_ranks, at_size in timings.items():
+        for contender, (_, _, parts) in zip(ALL, at_size, strict=True):
+            seconds = [parts.wanted_seconds, parts.overslept_seconds, parts.local_seconds, parts.crossing_seconds]
+            cells = [f"{1e3 * part:.1f}" for part in [*seconds, parts.edges_seconds]]
+            cells[2] += f" ({parts.num_legs - parts.num_crossings - 1})"
+            cells[3] += f" ({parts.num_crossings})"
+            names = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
+            rows.append([str(num_ranks), *names, *cells])
+    return "Critical path of the median step, with the number of gaps in brackets:\n\n" + _markdown(header, rows)
+
+
+def write_section(path: Path, section: str) -> None:
+    """Put the section between its markers in a file, in place of the one that is there."""
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    block = f"{BEGIN}\n{section}\n{END}\n"
+    if BEGIN in text:
+        before, rest = text.split(BEGIN, 1)
+        text = before + block + rest.split(END + "\n", 1)[1]
+    else:
+        text = f"{text.rstrip()}\n\n{block}"
+    path.write_text(text, encoding="utf-8")
+
+
+def _run_rank(work: Work, num_repeats: int) -> list[list[Run]]:
+    logs: list[list[Leg]] = [[] for _ in ALL]
+    steps = [contender.build(work, log) for contender, log in zip(ALL, logs, strict=True)]
+    for step in steps:
+        step()
+    # The collector would stop one contender or another for many milliseconds.
+    gc.collect()
+    gc.freeze()
+    runs: list[list[Run]] = [[] for _ in ALL]
+    for _ in range(num_repeats):
+        for step, log, own in zip(steps, logs, runs, strict=True):
+            log.clear()
+            dist.barrier()
+            start_seconds = time.monotonic()
+            step()
+            own.append(Run(start_seconds, time.monotonic(), list(log)))
+    return runs
+
+
+def _length_seconds(runs: Sequence[Run]) -> float:
+    return max(run.end_seconds for run in runs) - min(run.start_seconds for run in runs)
+
+
+def _preamble(options: argparse.Namespace, started: datetime.datetime, command: str) -> str:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
+    return (
+        "## Pipeline schedules, emulated stages\n\n"
+        f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
+        f"{options.weight:g} ms for a weight gradient of one micro batch, divided over its stages; "
+        f"m = {options.microbatches_per_rank}p micro batches. Time from the first rank's start after a barrier to the "
+        f"last rank's end, median of {options.repeats} interleaved repeats; v stages a rank. "
+        "Bound: m(F+B+W) + (p-1)F/v. "
+        "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
+        f"{versions}; gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f} at the end; {started:%Y-%m-%d}; `{command}`"
+    )
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of pipeline ranks")
+    parser.add_argument("--microbatches-per-rank", type=int, default=2, help="micro batches are this times the ranks")
+    parser.add_argument("--forward", type=float, default=20.0, help="milliseconds of a forward, for a whole rank")
+    parser.add_argument("--input", type=float, default=20.0, help="milliseconds of an input gradient")
+    parser.add_argument("--weight", type=float, default=20.0, help="milliseconds of a weight gradient")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of every contender")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into {RESULTS.name}")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

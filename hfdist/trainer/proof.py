@@ -1,0 +1,243 @@
+"""The runs of a proof: the asked layout in small, its second part again from a checkpoint, and one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from hfdist.checkpoint.exchange import on_rank_zero, rank
+from hfdist.checkpoint.folder import step_name
+from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.compose import to_yaml
+from hfdist.config.model import Dtype, Init
+from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import Precision
+from hfdist.errors import HfdistError, NumericsError
+from hfdist.models.shrink import shrink
+from hfdist.topology import Topology
+from hfdist.trainer.arguments import num_warmup_steps
+from hfdist.trainer.certificate import BOUNDS, certify
+from hfdist.trainer.saving import CHECKPOINTS
+from hfdist.trainer.session import degrees
+
+logger = logging.getLogger(__name__)
+
+NUM_STEPS = 5
+STOPPED_STEP = 3
+"""The checkpoint from which the second part is trained again."""
+MOST_SEQUENCE_TOKENS = 128
+MOST_MICROBATCHES = 4
+"""Of a data rank; a pipeline keeps up to two for each stage."""
+FEW_BLOCKS = 4
+MOST_HELD_OUT_SEQUENCES = 16
+LEAST_EPS = 1e-4
+"""Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
+rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
+
+SINGLE_SECONDS = 1500
+"""For the run on one process: less than the half hour that a process group waits for a rank."""
+
+_OF_A_LAUNCHER = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_\w+|ROLE_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|ACCELERATE_\w+"
+    r"|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Three configs that differ in layout, start and folder alone."""
+
+    folder: Path
+    layout: RunConfig
+    resumed: RunConfig
+    single: RunConfig
+    description: str
+
+
+def prepare_proof(config: RunConfig) -> Proof:
+    """Make the asked run small, and empty `<run.dir>/prove`.
+
+    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, data and seeds. The model is made
+    small by `small_architecture`; steps, sequences and the number of micro batches are fewer.
+
+    Raises:
+        ConfigError: sizes that do not divide, or too few processes.
+    """
+    topology = Topology.from_environment(degrees(config.strategy))
+    folder = Path(config.run.dir) / "prove"
+    if topology.is_main:
+        # The others first look into it when the process group is up, which is not before this rank has joined.
+        shutil.rmtree(folder, ignore_errors=True)
+    layout = _small_run(config, topology, folder / "layout")
+    checkpoints = folder / "layout" / CHECKPOINTS
+    resumed = replace(
+        layout,
+        run=replace(layout.run, dir=str(folder / "resumed")),
+        checkpoint=replace(layout.checkpoint, resume=str(checkpoints / step_name(STOPPED_STEP))),
+    )
+    single = replace(
+        layout,
+        run=replace(layout.run, dir=str(folder / "single")),
+        strategy=StrategyConfig(data=1),
+        # A checkpoint is a Hub model: the small architecture is read from the layout's first one.
+        model=replace(layout.model, name=str(checkpoints / step_name(1)), revision=None, type=None, config={}),
+    )
+    description = (
+        f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
+        f"{NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
+    )
+    return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
+
+
+def small_architecture(
+    architecture: PreTrainedConfig, strategy: StrategyConfig, *, vocab_size: int
+) -> PreTrainedConfig:
+    """Give the same architecture with few and narrow blocks (at least one a stage of a pipeline), without dropout.
+
+    Dropout is the one thing in which layouts do differ: each rank draws its own.
+    """
+    num_blocks = None if strategy.pipeline == 1 else max(FEW_BLOCKS, _most_stages(strategy))
+    small = shrink(architecture, num_blocks=num_blocks, vocab_size=vocab_size)
+    small._attn_implementation = architecture._attn_implementation
+    small.use_cache = False
+    for part in (small, small.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return small
+
+
+def conclude(proof: Proof, recipe: Path) -> None:
+    """Train on one process, compare, and report on rank 0. Call on all ranks, after both runs in the layout.
+
+    The folder of a proof that passed is removed.
+
+    Args:
+        proof: from `prepare_proof`.
+        recipe: the script that pretrains.
+
+    Raises:
+        NumericsError: on rank 0, a difference beyond its bound.
+        HfdistError: the run on one process failed.
+    """
+    failed = on_rank_zero(lambda: _certify(proof, recipe))
+    if failed and rank() == 0:
+        raise NumericsError(
+            "the layout does not train as one process does",
+            where=", ".join(failed),
+            found="differences beyond their bounds: see the certificate",
+            hint=f"compare the runs in {proof.folder}",
+        )
+
+
+def _certify(proof: Proof, recipe: Path) -> list[str]:
+    """Give the names of the comparisons that failed."""
+    _train_single(proof.single, recipe)
+    certificate = certify(
+        proof.description,
+        ours=Path(proof.layout.run.dir),
+        resumed=Path(proof.resumed.run.dir),
+        reference=Path(proof.single.run.dir),
+        bounds=BOUNDS[_arithmetic(proof.layout)],
+    )
+    logger.info("%s", certificate)
+    if certificate.passed:
+        shutil.rmtree(proof.folder)
+    return [row.what for row in certificate.rows if not row.passed]
+
+
+def _arithmetic(config: RunConfig) -> Precision:
+    return Precision.bf16 if config.model.dtype is Dtype.bfloat16 else config.train.precision
+
+
+def _train_single(config: RunConfig, recipe: Path) -> None:
+    """Train in a fresh process that knows of no launcher."""
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    command = [sys.executable, str(recipe), "--config-dir", str(folder), "--config-name", "config"]
+    if config.model.trust_remote_code:
+        command.append("model.trust_remote_code=true")
+    environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+    # One device: with several, transformers would make replicas of the model.
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SINGLE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HfdistError(f"the run on one process did not end in {SINGLE_SECONDS} s", where=str(folder)) from error
+    if done.returncode != 0:
+        logger.error("the run on one process says:\n%s", done.stdout[-4000:])
+        raise HfdistError(
+            "the run on one process failed",
+            where=str(folder),
+            found=f"exit code {done.returncode}",
+            hint=" ".join(command),
+        )
+
+
+def _small_run(config: RunConfig, topology: Topology, folder: Path) -> RunConfig:
+    asked = plan_batch(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_size=topology.data_size,
+        sequence_length=config.data.sequence_length,
+        lanes=config.data.lanes,
+    )
+    num_microbatches = min(asked.num_microbatches, _most_microbatches(config.strategy))
+    data = config.data
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        # Pretrained weights do not fit a small model; the architecture and the tokenizer stay.
+        model=replace(config.model, init=Init.random),
+        data=replace(
+            data,
+            sequence_length=min(data.sequence_length, MOST_SEQUENCE_TOKENS),
+            eval_sequences=min(data.eval_sequences, MOST_HELD_OUT_SEQUENCES),
+        ),
+        # Numbers of blocks of the asked model do not fit the small one.
+        strategy=replace(config.strategy, blocks_per_stage=None),
+        optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps),
+        train=replace(
+            config.train,
+            max_steps=NUM_STEPS,
+            global_batch_size=asked.micro_batch_size * num_microbatches * asked.data_size,
+            eval_every=None,
+        ),
+        checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, resume="auto"),
+        report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
+    )
+
+
+def _most_stages(strategy: StrategyConfig) -> int:
+    """No schedule has more than two stages a rank unless asked."""
+    return strategy.pipeline * (strategy.stages_per_rank or 2)
+
+
+def _most_microbatches(strategy: StrategyConfig) -> int:
+    return MOST_MICROBATCHES if strategy.pipeline == 1 else max(MOST_MICROBATCHES, 2 * _most_stages(strategy))
+
+
+def _short_schedule(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> OptimizerConfig:
+    """The same shape over `NUM_STEPS`."""
+    asked = num_warmup_steps(optimizer, batch)
+    warmup_steps = max(1, NUM_STEPS * asked // max_steps) if asked > 0 else 0
+    return replace(optimizer, warmup_steps=warmup_steps, warmup_tokens=None, eps=max(optimizer.eps, LEAST_EPS))

@@ -1,0 +1,48 @@
+"""Prove that a layout trains as one process does: the asked run in small, in both, compared by name.
+
+accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy=zero2
+"""
+
+from pathlib import Path
+
+from hfdist.config.command import recipe
+from hfdist.config.run import RunConfig
+
+
+@recipe(primary="pretrain")
+def main(config: RunConfig) -> None:
+    """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
+    # Imported here, so that --help and a misspelt key need no torch.
+    from hfdist.trainer.proof import conclude, prepare_proof
+
+    proof = prepare_proof(config)
+    train_small(proof.layout)
+    train_small(proof.resumed)
+    conclude(proof, recipe=Path(__file__).with_name("pretrain.py"))
+
+
+def train_small(config: RunConfig) -> None:
+    """Do what pretraining does, with a small model of the same architecture and without an export."""
+    from hfdist.models import build_model, find_architecture, fit_vocabulary
+    from hfdist.strategies.select import select_strategy
+    from hfdist.trainer.arguments import build_arguments
+    from hfdist.trainer.proof import small_architecture
+    from hfdist.trainer.session import build_data, build_trainer, prepare_run
+
+    topology, batch = prepare_run(config)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    data = build_data(config, topology)
+    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
+    architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
+    fit_vocabulary(architecture, data.tokenizer, config.model)
+    arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
+    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
+    trainer = build_trainer(config, arguments, model, strategy, data)
+    resume = config.checkpoint.resume
+    trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)
+    if data.held_out is not None:
+        trainer.evaluate()
+
+
+if __name__ == "__main__":
+    main()

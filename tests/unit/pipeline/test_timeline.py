@@ -1,0 +1,285 @@
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from hfdist.pipeline.timeline import (
+    Action,
+    Event,
+    Recorder,
+    bubble_fraction,
+    build_figure,
+    draw,
+    from_json,
+    to_json,
+    write_chrome_trace,
+)
+from tests.unit.pipeline.simulation import simulate
+
+CPU = torch.device("cpu")
+
+
+def event(rank, action, start, stop, *, stage=None, microbatch=0):
+    stage = rank if stage is None else stage
+    seconds = {"start_seconds": start, "stop_seconds": stop}
+    return Event(rank=rank, stage=stage, action=action, microbatch=microbatch, **seconds)
+
+
+TWO_RANKS = [
+    event(0, Action.forward, 1.0, 2.0),
+    event(0, Action.send, 2.0, 2.5),
+    event(1, Action.wait, 1.0, 2.5),
+    event(1, Action.forward, 2.5, 3.5),
+    event(1, Action.backward_input, 3.5, 4.0),
+    event(1, Action.backward_weight, 4.0, 5.0),
+]
+
+
+# What a recorder measures
+
+
+def test_spans_are_measured_from_the_zero_in_order():
+    recorder = Recorder(rank=3, device=CPU)
+    began = time.perf_counter()
+    recorder.start()
+    with recorder.span(Action.forward, stage=1, microbatch=5):
+        time.sleep(0.03)
+    time.sleep(0.02)
+    with recorder.span(Action.optimizer, stage=1):
+        time.sleep(0.01)
+    longest_seconds = time.perf_counter() - began
+    forward, optimizer = recorder.events()
+    assert (forward.rank, forward.stage, forward.action, forward.microbatch) == (3, 1, Action.forward, 5)
+    assert (optimizer.action, optimizer.microbatch) == (Action.optimizer, None)
+    assert forward.start_seconds >= 0
+    assert forward.stop_seconds - forward.start_seconds >= 0.03
+    assert optimizer.start_seconds - forward.stop_seconds >= 0.02
+    assert optimizer.stop_seconds - optimizer.start_seconds >= 0.01
+    assert optimizer.stop_seconds <= longest_seconds
+
+
+def test_a_recorder_that_was_not_started_or_has_ended_records_nothing():
+    recorder = Recorder(rank=0, device=CPU)
+    with recorder.span(Action.forward, stage=0, microbatch=0):
+        pass
+    assert recorder.events() == []
+    recorder.start()
+    with recorder.span(Action.forward, stage=0, microbatch=1):
+        pass
+    ended = recorder.events()
+    with recorder.span(Action.forward, stage=0, microbatch=2):
+        pass
+    assert recorder.events() == ended
+    assert [one.microbatch for one in ended] == [1]
+
+
+def test_a_new_step_forgets_the_one_before():
+    recorder = Recorder(rank=0, device=CPU)
+    for microbatch in range(2):
+        began = time.perf_counter()
+        recorder.start()
+        with recorder.span(Action.backward, stage=0, microbatch=microbatch):
+            time.sleep(0.01)
+        step_seconds = time.perf_counter() - began
+    (only,) = recorder.events()
+    assert only.microbatch == 1
+    assert only.stop_seconds <= step_seconds
+
+
+def test_an_action_that_fails_is_no_event_and_its_error_goes_on():
+    recorder = Recorder(rank=0, device=CPU)
+    recorder.start()
+    with pytest.raises(ZeroDivisionError), recorder.span(Action.forward, stage=0):
+        raise ZeroDivisionError
+    assert recorder.events() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_spans_last_as_long_as_the_work_and_not_as_its_launch():
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix = torch.randn(4096, 4096, device=device)
+    matrix @ matrix
+    recorder = Recorder(rank=0, device=device)
+    recorder.start()
+    began = time.perf_counter()
+    for microbatch in range(2):
+        with recorder.span(Action.forward, stage=0, microbatch=microbatch):
+            for _ in range(50):
+                matrix @ matrix
+    launched_seconds = time.perf_counter() - began
+    first, second = recorder.events()
+    waited_seconds = time.perf_counter() - began
+    assert 0 <= first.start_seconds < first.stop_seconds <= second.start_seconds < second.stop_seconds
+    assert launched_seconds < second.stop_seconds < waited_seconds + 0.001
+
+
+# What is computed from events
+
+
+def test_the_bubble_is_the_share_of_the_schedule_without_computing():
+    # From 1 s to 5 s on two ranks: 8 s, of which rank 0 computes 1 s and rank 1 2.5 s.
+    assert bubble_fraction(TWO_RANKS) == pytest.approx(1 - 3.5 / 8)
+
+
+def test_time_in_which_actions_overlap_counts_once():
+    overlapping = [
+        event(0, Action.forward, 0.0, 4.0),
+        event(0, Action.backward, 3.0, 5.0),
+        event(0, Action.backward_weight, 1.0, 2.0),
+        event(0, Action.backward_input, 6.0, 7.0),
+        event(0, Action.wait, 5.0, 10.0),
+    ]
+    assert bubble_fraction(overlapping) == pytest.approx(1 - 6 / 10)
+
+
+def test_the_optimizer_is_no_part_of_the_schedule():
+    optimizer = [event(rank, Action.optimizer, 5.5, 9.0, microbatch=None) for rank in range(2)]
+    assert bubble_fraction(TWO_RANKS + optimizer) == bubble_fraction(TWO_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"p": 4, "m": 8}, 3 / (8 + 3)),
+        ({"p": 2, "m": 6}, 1 / (6 + 1)),
+        ({"p": 4, "m": 8, "zero_bubble": True}, 3 / (3 * 8 + 3)),
+        ({"p": 4, "m": 8, "v": 2, "zero_bubble": True}, 1.5 / (3 * 8 + 1.5)),
+    ],
+)
+def test_a_simulated_schedule_has_the_bubble_of_theory(settings, expected):
+    assert bubble_fraction(simulate(**settings)) == pytest.approx(expected)
+    assert bubble_fraction(simulate(**settings, send_seconds=0.001)) > expected
+
+
+def test_events_survive_json():
+    events = [*simulate(2, 3, send_seconds=0.001), event(1, Action.optimizer, 0.5, 0.6, microbatch=None)]
+    assert from_json(json.loads(json.dumps(to_json(events)))) == events
+
+
+def test_the_chrome_trace_holds_every_event_in_microseconds(tmp_path):
+    written = json.loads(write_chrome_trace(iter(TWO_RANKS), tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {line["tid"]: line["args"]["name"] for line in written if line["name"] == "thread_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    complete = [line for line in written if line["ph"] == "X"]
+    assert [(line["pid"], line["tid"], line["ts"], line["dur"]) for line in complete] == [
+        (0, one.rank, one.start_seconds * 1e6, (one.stop_seconds - one.start_seconds) * 1e6) for one in TWO_RANKS
+    ]
+    assert complete[-1]["name"] == "weight gradient 0"
+    assert complete[-1]["args"] == {"stage": 1, "microbatch": 0}
+
+
+def test_actions_one_after_the_other_do_not_overlap_in_the_trace(tmp_path):
+    # In floating point, third * 3 * 1e6 + third * 1e6 and third * 4 * 1e6 need not be the same number.
+    third = 1 / 3e4
+    events = [event(0, Action.forward, third * i, third * (i + 1), microbatch=i) for i in range(200)]
+    written = json.loads(write_chrome_trace(events, tmp_path / "trace.json").read_text())["traceEvents"]
+    complete = [line for line in written if line["ph"] == "X"]
+    ends = [round(1e3 * line["ts"]) + round(1e3 * line["dur"]) for line in complete]
+    assert ends[:-1] == [round(1e3 * line["ts"]) for line in complete[1:]]
+
+
+# What is drawn
+
+
+def bars(figure):
+    """Rank (row), start and length in ms of each bar, without the grey rows of idle time."""
+    (axes,) = figure.axes
+    drawn = {}
+    for container in axes.containers:
+        drawn[container.get_label()] = [
+            (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width()) for bar in container.patches
+        ]
+    return drawn
+
+
+def test_each_event_is_a_bar_in_the_row_of_its_rank():
+    events = simulate(4, 8, send_seconds=0.001)
+    drawn = bars(build_figure(events, title="1F1B", formula=3 / 11))
+    idle = drawn.pop("idle")
+    assert [row for row, _, _ in idle] == [0, 1, 2, 3]
+    assert sum(map(len, drawn.values())) == len(events)
+    for action in Action:
+        expected = [
+            (one.rank, 1e3 * one.start_seconds, 1e3 * (one.stop_seconds - one.start_seconds))
+            for one in events
+            if one.action is action
+        ]
+        np.testing.assert_allclose(sorted(drawn[action.name]), sorted(expected), atol=1e-9)
+
+
+def test_rows_follow_the_ranks_that_took_part():
+    events = [event(4, Action.forward, 0.0, 1.0, stage=0), event(6, Action.forward, 1.0, 2.0, stage=1)]
+    figure = build_figure(events, title="two of eight ranks", formula=None)
+    assert [row for row, _, _ in bars(figure)["forward"]] == [0, 1]
+    bottom, top = figure.axes[0].get_ylim()
+    assert top < 0 < 1 < bottom, "the first rank is on top"
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["rank 4\nstage 0", "rank 6\nstage 1"]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (16, 8), (2, 99)])
+def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_microbatches):
+    events = simulate(num_ranks, num_microbatches, zero_bubble=True)
+    figure = build_figure(events, title="zero bubble", formula=None)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    shown = sorted((round(text.get_position()[1]), text.get_position()[0], text) for text in axes.texts)
+    computing = [one for one in events if one.action is not Action.wait]
+    assert len(shown) >= len(computing) == 3 * num_microbatches * num_ranks
+    to_pixels = axes.transData.transform
+    for one in computing:
+        middle_ms = 1e3 * (one.start_seconds + one.stop_seconds) / 2
+        (text,) = [text for row, x, text in shown if row == one.rank and x == pytest.approx(middle_ms)]
+        assert text.get_text() == str(one.microbatch)
+        left, right = (to_pixels((1e3 * seconds, 0))[0] for seconds in (one.start_seconds, one.stop_seconds))
+        box = text.get_window_extent()
+        assert left <= box.x0 < box.x1 <= right
+
+
+def test_boxes_too_small_for_a_number_have_none():
+    events = [event(0, Action.forward, 0.0, 10.0), event(0, Action.backward, 10.0, 10.001)]
+    figure = build_figure(events, title="one long, one short", formula=None)
+    assert [text.get_position()[0] for text in figure.axes[0].texts] == pytest.approx([5000.0])
+
+
+def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
+    events = simulate(4, 8, v=2, zero_bubble=True)
+    figure = build_figure(events, title="two stages", formula=None)
+    (forwards,) = [container for container in figure.axes[0].containers if container.get_label() == "forward"]
+    colours = {}
+    for bar in forwards.patches:
+        colours.setdefault(round(bar.get_y() + bar.get_height() / 2), set()).add(bar.get_facecolor())
+    assert {len(of_rank) for of_rank in colours.values()} == {2}
+    assert len(set.union(*colours.values())) == 2
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [
+        "forward", "input gradient", "weight gradient", "wait to receive", "idle",
+        "first stage of a rank", "last stage of a rank",
+    ]  # fmt: skip
+
+
+def test_the_title_sets_the_measured_bubble_beside_the_formula():
+    figure = build_figure(simulate(4, 8), title="1F1B", formula=0.25)
+    assert figure.get_suptitle() == "1F1B"
+    assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
+    assert build_figure(TWO_RANKS, title="?", formula=None).axes[0].get_title() == "bubble: 56.2% measured"
+
+
+def test_the_legend_lies_outside_of_the_bars():
+    figure = build_figure(simulate(4, 8), title="1F1B", formula=None)
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_window_extent().y0
+
+
+def test_the_suffix_chooses_the_format(tmp_path):
+    events = simulate(2, 4)
+    png = draw(events, tmp_path / "timeline.png", title="1F1B", formula=0.2)
+    pixels = imread(png)
+    assert pixels.shape[1] >= 1000
+    # Four colours at the least: white, idle, forwards, backwards.
+    assert len({tuple(pixel) for pixel in pixels[::10, ::10].reshape(-1, pixels.shape[2]).tolist()}) >= 4
+    svg = draw(events, tmp_path / "timeline.svg", title="1F1B", formula=0.2)
+    assert "<svg" in svg.read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""One tiny random model of every causal language model type that transformers knows."""

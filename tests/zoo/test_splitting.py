@@ -1,0 +1,137 @@
+"""Every type, split at its blocks, trains exactly as the whole model, or is refused for a known reason."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hfdist.config.pipeline import Schedule
+from hfdist.pipeline.parcel import Absent
+from tests.zoo.models import DROPOUTS, tiny_batch, tiny_model
+from tests.zoo.splitting import CPU, REFUSED, even_stages, group_of_one, model_loss, run_whole, split_model, split_type
+
+pytestmark = pytest.mark.zoo
+
+NUM_BLOCKS = 6
+HALVES = even_stages(NUM_BLOCKS, 2)
+SEVERAL_KINDS = ("llama", "gpt2", "gemma3n_text", "mixtral", "zamba2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group():
+    with group_of_one():
+        yield
+
+
+def two_batches(model):
+    """Of different lengths."""
+    return [tiny_batch(model, seed=1), tiny_batch(model, seed=2, tokens=24)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_split_model_trains_as_the_whole(model_type, num_stages):
+    outcome = split_type(model_type, num_stages)
+    if model_type in REFUSED:
+        assert outcome.verdict == "refused", outcome
+        assert REFUSED[model_type] in outcome.reason
+    else:
+        assert outcome.verdict == "exact", outcome
+
+
+def test_with_fused_attention(model_type):
+    if model_type in REFUSED or not type(tiny_model(model_type))._supports_sdpa:
+        pytest.skip("not to be split, or without fused attention")
+    model = tiny_model(model_type, attention="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    outcome = split_model(model, HALVES, two_batches(model))
+    assert outcome.verdict == "exact", outcome
+
+
+@pytest.mark.parametrize("first_stage", range(1, NUM_BLOCKS))
+@pytest.mark.parametrize("kind", ["llama", "gemma3n_text", "zamba2"])
+def test_at_every_block(kind, first_stage):
+    model = tiny_model(kind)
+    stages = (range(first_stage), range(first_stage, NUM_BLOCKS))
+    outcome = split_model(model, stages, two_batches(model))
+    assert outcome.verdict == "exact", outcome
+
+
+@pytest.mark.parametrize("kind", SEVERAL_KINDS)
+def test_with_gradient_checkpointing(kind):
+    model = tiny_model(kind)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    num_calls = count_block_calls(model)
+    outcome = split_model(model, HALVES, two_batches(model))
+    assert outcome.verdict == "exact", outcome
+    assert num_calls
+
+
+@pytest.mark.parametrize("kind", SEVERAL_KINDS)
+def test_with_weights_of_half_precision(kind):
+    model = tiny_model(kind).to(torch.bfloat16)
+    outcome = split_model(model, HALVES, two_batches(model))
+    assert outcome.travels
+    assert outcome.loss_difference <= 3e-2
+    assert outcome.gradient_difference <= 3e-2, outcome
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "xlm", "gemma3n_text"])
+def test_with_dropout(kind):
+    model = tiny_model(kind)
+    batches = two_batches(model)
+    without = run_whole(model, batches, seeded_loss)
+    switch_on_dropout(model)
+    assert run_whole(model, batches, seeded_loss).losses != without.losses
+    outcome = split_model(model, HALVES, batches, loss=seeded_loss)
+    assert outcome.verdict == "exact", outcome
+
+
+def packed(batch):
+    """Two documents in each row, told apart by their positions alone."""
+    sequences, tokens = batch["input_ids"].shape
+    positions = torch.cat([torch.arange(tokens // 3), torch.arange(tokens - tokens // 3)])
+    rest = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return rest | {"position_ids": positions.expand(sequences, tokens).contiguous()}
+
+
+def left_padded(batch):
+    """Rows of different lengths that end together."""
+    mask = batch["attention_mask"].clone()
+    mask[0, :3] = 0
+    mask[1, :7] = 0
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+def masked_pair_by_pair(batch):
+    """Each token sees the last four."""
+    sequences, tokens = batch["input_ids"].shape
+    place = torch.arange(tokens)
+    distance = place[:, None] - place[None, :]
+    sees = (distance >= 0) & (distance < 4)
+    mask = torch.zeros(sequences, 1, tokens, tokens).masked_fill(~sees, torch.finfo(torch.float32).min)
+    return batch | {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("change", [packed, left_padded, masked_pair_by_pair])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "qwen3"])
+def test_with_what_the_model_takes_besides_tokens(kind, change):
+    model = tiny_model(kind)
+    plain = two_batches(model)
+    batches = [change(batch) for batch in plain]
+    assert run_whole(model, batches).losses != pytest.approx(run_whole(model, plain).losses, rel=1e-4)
+    outcome = split_model(model, HALVES, batches)
+    assert outcome.verdict == "exact", outcome
+
+
+@pytest.mark.parametrize("kind", ["blt", "gemma3n_text", "gemma4_text", "zamba", "zamba2", "zaya"])
+def test_without_poison_it_would_train_wrongly_and_say_nothing(kind, monkeypatch):
+    assert split_type(kind, 2).travels != "hidden states"
+    # Everything that stands for what did not travel is made with it.
+    monkeypatch.setattr(torch, "nan", 0.0)
+    assert Absent((1,), torch.float32).poison(CPU) == 0
+    outcome = split_type(kind, 2)
+    assert outcome.travels == "hidden states"
+    assert outcome.verdict == "wrong"
+    assert outcome.gradient_difference > 1e-2
