@@ -1,20 +1,26 @@
 """hfdist: distributed training of Hugging Face language models, from one config.
 
-`Trainer` and `DistributedTrainerMixin` are loaded at first use, so that the config system needs no torch.
+`Trainer`, `DistributedTrainerMixin` and `make_strategy` are loaded at first use: the config system needs no torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hfdist.strategies.select import make_strategy
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["DistributedTrainerMixin", "Trainer", "__version__"]
+__all__ = ["DistributedTrainerMixin", "Trainer", "__version__", "make_strategy"]
+
+_HOMES = {
+    "DistributedTrainerMixin": "hfdist.trainer.trainer",
+    "Trainer": "hfdist.trainer.trainer",
+    "make_strategy": "hfdist.strategies.select",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DistributedTrainerMixin", "Trainer"):
-        from hfdist.trainer import trainer
-
-        return getattr(trainer, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

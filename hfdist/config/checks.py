@@ -10,18 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hfdist.config.checks_layout import check_layout
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.config.limits import LIMIT
 from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig, RunSection
 from hfdist.config.schema import find_key
-from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
-
-AVAILABLE_AXES = frozenset({"data", "pipeline"})
-"""Axes of the layout that this version builds; the others are refused with a word."""
 
 
 def check_config(config: RunConfig) -> None:
@@ -34,7 +31,7 @@ def check_config(config: RunConfig) -> None:
     _check_run(config.run)
     _check_model(config.model)
     _check_data(config.data)
-    _check_strategy(config.strategy)
+    check_layout(config.strategy, config.train)
     _check_optimizer(config)
     _check_precision(config)
     _check_flash(config)
@@ -149,53 +146,6 @@ def _check_source(key: str, source: SourceConfig) -> None:
                 found=value,
                 allowed="null",
                 hint=f"{key}.kind=hub, or {key}.{name}=null",
-            )
-
-
-def _check_strategy(strategy: StrategyConfig) -> None:
-    if strategy.data is not None and strategy.data < strategy.min_data:
-        raise ConfigError(
-            "fewer data ranks than the strategy wants at least",
-            where="strategy.data",
-            found=f"{strategy.data}, with strategy.min_data={strategy.min_data}",
-            hint=f"strategy.min_data={strategy.data}",
-        )
-    if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
-        raise ConfigError(
-            "offloading is a part of ZeRO; without sharding there is nothing that does it",
-            where="strategy.offload",
-            found=f"{strategy.offload.value}, with strategy.sharding=none",
-            allowed="none",
-            hint="strategy=zero3_offload, or strategy.offload=none",
-        )
-    if strategy.sharding is Sharding.none and strategy.deepspeed:
-        raise ConfigError(
-            "these keys are DeepSpeed's, and without sharding DeepSpeed is not used",
-            where="strategy.deepspeed",
-            found=", ".join(map(str, strategy.deepspeed)),
-            hint="strategy=zero1, or leave strategy.deepspeed empty",
-        )
-    if strategy.sharding in (Sharding.zero2, Sharding.zero3) and strategy.pipeline > 1:
-        raise ConfigError(
-            f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 cut the gradients after each "
-            "micro batch, a pipeline needs those of all micro batches until it is flushed",
-            where="strategy.sharding",
-            found=f"{strategy.sharding.value}, with strategy.pipeline={strategy.pipeline}",
-            allowed="none, zero1",
-            hint="strategy.sharding=zero1",
-        )
-    _check_axes(strategy)
-
-
-def _check_axes(strategy: StrategyConfig) -> None:
-    for axis in ("pipeline", "context", "tensor", "expert"):
-        if axis not in AVAILABLE_AXES and getattr(strategy, axis) > 1:
-            raise ConfigError(
-                f"{axis} parallelism is not built yet in this version",
-                where=f"strategy.{axis}",
-                found=getattr(strategy, axis),
-                allowed="1; available are data parallelism and ZeRO-1, 2 and 3 over the data ranks",
-                hint="strategy=zero3 where one device cannot hold the model",
             )
 
 

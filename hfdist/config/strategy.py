@@ -8,6 +8,7 @@ from typing import Any
 
 from hfdist.config.limits import limited
 from hfdist.config.pipeline import ONE_F_ONE_B, Balance, Schedule
+from hfdist.topology import Degrees
 
 
 class Sharding(Enum):
@@ -51,3 +52,15 @@ class StrategyConfig:
     """ZeRO: keep the optimizer's state in host memory."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """How many ways each axis is split."""
+        return Degrees(
+            data=self.data,
+            min_data=self.min_data,
+            pipeline=self.pipeline,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
+        )

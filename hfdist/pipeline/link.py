@@ -25,9 +25,9 @@ class Link:
     """
 
     def __init__(self, rank_of_stage: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._rank_of_stage = rank_of_stage
-        self._group = group
-        self._device = device
+        self.rank_of_stage = rank_of_stage
+        self.group = group
+        self.device = device
         # The model may still be on the host while the network only takes what is on a GPU.
         is_gpu_only = "nccl" in dist.get_backend(group) and device.type != "cuda"
         self._network_device = torch.device("cuda", torch.cuda.current_device()) if is_gpu_only else device
@@ -38,23 +38,23 @@ class Link:
     def send(self, stage: int, parcel: Parcel | None) -> None:
         """Send to `stage`, without waiting. None says that there is none: an earlier stage failed."""
         header, tensors = (None, ()) if parcel is None else unpack(parcel)
-        if self._rank_of_stage[stage] == self._own_rank:
+        if self.rank_of_stage[stage] == self._own_rank:
             detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._handed_over[stage].append(None if header is None else header.pack(tuple(detached)))
             return
-        peer = self._rank_of_stage[stage]
+        peer = self.rank_of_stage[stage]
         text = ("" if header is None else header.to_json()).encode()
         length = torch.tensor([len(text)], dtype=torch.int64)
         payload = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
         for tensor in (length, payload, *tensors):
             data = tensor.detach().to(self._network_device).contiguous()
-            self._sending.append((dist.isend(data, group=self._group, group_dst=peer), data))
+            self._sending.append((dist.isend(data, group=self.group, group_dst=peer), data))
 
     def receive(self, stage: int) -> Parcel | None:
         """Wait for what was sent to `stage`. Tensors that a gradient must flow back through are leaves that want one."""
-        if self._rank_of_stage[stage - 1] == self._own_rank:
+        if self.rank_of_stage[stage - 1] == self._own_rank:
             return self._handed_over[stage].popleft()
-        peer = self._rank_of_stage[stage - 1]
+        peer = self.rank_of_stage[stage - 1]
         length = self._receive_tensor(peer, (1,), torch.int64)
         payload = self._receive_tensor(peer, (max(1, int(length)),), torch.uint8)
         if int(length) == 0:
@@ -74,8 +74,8 @@ class Link:
 
     def _receive_tensor(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._network_device)
-        dist.recv(tensor, group=self._group, group_src=peer)
-        return tensor.to(self._device)
+        dist.recv(tensor, group=self.group, group_src=peer)
+        return tensor.to(self.device)
 
 
 @dataclass

@@ -88,10 +88,10 @@ def explicit(counts: Sequence[int], num_blocks: int, num_stages: int) -> tuple[r
         return _runs(counts)
     raise ConfigError(
         wrong,
-        where="strategy.balance",
+        where="strategy.blocks_per_stage",
         found=f"{list(counts)}: {len(counts)} stages, {sum(counts)} blocks",
         allowed=f"{num_stages} numbers >= 1 with the sum {num_blocks}",
-        hint=f"strategy.balance={fits}".replace(" ", "") + ", or leave it out to cut by cost",
+        hint=f"strategy.blocks_per_stage={fits}".replace(" ", "") + ", or leave it out to cut by cost",
     )
 
 

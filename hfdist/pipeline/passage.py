@@ -4,9 +4,9 @@
     on call   NaN  NaN  recv   real real real, end
 
 A block before the stage returns NaN, in the structure of a real block's output; the last one before it returns what
-the previous stage sent; the stage's own blocks run; then the model's forward ends. So whatever
-the model does around its blocks is its own code, and anything but the received tensors that reaches the loss makes
-it NaN, which `probe` notices.
+the previous stage sent; the stage's own blocks run; then the model's forward ends. So whatever the model does around
+its blocks is its own code, and anything but the received tensors that reaches the loss makes it NaN, which `probe`
+notices.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Passage:
     Args:
         blocks: the blocks of this stage.
         num_parts: modules of one block.
-        is_last: whether the model's forward goes on to its end.
         carry: what leaves the stage.
         incoming: what the previous stage sent; None on the first stage.
+        is_last: whether the model's forward goes on to its end.
     """
 
     def __init__(
@@ -69,11 +69,12 @@ class Passage:
             StageEnd: the stage is over; `outgoing` is what leaves it.
             PartitionError: the model calls its blocks more than once or out of order.
         """
-        is_too_far = place.block >= self._blocks.stop and not self._outputs and not self._incoming.outputs
-        if place <= self._last_called or is_too_far:
+        has_nothing_to_send = place.block >= self._blocks.stop and not (self._outputs or self._incoming.outputs)
+        if place <= self._last_called or has_nothing_to_send:
+            before = self._last_called.block
             raise PartitionError(
                 "the model does not run its blocks once each and in order",
-                found=f"block {place.block} after block {self._last_called.block}",
+                found=f"block {place.block} after block {before}" if before >= 0 else f"block {place.block} first",
                 hint="a pipeline cannot split this model: choose data parallelism or ZeRO",
             )
         self._last_called = place

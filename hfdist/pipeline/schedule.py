@@ -1,13 +1,177 @@
-"""STUB by the main author, to be replaced."""
+"""What each schedule of a pipeline asks for, and how long its ranks are idle.
+
+Two ranks, four micro batches; time runs to the right, and all stages take as long. F is a forward, B a full backward,
+I and W are its halves: the gradients of inputs and of weights. The digit is the micro batch; small letters are the
+second stage of a rank.
+
+gpipe
+    0  F0 F1 F2 F3  .  .  . B0 B0 B1 B1 B2 B2 B3 B3
+    1   . F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3  .  .
+1f1b
+    0  F0 F1  .  . B0 B0 F2 B1 B1 F3 B2 B2  . B3 B3
+    1   . F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  .  .
+interleaved_1f1b
+    0  F0 F1 f0 f1 F2  . b0 b0 F3 b1 b1 f2 B0 B0 f3 B1 B1  . b2 b2  . b3 b3 B2 B2 B3 B3
+    1   . F0 F1 f0 b0 b0 f1 b1 b1 F2 B0 B0 F3 B1 B1 f2 b2 b2 f3 b3 b3 B2 B2 B3 B3  .  .
+interleaved_zero_bubble
+    0  F0 F1 f0 f1  . i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
+    1   . F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
+zbv
+    0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3  .
+    1   . F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+dualpipev
+    0  F0 F1 F2 f0 i0 w0 f1 F3 b1 b1  . f2 B0 B0 b2 b2  . f3 B1 B1 b3 b3 I2 W2 I3 W3
+    1   . F0 f0 F1 f1 F2 b0 b0 f2 B0 B0 F3 b1 b1 f3 B1 B1 b2 b2 B2 B2  . i3 I3 w3 W3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple
+
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.errors import ConfigError
 
 
-def stages_per_rank(schedule, asked):
-    return asked or (1 if schedule in (Schedule.gpipe, ONE_F_ONE_B) else 2)
-def rank_of_stage(schedule, num_ranks, per_rank):
-    if schedule in (Schedule.zbv, Schedule.dualpipev):
-        return tuple(range(num_ranks)) + tuple(reversed(range(num_ranks)))
-    return tuple(range(num_ranks)) * per_rank
-def check_microbatches(schedule, **kw): pass
-def bubble_fraction(schedule, *, num_ranks, stages_per_rank, num_microbatches):
-    return (num_ranks-1)/(stages_per_rank*num_microbatches+num_ranks-1)
+class _Limit(Enum):
+    """Which numbers of micro batches torch's schedule runs, in words."""
+
+    none = "any number"
+    stages = "at least {stages} micro batches, one for each stage"
+    rounds = (
+        "micro batches that divide evenly into as many rounds as there are whole {ranks}s in them, "
+        "such as any multiple of {ranks}"
+    )
+
+
+class _Traits(NamedTuple):
+    """What tells one schedule from another."""
+
+    default: int
+    """Stages on each rank, where none are asked for."""
+    fewest: int
+    most: int | None
+    idle: int
+    """Idle time of a rank for each further rank, in forwards of one stage: see `bubble_fraction`."""
+    limit: _Limit
+
+
+_TRAITS = {
+    Schedule.gpipe: _Traits(default=1, fewest=1, most=1, idle=3, limit=_Limit.none),
+    ONE_F_ONE_B: _Traits(default=1, fewest=1, most=1, idle=3, limit=_Limit.stages),
+    Schedule.interleaved_1f1b: _Traits(default=2, fewest=2, most=None, idle=3, limit=_Limit.rounds),
+    Schedule.interleaved_zero_bubble: _Traits(default=2, fewest=1, most=None, idle=1, limit=_Limit.rounds),
+    Schedule.zbv: _Traits(default=2, fewest=2, most=2, idle=1, limit=_Limit.none),
+    Schedule.dualpipev: _Traits(default=2, fewest=2, most=2, idle=2, limit=_Limit.stages),
+}
+
+
+def stages_per_rank(schedule: Schedule, asked: int | None) -> int:
+    """Give the number of stages on each rank; `asked=None`: what the schedule is usually run with.
+
+    Raises:
+        ConfigError: the schedule cannot run with so many.
+    """
+    traits = _TRAITS[schedule]
+    if asked is None:
+        return traits.default
+    if asked < traits.fewest or (traits.most is not None and asked > traits.most):
+        raise ConfigError(
+            f"the {schedule.value} schedule does not run with {asked} stages on each rank",
+            where="strategy.stages_per_rank",
+            found=asked,
+            allowed=f"{traits.fewest}{' or more' if traits.most is None else ''}",
+            hint=f"strategy.stages_per_rank={traits.default}, or another strategy.schedule",
+        )
+    return asked
+
+
+def rank_of_stage(schedule: Schedule, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Give the pipeline rank of each stage: round and round, or once there and back for the V-shaped schedules."""
+    loop = tuple(range(num_ranks))
+    return loop + loop[::-1] if schedule in (Schedule.zbv, Schedule.dualpipev) else loop * stages_per_rank
+
+
+def check_microbatches(
+    schedule: Schedule,
+    *,
+    num_ranks: int,
+    stages_per_rank: int,
+    num_microbatches: int,
+    micro_batch_size: int,
+    data_size: int,
+) -> None:
+    """Check the number of micro batches in a step against the schedule's own limit.
+
+    Args:
+        schedule: the schedule.
+        num_ranks: length of the pipeline.
+        stages_per_rank: stages on each rank.
+        num_microbatches: micro batches of one data rank in one step.
+        micro_batch_size: sequences in one of them.
+        data_size: number of data ranks, that is of pipelines.
+
+    Raises:
+        ConfigError: the schedule cannot run so many; the message proposes the nearest number that it can.
+    """
+    num_stages = num_ranks * stages_per_rank
+
+    def fits(number: int) -> bool:
+        return _fits(_TRAITS[schedule].limit, number, num_ranks, num_stages)
+
+    if fits(num_microbatches):
+        return
+    # Above it lie the number of stages, if that is the limit, and a multiple of the number of ranks.
+    near = _nearest(num_microbatches, filter(fits, range(1, num_microbatches + num_stages + 1)))
+    hint = f"train.global_batch_size={near * micro_batch_size * data_size} train.micro_batch_size={micro_batch_size}"
+    hint += f" ({near} micro batches)"
+    share = num_microbatches * micro_batch_size
+    same_batch = [number for number in range(1, share + 1) if share % number == 0 and fits(number)]
+    if same_batch:
+        same = _nearest(num_microbatches, same_batch)
+        hint += f", or train.micro_batch_size={share // same} ({same} micro batches of the same global batch)"
+    raise ConfigError(
+        f"the {schedule.value} schedule cannot run {num_microbatches} micro batches on {num_ranks} pipeline ranks",
+        where="train.global_batch_size",
+        found=f"{share * data_size}: {num_microbatches} micro batches of {micro_batch_size} sequences, "
+        f"on each of {data_size} data ranks",
+        allowed=_TRAITS[schedule].limit.value.format(ranks=num_ranks, stages=num_stages) + f"; nearest: {near}",
+        hint=hint,
+    )
+
+
+def bubble_fraction(schedule: Schedule, *, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> float:
+    """Give the share of a step, from barrier to barrier, in which a rank is idle, from 0 to 1.
+
+    For stages that all take as long, with forward F, input gradient B and weight gradient W of equal length, and with
+    p ranks, v stages each and m micro batches, a step lasts 3 m v + idle, in forwards of one stage, where idle is
+
+        gpipe                       3 (p - 1)     Huang et al. 2019, arXiv:1811.06965: (p - 1) / (m + p - 1)
+        1f1b                        3 (p - 1)     Narayanan et al. 2021, arXiv:2104.04473: (p - 1) (F + B + W)
+        interleaved_1f1b            3 (p - 1)     the same, divided by v in units of a rank's forward
+        interleaved_zero_bubble     (p - 1)       Qi et al. 2024, arXiv:2401.10241, ZB-H1: (p - 1) (F + B - W)
+        zbv                         (p - 1)       the same, section 6: none but the wait for the first forward
+        dualpipev                   2 (p - 1)     deepseek-ai/DualPipe: (p - 1) (F&B + B - 3 W), B with its W
+
+    Papers leave out the wait for the first forward where the optimizer's steps of ranks need not line up. Here they
+    do: gradients are clipped by a norm over all ranks. No schedule can idle less than (p - 1): the last rank waits that
+    long for its first input. With fewer micro batches than ranks (zbv: than 3/2 p) a rank idles longer than this.
+    """
+    idle = _TRAITS[schedule].idle * (num_ranks - 1)
+    return idle / (3 * num_microbatches * stages_per_rank + idle)
+
+
+def _fits(limit: _Limit, number: int, num_ranks: int, num_stages: int) -> bool:
+    match limit:
+        case _Limit.none:
+            return True
+        case _Limit.stages:
+            return number >= num_stages
+        case _Limit.rounds:
+            return number % max(1, number // num_ranks) == 0
+
+
+def _nearest(number: int, candidates: Iterable[int]) -> int:
+    """Give the candidate nearest to the number, the larger of two."""
+    return min(candidates, key=lambda candidate: (abs(candidate - number), -candidate))

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 # Private: how torch splits a backward into input and weight gradients. tests/unit/pipeline/test_seams.py watches it.
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
+from hfdist.pipeline.link import Link
 from hfdist.pipeline.parcel import Header, unpack
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.pipeline.view import View
@@ -55,9 +56,7 @@ class Stage(PipelineStage):
     Args:
         view: the stage's part of the model.
         index: of the stage.
-        rank_of_stage: place in `group` of the rank of each stage.
-        group: the ranks of one pipeline.
-        device: of this rank.
+        link: the ranks of the pipeline.
         recorder: takes the times of what is done.
         splits_backward: whether schedules may run weight gradients apart from input gradients. False for blocks that
             are compiled or checkpointed: those compute both at once, so running them apart would do all twice.
@@ -67,15 +66,13 @@ class Stage(PipelineStage):
         self,
         view: View,
         index: int,
+        link: Link,
         *,
-        rank_of_stage: tuple[int, ...],
-        group: dist.ProcessGroup,
-        device: torch.device,
         recorder: Recorder,
         splits_backward: bool,
     ) -> None:
-        super().__init__(view, index, len(rank_of_stage), device, group=group)
-        self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
+        super().__init__(view, index, len(link.rank_of_stage), link.device, group=link.group)
+        self.stage_index_to_group_rank = dict(enumerate(link.rank_of_stage))
         self._view = view
         self._recorder = recorder
         self._splits_backward = splits_backward

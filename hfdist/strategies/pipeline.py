@@ -21,6 +21,7 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.pipeline.cut import Cut, cut_model
 from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.pipeline.link import Link
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.strategies import pieces_replicated
@@ -151,10 +152,8 @@ class PipelineEngine:
         self._pipeline = Pipeline(
             {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
+            Link(self._strategy.rank_of_stage, self._pipeline_group, device),
             num_microbatches=self._strategy.batch.num_microbatches,
-            rank_of_stage=self._strategy.rank_of_stage,
-            group=self._pipeline_group,
-            device=device,
             recorder=self.step_record.recorder,
             splits_backward=not (self._cut.is_compiled or self._cut.model.is_gradient_checkpointing),
         )

@@ -1,10 +1,18 @@
-"""The one place that turns the config's choice of layout into a strategy."""
+"""The one place that turns a choice of layout into a strategy."""
 
 from __future__ import annotations
 
-from hfdist.config.batch import BatchPlan
+import dataclasses
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.checks_layout import check_layout
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
+from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.pipeline import PipelineStrategy
 from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
@@ -29,3 +37,58 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
             return PipelineZeroStrategy(topology, batch, strategy, train)
         case Sharding.zero1 | Sharding.zero2 | Sharding.zero3:
             return ZeroStrategy(topology, batch, strategy, train)
+
+
+def make_strategy(
+    *,
+    global_batch_size: int,
+    micro_batch_size: int = 1,
+    sequence_length: int = 1024,
+    precision: str = "fp32",
+    max_grad_norm: float = 1.0,
+    **layout: Any,
+) -> Strategy:
+    """Make a strategy from Python, for `hfdist.Trainer` with a model and a dataset of one's own.
+
+        strategy = hfdist.make_strategy(pipeline=2, sharding="zero1", global_batch_size=32, micro_batch_size=4)
+        args = TrainingArguments("out", bf16=True, **strategy.training_arguments())
+        hfdist.Trainer(model, args, strategy=strategy, train_dataset=dataset).train()
+
+    Args:
+        global_batch_size: sequences in one optimizer step, over all processes.
+        micro_batch_size: sequences in one forward of one data rank.
+        sequence_length: of a usual sequence in tokens, to balance the stages of a pipeline.
+        precision: fp32, bf16 or fp16, as in the TrainingArguments.
+        max_grad_norm: as in the TrainingArguments; DeepSpeed clips by itself.
+        layout: the keys of `strategy.*`, under their names and with their values there.
+
+    Raises:
+        ConfigError: a key, a value or a size that does not fit.
+    """
+    strategy, train = _typed(layout, {"precision": precision, "max_grad_norm": max_grad_norm})
+    check_layout(strategy, train)
+    topology = Topology.from_environment(strategy.degrees)
+    batch = plan_batch(
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_size=topology.data_size,
+        sequence_length=sequence_length,
+        lanes=topology.data_size,
+    )
+    return select_strategy(strategy, train, topology=topology, batch=batch)
+
+
+def _typed(layout: dict[str, Any], train: dict[str, Any]) -> tuple[StrategyConfig, TrainConfig]:
+    try:
+        typed: Any = [
+            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), values))
+            for kind, values in ((StrategyConfig, layout), (TrainConfig, train))
+        ]
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            str(error).splitlines()[0],
+            where=f"make_strategy({error.full_key or ', '.join(layout)})",
+            allowed=", ".join(field.name for field in dataclasses.fields(StrategyConfig)),
+            hint="the keys and values of conf/strategy/single.yaml",
+        ) from error
+    return typed[0], typed[1]

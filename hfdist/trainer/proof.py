@@ -28,7 +28,6 @@ from hfdist.topology import Topology
 from hfdist.trainer.arguments import num_warmup_steps
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
-from hfdist.trainer.session import degrees
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     Raises:
         ConfigError: sizes that do not divide, or too few processes.
     """
-    topology = Topology.from_environment(degrees(config.strategy))
+    topology = Topology.from_environment(config.strategy.degrees)
     folder = Path(config.run.dir) / "prove"
     if topology.is_main:
         # The others first look into it when the process group is up, which is not before this rank has joined.

@@ -21,7 +21,6 @@ from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.compose import to_yaml
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Compile
 from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
 from hfdist.errors import CheckpointError, ConfigError
@@ -29,7 +28,7 @@ from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
-from hfdist.topology import Degrees, Topology
+from hfdist.topology import Topology
 from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
@@ -51,18 +50,6 @@ class RunData:
     held_out: HeldOut | None
 
 
-def degrees(strategy: StrategyConfig) -> Degrees:
-    """The degrees of parallelism that the config asks for."""
-    return Degrees(
-        data=strategy.data,
-        min_data=strategy.min_data,
-        pipeline=strategy.pipeline,
-        context=strategy.context,
-        tensor=strategy.tensor,
-        expert=strategy.expert,
-    )
-
-
 def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
@@ -70,7 +57,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
         ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`.
         CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
     """
-    topology = Topology.from_environment(degrees(config.strategy))
+    topology = Topology.from_environment(config.strategy.degrees)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hfdist.config.checks import AVAILABLE_AXES, check_config
+from hfdist.config.checks import check_config
+from hfdist.config.checks_layout import AVAILABLE_AXES
 from hfdist.config.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
