@@ -6,7 +6,7 @@ is finite has seen only what travelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +71,7 @@ def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) ->
 
 
 def _check_outputs(outputs: Any) -> str | None:
-    tensors = [outputs[key] for key in ("loss", "logits") if key in outputs]
-    if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+    if all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(outputs)):
         return None
     return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
 
@@ -94,10 +93,7 @@ def _reached(cut: Cut, value: Any) -> set[str]:
 
 def _leaves(value: Any) -> set[int]:
     """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
-    tensors = (
-        unpack(value)[1] if isinstance(value, Parcel) else [value[key] for key in ("loss", "logits") if key in value]
-    )
-    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    todo = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
     seen = set(todo)
     leaves = set()
     while todo:
@@ -109,6 +105,13 @@ def _leaves(value: Any) -> set[int]:
                 seen.add(following)
                 todo.append(following)
     return leaves
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
+    if isinstance(value, Parcel):
+        return unpack(value)[1]
+    return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
 
 
 @contextmanager

@@ -63,8 +63,11 @@ def _measure(model: PreTrainedModel, blocks: Sequence[Block], batch: BatchPlan, 
     )
     every = [Costs(**{**costs, "blocks": tuple(costs["blocks"])}) for costs in gather_json(asdict(own))]
     logger.info("measured: blocks %s s, embedding %.3g s, head and loss %.3g s", own.blocks, own.prologue, own.epilogue)
+    seconds = [fmean(times) for times in zip(*(costs.blocks for costs in every), strict=True)]
+    # Differences below a hundredth of a block are noise, which must not decide between cuts.
+    grain = fmean(seconds) / 100
     return Costs(
-        blocks=tuple(fmean(seconds) for seconds in zip(*(costs.blocks for costs in every), strict=True)),
+        blocks=tuple(round(time / grain) * grain for time in seconds),
         prologue=fmean(costs.prologue for costs in every),
         epilogue=fmean(costs.epilogue for costs in every),
     )

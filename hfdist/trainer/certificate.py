@@ -103,15 +103,11 @@ def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: 
         reference: the same on one process.
         bounds: what rounding may do.
     """
-    last = max(path.name for path in (reference / CHECKPOINTS).iterdir())
+    last = _last_step(reference)
     resumed_losses = _metric(resumed, "loss")
     repeated = {step: loss for step, loss in _metric(ours, "loss").items() if step in resumed_losses}
-    first = step_name(1)
     rows = [
-        compare("loss", _metric(ours, "loss"), _metric(reference, "loss"), bounds.loss),
-        compare("gradient norm", _metric(ours, "grad_norm"), _metric(reference, "grad_norm"), bounds.grad_norm),
-        compare("gradients of step 1", _gradients(ours, first), _gradients(reference, first), bounds.gradient),
-        compare("weights at the end", _weights(ours, last), _weights(reference, last), bounds.weight),
+        *compare_runs(ours, reference, bounds),
         compare("loss after resuming", resumed_losses, repeated, bounds.resumed),
         compare("weights after resuming", _weights(resumed, last), _weights(ours, last), bounds.resumed),
     ]
@@ -119,6 +115,21 @@ def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: 
     if held_out:
         rows.append(compare("held-out loss", _metric(ours, "eval_loss"), held_out, bounds.loss))
     return Certificate(layout=layout, rows=tuple(rows))
+
+
+def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]:
+    """Compare loss and gradient norm of every step, the gradients of the first, and the weights after the last."""
+    first, last = step_name(1), _last_step(reference)
+    return (
+        compare("loss", _metric(ours, "loss"), _metric(reference, "loss"), bounds.loss),
+        compare("gradient norm", _metric(ours, "grad_norm"), _metric(reference, "grad_norm"), bounds.grad_norm),
+        compare("gradients of step 1", _gradients(ours, first), _gradients(reference, first), bounds.gradient),
+        compare("weights at the end", _weights(ours, last), _weights(reference, last), bounds.weight),
+    )
+
+
+def _last_step(run_dir: Path) -> str:
+    return max(path.name for path in (run_dir / CHECKPOINTS).iterdir())
 
 
 def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:

@@ -16,6 +16,9 @@ LAYOUTS = [
     ("zero2", 4),
     ("ddp", 4),
     ("zero3_offload", 1),
+    ("pipeline", 2),
+    ("pipeline", 4),
+    ("pipeline_zero1", 4),
 ]
 
 
@@ -69,7 +72,8 @@ def test_the_micro_batch_size_changes_nothing(single, tmp_path, micro_batch_size
 @pytest.mark.parametrize(
     ("strategy", "num_processes", "precision"),
     [("single", 1, "bf16"), ("single", 1, "fp16"), ("ddp", 2, "bf16"), ("ddp", 2, "fp16"), ("zero2", 2, "bf16"),
-     ("zero3", 2, "bf16")],
+     ("zero3", 2, "bf16"), ("pipeline", 2, "bf16"), ("pipeline", 4, "fp16"), ("pipeline_zero1", 4, "bf16"),
+     ("pipeline_zero1", 4, "fp16")],
 )  # fmt: skip
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):
     run = pretrain(tmp_path, num_processes, f"strategy={strategy}", f"train.precision={precision}")
@@ -86,6 +90,10 @@ def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy
     [
         ("ddp", 2, "train.gradient_checkpointing=true"),
         ("zero3", 2, "train.gradient_checkpointing=true"),
+        ("pipeline", 2, "train.gradient_checkpointing=true"),
+        ("pipeline", 2, "train.compile=blocks"),
+        ("pipeline", 2, "strategy.balance=measured"),
+        ("pipeline", 2, "strategy.blocks_per_stage=[1,1]"),
         ("single", 1, "train.compile=blocks"),
         ("single", 1, "model.attention=eager"),
     ],
@@ -95,7 +103,7 @@ def test_ways_to_save_memory_or_time_change_nothing(single, tmp_path, strategy, 
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("ddp", 2), ("zero2", 2), ("zero3", 2)])
+@pytest.mark.parametrize(("strategy", "num_processes"), [("ddp", 2), ("zero2", 2), ("zero3", 2), ("pipeline", 2)])
 def test_pretrained_weights_start_and_train_alike(single, tmp_path, strategy, num_processes):
     """From the folder that another run has exported, as from any Hub model."""
     start = ("model=hub", f"model.name={single / 'model'}", "train.max_steps=3")

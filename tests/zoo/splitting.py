@@ -115,13 +115,13 @@ def split_model(
         carry = find_carry(cut, batches[0], rank_of_stage)
     except PartitionError as error:
         return Outcome(model_type=model.config.model_type, stages=stages, reason=error.what)
-    split = run_stages(cut, carry, rank_of_stage, batches, loss=loss, schedule=schedule)
-    gradient_difference, worst_parameter = compare_gradients(split.gradients, whole.gradients)
+    losses = run_stages(cut, carry, rank_of_stage, batches, loss=loss, schedule=schedule)
+    gradient_difference, worst_parameter = compare_gradients(take_gradients(model), whole.gradients)
     return Outcome(
         model_type=model.config.model_type,
         stages=stages,
         travels=carry.describe(),
-        loss_difference=compare_losses(split.losses, whole.losses),
+        loss_difference=compare_losses(losses, whole.losses),
         gradient_difference=gradient_difference,
         worst_parameter=worst_parameter,
     )
@@ -159,20 +159,17 @@ def run_stages(
     *,
     loss: Loss = model_loss,
     schedule: Schedule,
-) -> Run:
-    """One step of this rank's stages; the losses are on the rank of the last one."""
+) -> tuple[float, ...]:
+    """One step of this rank's stages. Gradients are left on the parameters; the losses are on the last stage's rank."""
     pipeline = Pipeline(
         {stage: cut.view(stage, carry) for stage in cut.mine},
         schedule,
+        Link(rank_of_stage, dist.group.WORLD, CPU),
         num_microbatches=len(batches),
-        rank_of_stage=rank_of_stage,
-        group=dist.group.WORLD,
-        device=CPU,
         recorder=Recorder(rank=dist.get_rank(), device=CPU),
-        splits_backward=not cut.model.is_gradient_checkpointing,
+        splits_backward=not cut.model.is_activation_checkpointing,
     )
-    losses = pipeline.forward_backward(batches, loss)
-    return Run(tuple(value.item() for value in losses), take_gradients(cut.model))
+    return tuple(value.item() for value in pipeline.forward_backward(batches, loss))
 
 
 def take_gradients(model: PreTrainedModel) -> Gradients:

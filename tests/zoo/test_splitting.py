@@ -1,16 +1,16 @@
 """Every type, split at its blocks, trains exactly as the whole model, or is refused for a known reason."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from hfdist.config.pipeline import Schedule
+from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.parcel import Absent
 from tests.zoo.models import DROPOUTS, tiny_batch, tiny_model
-from tests.zoo.splitting import CPU, REFUSED, even_stages, group_of_one, model_loss, run_whole, split_model, split_type
+from tests.zoo.splitting import CPU, REFUSED, even_stages, group_of_one, run_whole, split_model, split_type
 
 pytestmark = pytest.mark.zoo
 
@@ -58,14 +58,30 @@ def test_at_every_block(kind, first_stage):
     assert outcome.verdict == "exact", outcome
 
 
+def test_with_weight_gradients_apart(model_type):
+    if model_type in REFUSED:
+        pytest.skip("not to be split")
+    model = tiny_model(model_type)
+    outcome = split_model(model, HALVES, two_batches(model), schedule=Schedule.interleaved_zero_bubble)
+    assert outcome.verdict == "exact", outcome
+
+
 @pytest.mark.parametrize("kind", SEVERAL_KINDS)
 def test_with_gradient_checkpointing(kind):
-    model = tiny_model(kind)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    num_calls = count_block_calls(model)
-    outcome = split_model(model, HALVES, two_batches(model))
-    assert outcome.verdict == "exact", outcome
-    assert num_calls
+    num_calls = []
+    for is_checkpointing in (False, True):
+        model = tiny_model(kind)
+        if is_checkpointing:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        calls = []
+        for block in find_block_parts(model):
+            block[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        batches = two_batches(model)
+        outcome = split_model(model, HALVES, batches)
+        assert outcome.verdict == "exact", outcome
+        num_calls.append(len(calls))
+    # Every block ran once more for each micro batch, in the whole model and in the stages.
+    assert num_calls[1] == num_calls[0] + 2 * len(batches) * NUM_BLOCKS
 
 
 @pytest.mark.parametrize("kind", SEVERAL_KINDS)
@@ -75,6 +91,24 @@ def test_with_weights_of_half_precision(kind):
     assert outcome.travels
     assert outcome.loss_difference <= 3e-2
     assert outcome.gradient_difference <= 3e-2, outcome
+
+
+def switch_on_dropout(model):
+    """With random numbers that depend on the micro batch and the block alone: see `seeded_loss`."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        for name, value in vars(module).items():
+            if isinstance(value, float) and re.fullmatch(DROPOUTS, name):
+                setattr(module, name, 0.2)
+    for index, block in enumerate(find_block_parts(model)):
+        seed = lambda *_, index=index: torch.manual_seed(torch.initial_seed() // 100 * 100 + index + 1)  # noqa: E731
+        block[0].register_forward_pre_hook(seed)
+
+
+def seeded_loss(model, batch):
+    torch.manual_seed(100 * int(batch["input_ids"].sum()))
+    return model(**batch).loss
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "xlm", "gemma3n_text"])

@@ -1,0 +1,119 @@
+"""What the parts of a model cost: parameters, and operations for one token."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.costs import costs_by_flops, costs_by_parameters, parameters_of
+from tests.unit.pipeline import toys
+from tests.unit.pipeline.toys import make_toy
+
+LENGTH = 64
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "vocab_size": 100, "num_hidden_layers": 3}  # fmt: skip
+
+
+def make(model_type, **config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | config))
+
+
+def flops(model, length=LENGTH):
+    return costs_by_flops(model, find_block_parts(model), length)
+
+
+def parameters(model):
+    return costs_by_parameters(model, find_block_parts(model))
+
+
+ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
+LLAMA_BLOCK = ATTENTION + 3 * 32 * 48 + 2 * 32
+
+
+def test_parameters_of_a_llama():
+    costs = parameters(make("llama"))
+    assert costs.blocks == (LLAMA_BLOCK,) * 3
+    assert (costs.prologue, costs.epilogue) == (100 * 32, 100 * 32)
+
+
+def test_flops_of_a_llama():
+    """6 for each parameter, attention over the whole square, no embedding, a head with its softmax."""
+    costs = flops(make("llama"))
+    assert costs.blocks == (6 * LLAMA_BLOCK + 12 * 32 * LENGTH,) * 3
+    assert costs.prologue == 0
+    assert costs.epilogue == 6 * 100 * 32 + 10 * 100
+
+
+def test_only_attention_grows_with_the_sequence():
+    model = make("llama")
+    short, long = flops(model, 100), flops(model, 300)
+    assert long.blocks[0] - short.blocks[0] == 12 * 32 * 200
+    assert long.epilogue == short.epilogue
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_costs_as_much_as_its_own(tied):
+    model = make("llama", tie_word_embeddings=tied)
+    assert parameters(model).epilogue == 100 * 32
+    assert flops(model).epilogue == 6 * 100 * 32 + 10 * 100
+
+
+def test_heads_may_be_wider_than_the_hidden_states():
+    narrow, wide = (flops(make("qwen3", head_dim=size)).blocks[0] for size in (8, 32))
+    per_size = 32 * 4 + 2 * 32 * 2 + 4 * 32 + 2
+    assert wide - narrow == (6 * per_size + 12 * 4 * LENGTH) * (32 - 8)
+
+
+def test_of_the_experts_only_those_count_that_a_token_meets():
+    model = make("mixtral", num_local_experts=8, num_experts_per_tok=2)
+    expert, router, norms = 3 * 32 * 48, 8 * 32, 2 * 32
+    around = ATTENTION + router + norms
+    assert parameters(model).blocks[0] == around + 8 * expert
+    assert flops(model).blocks[0] == 6 * (around + 2 * expert) + 12 * 32 * LENGTH
+
+
+def test_shared_experts_and_dense_blocks_count_in_full():
+    dense, sparse = flops(
+        make(
+            "glm4_moe",
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            moe_intermediate_size=48,
+            head_dim=8,
+        )
+    ).blocks
+    expert, router = 3 * 32 * 48, 4 * 32
+    assert sparse - dense == 6 * ((2 + 1) * expert + router - 3 * 32 * 48)
+
+
+def test_blocks_without_attention_do_not_pay_for_it():
+    config = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_L_cache": 3}
+    model = make("lfm2", **config)
+    short, long = flops(model, 100), flops(model, 300)
+    assert [after - before for before, after in zip(short.blocks, long.blocks, strict=True)] == [0, 12 * 32 * 200]
+
+
+def test_a_block_of_several_modules_is_counted_whole_and_shared_parameters_once():
+    model = make_toy(toys.TwoLists)
+    linear = 8 * 8 + 8
+    assert parameters(model).blocks == (2.0 * linear,) * 4
+    block = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    block["b"].weight = block["a"].weight
+    assert list(parameters_of((block,))) == ["0.a.weight"]
+
+
+class Headless(toys.Toy):
+    """Its head is no module that the model could name."""
+
+    def get_output_embeddings(self):
+        return None
+
+
+def test_models_without_a_known_head():
+    assert parameters(make_toy(Headless)).epilogue == 0
+    assert flops(make_toy(Headless)).epilogue == 10 * 32

@@ -1,0 +1,83 @@
+"""Gradients over ranks: summed where several hold a parameter, and one norm for the whole model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hfdist.pipeline import gradients
+from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.testing import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+WORLD = 3
+
+
+def parameter(value, shape=(2, 3), dtype=torch.float32):
+    """One with a gradient of equal numbers; None: without."""
+    made = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    made.grad = None if value is None else torch.full(shape, float(value), dtype=dtype)
+    return made
+
+
+def answers():
+    """Everything that needs ranks, in one fork."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    # Used by all, by rank 1 alone, by none; frozen; of another type; more than one message holds.
+    everywhere, once, never = parameter(rank), parameter(5 if rank == 1 else None), parameter(None)
+    frozen = parameter(7).requires_grad_(False)
+    half = parameter(1, dtype=torch.bfloat16)
+    large = [parameter(rank, shape=(5,)) for _ in range(4)]
+    transposed = parameter(0, shape=(4, 2))
+    transposed.grad = (torch.arange(8.0).view(2, 4) * (rank + 1)).t()
+    gradients._BUCKET_ELEMENTS = 12
+    together = [everywhere, once, never, frozen, half, *large, transposed]
+    sum_gradients(together, group)
+    summed = [None if p.grad is None else p.grad.tolist() for p in together]
+    assert half.grad.dtype is torch.bfloat16
+
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    kept = parameter(rank)
+    sum_gradients([kept], alone)
+    sum_gradients([], group)
+
+    own = [parameter(rank + 1, shape=(4,)), parameter(None)]
+    norm = total_norm(own, group)
+    # A rank may count nothing, as one that only holds what others count.
+    empty = total_norm([parameter(3.0, shape=(1,))] if rank == 0 else [], group)
+    return summed, kept.grad.tolist(), norm.item(), empty.item()
+
+
+@pytest.fixture(scope="module")
+def by_rank():
+    return run_ranks(answers, WORLD)
+
+
+def test_gradients_are_summed_over_the_ranks(by_rank):
+    for summed, _, _, _ in by_rank:
+        everywhere, once, _, _, half, *large, transposed = summed
+        assert everywhere == [[0 + 1 + 2] * 3] * 2
+        assert half == [[WORLD] * 3] * 2
+        assert large == [[3] * 5] * 4
+        assert transposed == (torch.arange(8.0).view(2, 4) * (1 + 2 + 3)).t().tolist()
+        assert once == [[5] * 3] * 2
+
+
+def test_what_no_rank_has_used_keeps_no_gradient(by_rank):
+    """The optimizer leaves it out, as in one process; zeros would decay its weight."""
+    assert all(summed[2] is None for summed, _, _, _ in by_rank)
+
+
+def test_frozen_parameters_are_left_alone(by_rank):
+    assert all(summed[3] == [[7] * 3] * 2 for summed, _, _, _ in by_rank)
+
+
+def test_a_group_of_one_has_its_sum(by_rank):
+    assert [kept for _, kept, _, _ in by_rank] == [[[rank] * 3] * 2 for rank in range(WORLD)]
+
+
+def test_the_norm_is_that_of_all_ranks_parameters(by_rank):
+    expected = (4 * (1 + 4 + 9)) ** 0.5
+    assert [norm for _, _, norm, _ in by_rank] == pytest.approx([expected] * WORLD, rel=1e-6)
+    assert [norm for _, _, _, norm in by_rank] == pytest.approx([3.0] * WORLD)

@@ -1,0 +1,50 @@
+"""Batches cut into micro batches: all rows, once, and nothing that counts besides."""
+
+import pytest
+import torch
+
+from hfdist.strategies.microbatches import split_batch
+
+
+def rows(num_rows, num_tokens=3):
+    ids = torch.arange(num_rows * num_tokens).view(num_rows, num_tokens)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize(("num_rows", "num_microbatches"), [(8, 4), (8, 8), (6, 1), (10, 8), (7, 3), (2, 4), (1, 4)])
+def test_every_row_goes_to_one_micro_batch_in_order(num_rows, num_microbatches):
+    batch = rows(num_rows)
+    parts = split_batch(batch, num_microbatches)
+    assert len(parts) == num_microbatches
+    assert len({part["input_ids"].shape for part in parts}) == 1
+    together = {name: torch.cat([part[name] for part in parts]) for name in batch}
+    for name, value in batch.items():
+        assert torch.equal(together[name][:num_rows], value)
+    # What fills up is real input without a target.
+    assert (together["labels"][num_rows:] == -100).all()
+    assert all(torch.equal(row, batch["input_ids"][0]) for row in together["input_ids"][num_rows:])
+
+
+def test_no_more_is_filled_up_than_needed():
+    assert [len(part["input_ids"]) for part in split_batch(rows(10), 4)] == [3, 3, 3, 3]
+    assert [len(part["input_ids"]) for part in split_batch(rows(2), 4)] == [1, 1, 1, 1]
+
+
+def test_masks_of_any_rank_are_cut_with_their_rows():
+    mask = torch.rand(5, 1, 3, 3) > 0.5
+    parts = split_batch(rows(5) | {"attention_mask": mask, "shift_labels": rows(5)["labels"]}, 2)
+    assert torch.equal(torch.cat([part["attention_mask"] for part in parts])[:5], mask)
+    assert parts[1]["attention_mask"].dtype is torch.bool
+    assert parts[1]["shift_labels"][-1].tolist() == [-100] * 3
+
+
+def test_what_has_no_rows_goes_to_all():
+    shared = {"position_ids": torch.arange(3)[None], "scale": torch.tensor(2.0), "max_length": 3, "lengths": None}
+    for part in split_batch(rows(4) | shared, 2):
+        assert all(part[name] is value for name, value in shared.items())
+
+
+def test_cutting_whole_batches_copies_nothing():
+    batch = rows(8)
+    for index, part in enumerate(split_batch(batch, 4)):
+        assert part["input_ids"].data_ptr() == batch["input_ids"][2 * index].data_ptr()

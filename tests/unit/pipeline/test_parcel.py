@@ -1,0 +1,83 @@
+"""What travels between stages: taken apart, described as text, and put together again."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hfdist.pipeline.parcel import CARRIES, Absent, Carry, Header, Outputs, Parcel, TensorMeta, unpack
+
+HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
+PARCELS = {
+    "tensor": Parcel({"0.0": HIDDEN}),
+    "nested tuples": Parcel({"0.0": (HIDDEN, (None, (torch.randn(2), 3.5)), [True, "eager"])}),
+    "dict": Parcel({"0.0": {"hidden": HIDDEN, "losses": {"router": torch.randn(())}}}),
+    "model output": Parcel({"0.0": BaseModelOutputWithPast(last_hidden_state=HIDDEN, attentions=(torch.rand(1),))}),
+    "other types": Parcel({"0.0": (torch.tensor([[True], [False]]), torch.arange(6).view(2, 3), HIDDEN.bfloat16())}),
+    "several blocks": Parcel({"0.0": HIDDEN, "1.0": (HIDDEN.detach(), None), "1.1": HIDDEN * 2}),
+    "entries": Parcel({"0.0": HIDDEN}, {"cache": {"keys": torch.rand(2)}, "1": {0: HIDDEN.detach(), 2: (None, HIDDEN)}}),
+    "absent": Parcel({"0.0": (HIDDEN, Absent((2, 1), torch.bfloat16))}),
+    "empty": Parcel(),
+    "no elements": Parcel({"0.0": (HIDDEN, torch.empty(0, 5))}),
+}
+
+
+@pytest.mark.parametrize("parcel", PARCELS.values(), ids=PARCELS)
+def test_a_description_survives_as_text(parcel):
+    header, tensors = unpack(parcel)
+    arrived = Header.from_json(header.to_json())
+    assert arrived == header
+    again = arrived.pack(tensors)
+    assert type(again.outputs.get("0.0")) is type(parcel.outputs.get("0.0"))
+    assert unpack(again)[0] == header
+    sent, received = (tree_leaves((p.outputs, p.entries)) for p in (parcel, again))
+    assert len(sent) == len(received)
+    for before, after in zip(sent, received, strict=True):
+        assert before is after if isinstance(before, torch.Tensor) else before == after
+
+
+@pytest.mark.parametrize("parcel", PARCELS.values(), ids=PARCELS)
+def test_the_receiver_knows_what_to_allocate(parcel):
+    header, tensors = unpack(parcel)
+    assert len(header.metas) == len(tensors)
+    for meta, tensor in zip(header.metas, tensors, strict=True):
+        assert (meta.shape, meta.dtype, meta.requires_grad) == (tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+def test_what_stays_behind_takes_no_place_among_the_tensors():
+    header, tensors = unpack(Parcel({"0.0": (Absent((9,), torch.float32), HIDDEN, 7)}))
+    assert tensors == (HIDDEN,)
+    assert header.leaves == (
+        Absent((9,), torch.float32),
+        TensorMeta(shape=(2, 3, 4), dtype=torch.float32, requires_grad=True),
+        7,
+    )
+
+
+def test_absent_tensors_come_back_as_nan_that_can_be_written_into():
+    poison = Absent((2, 3), torch.bfloat16).poison(torch.device("cpu"))
+    assert poison.shape == (2, 3)
+    assert poison.dtype is torch.bfloat16
+    assert poison.isnan().all()
+    poison[0] += 1
+
+
+class Cache:
+    pass
+
+
+def test_objects_of_other_classes_are_refused():
+    header, _ = unpack(Parcel({"0.0": (HIDDEN, Cache())}))
+    with pytest.raises(TypeError, match="return a Cache, which cannot travel"):
+        header.to_json()
+
+
+def test_carries_go_from_the_least_to_the_most():
+    assert CARRIES[0] == Carry(Outputs.hidden, embedding=False)
+    assert CARRIES[-1] == Carry(Outputs.history, embedding=True)
+    assert len(set(CARRIES)) == 6
+    assert [carry.describe() for carry in (CARRIES[0], CARRIES[3], CARRIES[4])] == [
+        "hidden states",
+        "block outputs and the embedding",
+        "all block outputs",
+    ]

@@ -1,0 +1,102 @@
+"""The orders in which torch's schedules work, timed with forwards and both halves of backwards equally long."""
+
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.schedule import rank_of_stage
+
+CLASSES = {
+    Schedule.gpipe: schedules.ScheduleGPipe,
+    ONE_F_ONE_B: schedules.Schedule1F1B,
+    Schedule.interleaved_1f1b: schedules.ScheduleInterleaved1F1B,
+    Schedule.interleaved_zero_bubble: schedules.ScheduleInterleavedZeroBubble,
+    Schedule.zbv: schedules.ScheduleZBVZeroBubble,
+    Schedule.dualpipev: schedules.ScheduleDualPipeV,
+}
+SINGLE = (Schedule.gpipe, ONE_F_ONE_B)
+UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
+GIVES = {"F": "output", "I": "gradient", "W": "weights", "B": "gradient"}
+
+
+def build(schedule, stages, num_microbatches, **options):
+    """torch's own schedule, or its ValueError."""
+    return CLASSES[schedule](stages[0] if schedule in SINGLE else stages, num_microbatches, **options)
+
+
+def order(schedule, num_ranks, stages_per_rank, num_microbatches):
+    """What each rank computes, in order: tuples of actions, as a pair counts as one. Raises torch's ValueError."""
+    placement = rank_of_stage(schedule, num_ranks, stages_per_rank)
+    # torch plans all ranks on each; of its stages it needs no more than their places for that.
+    stages = [
+        SimpleNamespace(
+            stage_index=index, num_stages=len(placement), group_size=num_ranks, group_rank=0, submod=torch.nn.Identity()
+        )
+        for index, rank in enumerate(placement)
+        if rank == 0
+    ]
+    plan = build(schedule, stages, num_microbatches).pipeline_order
+    if schedule is ONE_F_ONE_B:
+        return [_one_f_one_b(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    return [
+        [action.sub_actions or (action,) for action in plan[rank] if action is not None and action.is_compute_op]
+        for rank in range(num_ranks)
+    ]
+
+
+def _one_f_one_b(rank, num_ranks, num_microbatches):
+    """What `Schedule1F1B` runs: it does not follow its own `pipeline_order`."""
+    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+    ahead = min(num_ranks - rank, num_microbatches)
+    actions = [_Action(rank, forward, microbatch) for microbatch in range(ahead)]
+    for microbatch in range(num_microbatches):
+        actions.append(_Action(rank, backward, microbatch))
+        if microbatch + ahead < num_microbatches:
+            actions.append(_Action(rank, forward, microbatch + ahead))
+    return [(action,) for action in actions]
+
+
+def run(ranks, num_stages):
+    """Start and stop of all actions: [(rank, letter, stage, microbatch, start, stop)], in forwards of one stage."""
+    free, reached, done, events = [0] * len(ranks), [0] * len(ranks), {}, []
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(ranks):
+            while reached[rank] < len(actions):
+                step = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions[reached[rank]]]
+                inputs = [name for action in step for name in _inputs(*action, num_stages)]
+                if not all(name in done for name in inputs):
+                    break
+                free[rank] = max([free[rank], *(done[name] for name in inputs)])
+                for letter, stage, microbatch in step:
+                    events.append((rank, letter, stage, microbatch, free[rank], free[rank] + UNITS[letter]))
+                    free[rank] += UNITS[letter]
+                # A pair is one action: what it gives is sent when both halves are done.
+                done |= {(GIVES[letter], *place): free[rank] for letter, *place in step}
+                reached[rank] += 1
+                progress = True
+    assert reached == [len(actions) for actions in ranks], "the schedule stands still"
+    return events
+
+
+def _inputs(letter, stage, microbatch, num_stages):
+    """What must be done before, on this rank or another."""
+    if letter == "F":
+        return [("output", stage - 1, microbatch)] if stage > 0 else []
+    if letter == "W":
+        return []
+    return [("gradient", stage + 1, microbatch)] if stage < num_stages - 1 else [("output", stage, microbatch)]
+
+
+def picture(schedule, num_ranks, stages_per_rank, num_microbatches):
+    """One line for each rank and two columns for each forward: letter and micro batch, small for later stages."""
+    events = run(order(schedule, num_ranks, stages_per_rank, num_microbatches), num_ranks * stages_per_rank)
+    lines = [[" ."] * max(event[-1] for event in events) for _ in range(num_ranks)]
+    for rank, letter, stage, microbatch, start, stop in events:
+        name = f"{letter if stage < num_ranks else letter.lower()}{microbatch}"
+        lines[rank][start:stop] = [name] * (stop - start)
+    return [f"    {rank}  {' '.join(cells)}".rstrip() for rank, cells in enumerate(lines)]

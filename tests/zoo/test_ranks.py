@@ -1,0 +1,113 @@
+"""Every rank really cuts its model, agrees with the others on what travels, and trains its stage: types of all sorts."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+from hfdist.config.pipeline import ONE_F_ONE_B
+from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.cut import cut_model
+from hfdist.pipeline.gradients import sum_gradients
+from hfdist.strategies.mesh import build_mesh
+from hfdist.strategies.settle import settle
+from hfdist.testing import run_ranks
+from hfdist.topology import Degrees, Topology
+from tests.zoo.models import tiny_batch, tiny_model
+from tests.zoo.splitting import (
+    TOLERANCE,
+    Run,
+    compare_gradients,
+    compare_losses,
+    even_stages,
+    run_stages,
+    run_whole,
+    take_gradients,
+)
+
+pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
+
+KINDS = [
+    *("blt", "gemma3n_text", "gemma4_text", "gpt2", "llama", "llama tied", "mamba2", "mixtral", "roformer"),
+    *("xlm", "xlm-roberta", "zamba2", "zaya"),
+]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of a pipeline held and computed."""
+
+    travels: str
+    names: frozenset[str]
+    """Of its parameters, with all names of those that are tied."""
+    losses: tuple[float, ...]
+    gradient_difference: float
+    worst_parameter: str
+
+
+def make(kind):
+    """The model and two batches of different lengths, equal in every process."""
+    model_type, *tied = kind.split()
+    model = tiny_model(model_type)
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model, [tiny_batch(model, seed=seed, tokens=tokens) for seed, tokens in ((1, 16), (2, 24), (3, 16))]
+
+
+def train_one_stage(kind: str, expected: Run) -> Share:
+    """What each rank does."""
+    num_ranks = dist.get_world_size()
+    topology = Topology.of(Degrees(pipeline=num_ranks), world_size=num_ranks, rank=dist.get_rank())
+    model, batches = make(kind)
+    blocks = find_block_parts(model)
+    cut = cut_model(model, blocks, even_stages(len(blocks), num_ranks), [topology.pipeline_rank])
+    rank_of_stage = tuple(range(num_ranks))
+    settled = settle(cut, rank_of_stage, topology, build_mesh(topology))
+    losses = run_stages(cut, settled.carry, rank_of_stage, batches, schedule=ONE_F_ONE_B)
+    for group, names in settled.shared.groups:
+        sum_gradients([model.get_parameter(name) for name in names], group)
+    gradients = take_gradients(model)
+    difference, worst = compare_gradients(gradients, expected.gradients)
+    return Share(settled.carry.describe(), frozenset(gradients), losses, difference, worst)
+
+
+def blocks_of_parameters(model):
+    """For each name, the blocks that the parameter is in."""
+    found = {name: set() for name, _ in model.named_parameters(remove_duplicate=False)}
+    name_of = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name_of.setdefault(id(parameter), []).append(name)
+    for index, block in enumerate(find_block_parts(model)):
+        for parameter in (p for part in block for p in part.parameters()):
+            for name in name_of[id(parameter)]:
+                found[name].add(index)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_train_as_one_process(kind, num_ranks):
+    model, batches = make(kind)
+    whole = run_whole(model, batches)
+    shares = run_ranks(train_one_stage, num_ranks, kind, whole)
+    assert compare_losses(shares[-1].losses, whole.losses) <= TOLERANCE
+    for share in shares:
+        assert share.gradient_difference <= TOLERANCE, share.worst_parameter
+    assert len({share.travels for share in shares}) == 1
+    check_parts(model, shares)
+
+
+def check_parts(model, shares):
+    """No rank holds what is another's, and no parameter is without a rank."""
+    blocks_of = blocks_of_parameters(model)
+    assert frozenset.union(*(share.names for share in shares)) == set(blocks_of)
+    stages = even_stages(len(find_block_parts(model)), len(shares))
+    for share, stage in zip(shares, stages, strict=True):
+        own = {name for name, blocks in blocks_of.items() if blocks & set(stage)}
+        inside = {name for name, blocks in blocks_of.items() if blocks}
+        assert share.names & inside == own
+    around = {name for name, p in model.named_parameters() for end in (model.get_input_embeddings(), model.get_output_embeddings())
+              if end is not None and p is getattr(end, "weight", None)}
+    if shares[0].travels == "hidden states":
+        for share in shares[1:-1]:
+            assert not share.names & around
