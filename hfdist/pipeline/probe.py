@@ -93,9 +93,11 @@ def _reached(cut: Cut, value: Any) -> set[str]:
 
 def _leaves(value: Any) -> set[int]:
     """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
-    todo = [tensor.grad_fn for tensor in _tensors(value) if tensor.grad_fn is not None]
+    tensors = _tensors(value)
+    # A stage that skips all its blocks hands on what it received.
+    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
+    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(todo)
-    leaves = set()
     while todo:
         node = todo.pop()
         if hasattr(node, "variable"):

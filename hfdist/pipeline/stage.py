@@ -162,7 +162,8 @@ class Stage(PipelineStage):
                 self._backward(chunk)
             else:
                 assert chunk.weight_groups is not None
-                stage_backward_weight(self._view.parameters(), chunk.weight_groups)
+                # A parameter that is used twice makes groups whose graphs overlap. All is freed with the chunk.
+                stage_backward_weight(self._view.parameters(), chunk.weight_groups, retain_graph=True)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Say which gradients go to the previous stage."""

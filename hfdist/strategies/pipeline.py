@@ -155,9 +155,12 @@ class PipelineEngine:
             Link(self._strategy.rank_of_stage, self._pipeline_group, device),
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.step_record.recorder,
-            splits_backward=not (self._cut.is_compiled or self._cut.model.is_gradient_checkpointing),
+            splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
         )
         self._optimizer, self._scaler = optimizer, scaler
+        if scaler is not None:
+            # The scale is made at first use, and only the last stage has losses to scale.
+            scaler.scale(torch.zeros((), device=device))
         return optimizer
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -30,6 +28,7 @@ from hfdist.topology import Topology
 from hfdist.trainer import saving
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
+from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class DistributedTrainerMixin(_Trainer):
         is_fp16 = self.accelerator.mixed_precision == "fp16" and not self.is_deepspeed_enabled
         if self.engine is not None and is_fp16:
             self.accelerator.native_amp = True
-            self.accelerator.scaler = _loss_scaler(self.accelerator.device)
+            self.accelerator.scaler = AgreedLossScaler(self.accelerator.device.type)
         if self.strategy is not None and self.strategy.topology.data_size < self.args.world_size:
             # accelerate deals batches over all processes, but ranks of one model replica must read the same.
             self.accelerator.prepare_data_loader = partial(_deal, self.accelerator, self.strategy.topology)
@@ -305,13 +304,6 @@ class DistributedTrainerMixin(_Trainer):
 
 class Trainer(DistributedTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with a `strategy`."""
-
-
-def _loss_scaler(device: torch.device) -> torch.amp.GradScaler:
-    """One whose verdict on overflow is that of all ranks, since each may hold another part of the model."""
-    if not dist.is_initialized():
-        return torch.amp.GradScaler(device.type)
-    return ShardedGradScaler(device.type)
 
 
 def _deal(

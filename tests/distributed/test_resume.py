@@ -16,7 +16,8 @@ SAVING = ("checkpoint=default", "checkpoint.every=5", "train.max_steps=12", "dat
 # Dropout, so that the random state must be right as well.
 DROPOUT = ("model.config.attention_dropout=0.1",)
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2),
+           ("pipeline", 2), ("pipeline_zero1", 4)]  # fmt: skip
 
 
 def stopped(run, folder, step):
