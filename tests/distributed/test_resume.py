@@ -60,8 +60,9 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(("zero3", 2), ("single", 1)), (("single", 1), ("zero2", 2)), (("ddp", 2), ("zero1", 4))],
-)
+    [(("zero3", 2), ("single", 1)), (("single", 1), ("zero2", 2)), (("ddp", 2), ("zero1", 4)),
+     (("pipeline", 2), ("zero2", 2)), (("single", 1), ("pipeline", 2)), (("pipeline_zero1", 4), ("pipeline", 2))],
+)  # fmt: skip
 def test_another_layout_goes_on_with_the_same_losses(tmp_path, cache_dir, before, after):
     run = tmp_path / "run"
     pretrain(run, before[1], f"strategy={before[0]}", *SAVING)

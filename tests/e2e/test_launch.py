@@ -18,7 +18,7 @@ SMALL = ("model=tiny", "data.sequence_length=64", "data.eval_sequences=8", "trai
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
-def run(command, folder, **environment):
+def run(command, folder, timeout_seconds=170, **environment):
     """Run a command outside the checkout, as a user would, and give exit code and all output."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     result = subprocess.run(
@@ -28,7 +28,7 @@ def run(command, folder, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=170,
+        timeout=timeout_seconds,
         check=False,
     )
     return result.returncode, result.stdout
