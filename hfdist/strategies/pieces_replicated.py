@@ -12,24 +12,25 @@ from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError
 
 
-def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
+def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
     """List weights, persistent buffers and optimizer state, all whole; tied weights once, under their first name.
 
     State that the optimizer has not made yet is made first, as zeros, which is what its first step would do.
 
     Args:
         model: the Hugging Face model, without wrappers.
-        optimizer: torch's own Adam or AdamW, without wrappers.
+        optimizer: torch's own Adam or AdamW, without wrappers; None: not made yet, so there are weights only.
 
     Raises:
         CheckpointError: another optimizer.
     """
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    param_groups = [] if optimizer is None else optimizer.param_groups
+    groups = {id(parameter): group for group in param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         yield Piece(name=name, key=WEIGHT, shape=shape, start=0, view=parameter.detach())
         group = groups.get(id(parameter))
-        if group is not None and parameter.requires_grad and parameter.numel() > 0:
+        if optimizer is not None and group is not None and parameter.requires_grad and parameter.numel() > 0:
             state = prepare_state(optimizer, group, parameter)
             yield Piece(name=name, key=STEP, shape=(), start=0, view=state[STEP])
             for key, value in elementwise(state, parameter).items():

@@ -147,9 +147,17 @@ class PipelineEngine:
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
+        self._pipeline = self._make_pipeline()
+        self._optimizer, self._scaler = optimizer, scaler
+        if scaler is not None:
+            # The scale is made at first use, and only the last stage has losses to scale.
+            scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+        return optimizer
+
+    def _make_pipeline(self) -> Pipeline:
         device = next(self.model.parameters()).device
         self.step_record = self._strategy.describe_step(device)
-        self._pipeline = Pipeline(
+        return Pipeline(
             {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
             Link(self._strategy.rank_of_stage, self._pipeline_group, device),
@@ -157,11 +165,6 @@ class PipelineEngine:
             recorder=self.step_record.recorder,
             splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
         )
-        self._optimizer, self._scaler = optimizer, scaler
-        if scaler is not None:
-            # The scale is made at first use, and only the last stage has losses to scale.
-            scaler.scale(torch.zeros((), device=device))
-        return optimizer
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
         """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
@@ -184,7 +187,9 @@ class PipelineEngine:
 
     def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forwards through the stages. Only the rank of the last stage has numbers; the others give zeros."""
-        assert self._pipeline is not None
+        if self._pipeline is None:
+            # Before training.
+            self._pipeline = self._make_pipeline()
         self._train_mode(False)
         microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
         with torch.no_grad():
@@ -206,7 +211,8 @@ class PipelineEngine:
 
     def pieces(self) -> Iterable[Piece]:
         """This rank's parameters and their optimizer state, whole; names are the whole model's."""
-        return pieces_replicated.list_pieces(self.model, self._optimizer.optimizer)
+        optimizer = None if self._optimizer is None else self._optimizer.optimizer
+        return pieces_replicated.list_pieces(self.model, optimizer)
 
     def numbers(self) -> dict[str, Any]:
         """None: the Trainer keeps the loss scale."""

@@ -26,7 +26,10 @@ class ReplicatedStrategy:
 
     def training_arguments(self) -> dict[str, object]:
         """Gradient accumulation by the Trainer itself."""
-        return {"gradient_accumulation_steps": self.batch.num_microbatches}
+        return {
+            "gradient_accumulation_steps": self.batch.num_microbatches,
+            "per_device_train_batch_size": self.batch.micro_batch_size,
+        }
 
     def start(self) -> None:
         """Nothing to do."""
@@ -53,7 +56,6 @@ class ReplicatedEngine(DefaultEngine):
 
     def pieces(self) -> Iterable[Piece]:
         """Every parameter and its optimizer state, whole."""
-        assert self._optimizer is not None
         return pieces_replicated.list_pieces(self.model, self._optimizer)
 
     def numbers(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.exchange import gather_json
-from hfdist.pipeline.timeline import Event, Recorder, from_json, to_json, with_waits
+from hfdist.pipeline.timeline import Event, Recorder, from_json, to_json
 from hfdist.topology import Topology
 
 
@@ -49,4 +49,4 @@ class StepRecord:
         yield
         every = gather_json(to_json(self.recorder.events()))
         first = [own for rank, own in enumerate(every) if replace(self._topology, rank=rank).data_rank == 0]
-        self.events = with_waits(event for own in first for event in from_json(own))
+        self.events = [event for own in first for event in from_json(own)]

@@ -38,7 +38,11 @@ class ZeroStrategy:
 
     def training_arguments(self) -> dict[str, object]:
         """The generated DeepSpeed config. Under ZeRO-3, models built after it are cut while they are made."""
-        return {"gradient_accumulation_steps": self.batch.num_microbatches, "deepspeed": self._deepspeed}
+        return {
+            "gradient_accumulation_steps": self.batch.num_microbatches,
+            "per_device_train_batch_size": self.batch.micro_batch_size,
+            "deepspeed": self._deepspeed,
+        }
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""

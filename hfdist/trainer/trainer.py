@@ -307,7 +307,11 @@ class Trainer(DistributedTrainerMixin, transformers.Trainer):
 
 
 def _deal(
-    accelerator: Accelerator, topology: Topology, data_loader: Any, device_placement: Any = None, slice_fn: Any = None
+    accelerator: Accelerator,
+    topology: Topology,
+    data_loader: Any,
+    device_placement: Any = None,
+    slice_fn_for_dispatch: Any = None,
 ) -> Any:
     """`Accelerator.prepare_data_loader`, over data ranks instead of processes."""
     prepared = prepare_data_loader(

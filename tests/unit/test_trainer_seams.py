@@ -4,7 +4,10 @@ import importlib
 import inspect
 
 import pytest
+import torch
 import transformers
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from hfdist.trainer.trainer import DistributedTrainerMixin
@@ -29,6 +32,11 @@ SEAMS = {
     "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
     "floating_point_ops": ["self", "inputs"],
     "_clip_grad_norm": ["self", "model"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_get_num_items_in_batch": ["self", "batch_samples", "device"],
+    "_sync_replicated_trainable_parameters": ["self", "model"],
+    "get_total_train_batch_size": ["self", "args"],
+    "predict": ["self", "test_dataset", "ignore_keys", "metric_key_prefix"],
     "log": ["self", "logs", "start_time"],
     "get_train_dataloader": ["self"],
     "get_eval_dataloader": ["self", "eval_dataset"],
@@ -74,6 +82,32 @@ def test_private_names_elsewhere():
     assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
         inspect.signature(TrainingArguments).parameters
     )
+
+
+def test_the_flag_that_keeps_ddp_away_is_read_where_we_need_it():
+    assert "self.is_distributed_loading_by_transformers" in inspect.getsource(
+        transformers.Trainer._prepare_for_training
+    )
+
+
+def test_accelerate_deals_batches_where_we_replace_it():
+    names = list(inspect.signature(Accelerator.prepare_data_loader).parameters)
+    assert names == ["self", "data_loader", "device_placement", "slice_fn_for_dispatch"]
+    assert "self.prepare_data_loader(" in inspect.getsource(Accelerator._prepare_one)
+    assert {"num_processes", "process_index", "even_batches", "use_seedable_sampler"} <= set(
+        inspect.signature(prepare_data_loader).parameters
+    )
+
+
+def test_a_loss_scaler_keeps_its_verdicts_where_we_share_them():
+    assert "found_inf_per_device" in inspect.getsource(torch.amp.GradScaler._found_inf_per_device)
+
+
+def test_deepspeeds_stage_1_steps_after_a_schedule():
+    zero = importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
+    assert "pipeline_parallel" in inspect.signature(zero.reduce_gradients).parameters
+    assert "self._global_grad_norm" in inspect.getsource(zero.step)
+    assert "ds_pipe_replicated" in inspect.getsource(zero.get_grad_norm_direct)
 
 
 def test_deepspeed_asks_the_table_of_operators_that_we_empty():
