@@ -1,0 +1,136 @@
+"""The whole Trainer with a pipeline under it, from Python, without Hydra and on a user's own dataset."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainingArguments
+
+import hfdist
+from hfdist.errors import ConfigError, PartitionError
+from hfdist.testing import run_ranks
+from hfdist.trainer.callbacks import TimelineDrawer
+
+pytestmark = pytest.mark.distributed
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 64}  # fmt: skip
+
+
+def items(number):
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 64, (16,), generator=generator) for _ in range(number)]
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+def make_trainer(folder, pipeline, *, callbacks=(), **more):
+    strategy = hfdist.make_strategy(pipeline=pipeline, global_batch_size=4, micro_batch_size=1, sequence_length=16)
+    fields = {"num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+              "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 1,
+              "metric_for_best_model": "eval_loss", "greater_is_better": False}  # fmt: skip
+    arguments = TrainingArguments(str(folder), **fields | strategy.training_arguments())
+    strategy.start()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    data = items(10)
+    return hfdist.Trainer(
+        model, arguments, strategy=strategy, train_dataset=data, eval_dataset=data[:3], callbacks=[*callbacks], **more
+    )
+
+
+def train(folder, pipeline):
+    trainer = make_trainer(folder, pipeline)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    keys = ("step", "loss", "grad_norm", "eval_loss", "eval_tokens", "learning_rate", "tokens")
+    history = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
+    trainer.save_model(str(folder / "model"))
+    return before, history
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """On one process and on two ranks: what each rank has logged, and the exported models."""
+    folders = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (1, 2)}
+    logged = {size: run_ranks(train, size, folders[size], size, group=size > 1) for size in folders}
+    models = {size: AutoModelForCausalLM.from_pretrained(folder / "model") for size, folder in folders.items()}
+    return logged, models
+
+
+def test_it_logs_and_evaluates_as_one_process_does(both):
+    (reference,), ranks = both[0][1], both[0][2]
+    assert ranks[0] == ranks[1], "every rank logs the same numbers"
+    assert ranks[0][0] == pytest.approx(reference[0], rel=1e-6), "an evaluation before training"
+    # 10 items in batches of 4: the last step of each epoch has 2.
+    assert [entry["tokens"] for entry in reference[1] if "loss" in entry] == [64, 128, 160, 224, 288, 320]
+    for ours, theirs in zip(ranks[0][1], reference[1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_the_export_is_one_models(both):
+    reference = dict(both[1][1].named_parameters())
+    ours = dict(both[1][2].named_parameters())
+    assert ours.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert torch.allclose(ours[name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+def stop_early(folder):
+    trainer = make_trainer(
+        folder, 2, callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=9)]
+    )
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_early_stopping_stops_all_ranks(tmp_path):
+    assert run_ranks(stop_early, 2, tmp_path) == [2, 2]
+
+
+def ask_for_logits(folder):
+    trainer = make_trainer(folder, 2)
+    said = []
+    for wish in (lambda: trainer.predict(items(2)), lambda: make_trainer(folder, 2, compute_metrics=len)):
+        with pytest.raises(ConfigError, match="needs logits") as refused:
+            wish()
+        said.append(refused.value.where)
+    with pytest.raises(PartitionError, match="cannot be called by itself"):
+        trainer.model(input_ids=items(1)[0]["input_ids"][None])
+    return said
+
+
+def test_what_needs_logits_is_refused(tmp_path):
+    assert run_ranks(ask_for_logits, 2, tmp_path) == [["strategy.pipeline"] * 2] * 2
+
+
+def train_and_draw(folder):
+    trainer = make_trainer(folder, 2)
+    trainer.add_callback(TimelineDrawer(folder, trainer.engine))
+    trainer.train()
+    return trainer.engine.step_record.title
+
+
+def test_the_measured_schedule_is_drawn(tmp_path):
+    titles = run_ranks(train_and_draw, 2, tmp_path)
+    assert titles == ["1f1b: 2 ranks x 1 stages, 4 micro batches"] * 2
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        of_rank = [event["cat"] for event in events if event["ph"] == "X" and event["tid"] == rank]
+        assert of_rank.count("forward") == of_rank.count("backward") == 4
+
+
+def wrong_layouts():
+    said = []
+    for layout in ({"pipelin": 2}, {"pipeline": 2, "sharding": "zero2"}, {"pipeline": 2, "schedule": "2f2b"}):
+        with pytest.raises(ConfigError) as refused:
+            hfdist.make_strategy(global_batch_size=4, **layout)
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_layout_from_python_is_checked_as_one_from_yaml():
+    unknown, sharding, schedule = run_ranks(wrong_layouts, 1, group=False)[0]
+    assert "pipelin" in unknown
+    assert "strategy.sharding=zero1" in sharding
+    assert "1f1b" in schedule
