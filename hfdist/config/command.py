@@ -22,7 +22,7 @@ from hfdist.config.explain import Request
 from hfdist.config.run import RunConfig
 from hfdist.config.sources import searching
 from hfdist.config.synonyms import override_for, reason_against
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import ConfigError, HfdistError, PartitionError
 from hfdist.topology import read_launcher
 
 INTERRUPTED = 130
@@ -170,20 +170,19 @@ def _stop_everywhere(error: HfdistError) -> NoReturn:
 def _stop_here(error: HfdistError) -> NoReturn:
     """End after an error of a run that has begun.
 
-    With a process group the others may be waiting for this rank in a collective, so it goes at once. Without one,
-    the other ranks most likely meet the same error: they leave rank 0 the time to say it, and speak only when no
-    launcher has ended them by then.
+    What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time
+    to say it, and speak only when no launcher has ended them by then. So it is as long as there is no process group.
+    Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
     """
     rank = _rank()
-    if _group_size() > 1:
-        _say(f"[rank {rank}] {error}")
+    has_group = _group_size() > 1
+    is_met_by_all = not has_group or isinstance(error, (ConfigError, PartitionError))
+    if rank != 0 and is_met_by_all:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+    _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
+    if has_group:
         # Not through the interpreter's exit, in which a backend waits for its peers.
         os._exit(error.exit_code)
-    if rank == 0:
-        _say(str(error))
-    else:
-        time.sleep(RANK_0_PRINTS_SECONDS)
-        _say(f"[rank {rank}] {error}")
     sys.exit(error.exit_code)
 
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 class AgreedLossScaler(torch.amp.GradScaler):
-    """torch's, with the verdict shared. (FSDP's own shares it too, but its verdict has a shape that fused Adam refuses.)
+    """torch's, with the verdict shared. Every rank must unscale in every step.
 
-    Every rank must unscale in every step.
+    FSDP's own shares it too, but its verdict has a shape that fused Adam refuses.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -38,13 +38,13 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "pipeline"])
 def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
     config = ROOT / "conf" / "launch" / "cpu_2.yaml"
     command = [*LAUNCH, "--config_file", config, RECIPE, f"strategy={strategy}", "run.name=first", *SMALL]
     code, output = run(command, tmp_path)
     assert code == 0, output
-    assert "2 processes: data 2" in output
+    assert f"2 processes: {'pipeline' if strategy == 'pipeline' else 'data'} 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"
     run_dir = tmp_path / "runs" / "first"
     assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4]
@@ -83,3 +83,14 @@ def test_a_mistake_is_told_once_for_all_ranks(tmp_path):
     assert code != 0
     assert output.count("Config error") == 1, output
     assert "train.max_steps" in output
+
+
+def test_a_model_that_does_not_fit_the_pipeline_is_told_once_for_all_ranks(tmp_path, cache_dir):
+    """Found when the process group is up already."""
+    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
+    layout = ("strategy=pipeline", "strategy.blocks_per_stage=[1,2]")
+    code, output = run([*LAUNCH, "--config_file", config, RECIPE, *SMALL, *layout], tmp_path)
+    assert code != 0
+    assert output.count("Config error") == 1, output
+    assert "strategy.blocks_per_stage=[1,1]" in output
+    assert "hfdist" not in output.partition("Config error")[2].partition("strategy.blocks_per_stage=[1,1]")[0]

@@ -46,7 +46,7 @@ MISTAKES = {
     "+nothing.like.this=1": ("nothing (command line)", "groups and sections", None),
     # groups and options
     "optimzer=adamw": ("optimzer (command line)", "optimizer", "optimizer=adamw"),
-    "strategy=zero4": ("strategy (command line)", "ddp, pipeline, pipeline_zero1, single, zero1, zero2", "strategy=zero"),
+    "strategy=zero4": ("strategy (command line)", "ddp, pipeline, pipeline_zero1, single, zero1", "strategy=zero"),
     "model=smal": ("model (command line)", "demo, gpt2_xl, hub", "model=small"),
     "model=5": ("model (command line)", "demo, gpt2_xl, hub", "model=demo"),
     "train=null": ("train (command line)", "bf16, default", "train="),
