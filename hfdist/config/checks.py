@@ -258,13 +258,13 @@ def _check_evaluation(config: RunConfig) -> None:
 
 def _check_resume(resume: str) -> None:
     words = ["auto", "never"]
-    if resume in words or (resume and Path(resume).expanduser().exists()):
+    if resume in words or (resume and Path(resume).expanduser().is_dir()):
         return
     near = difflib.get_close_matches(resume.lower(), words, n=1, cutoff=0.5)
     raise ConfigError(
         "this is neither a word for where to start nor a folder that exists",
         where="checkpoint.resume",
         found=resume,
-        allowed="auto, never, or the path of a checkpoint",
+        allowed="auto, never, or the folder of a checkpoint",
         hint=f"checkpoint.resume={near[0] if near else 'auto'}",
     )

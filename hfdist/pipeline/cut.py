@@ -101,7 +101,8 @@ def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[ran
     foreign = modules_of(b for i, b in enumerate(blocks) if i not in local) - modules_of(own)
     outside = set(model.modules()) - foreign
     shared = {id(p) for module in outside for p in module.parameters(recurse=False)}
-    persistent = {id(buffer) for name, buffer in model.named_buffers() if name in model.state_dict().keys()}
+    saved = model.state_dict()
+    persistent = {id(buffer) for name, buffer in model.named_buffers() if name in saved}
     for module in foreign:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in shared:

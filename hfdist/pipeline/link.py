@@ -51,7 +51,7 @@ class Link:
             self._sending.append((dist.isend(data, group=self.group, group_dst=peer), data))
 
     def receive(self, stage: int) -> Parcel | None:
-        """Wait for what was sent to `stage`. Tensors that a gradient must flow back through are leaves that want one."""
+        """Wait for what was sent to `stage`. Tensors that a gradient flows back through are leaves that want one."""
         if self.rank_of_stage[stage - 1] == self._own_rank:
             return self._handed_over[stage].popleft()
         peer = self.rank_of_stage[stage - 1]

@@ -48,9 +48,7 @@ class Passage:
         is_last: whether the model's forward goes on to its end.
     """
 
-    def __init__(
-        self, blocks: range, num_parts: int, carry: Carry, incoming: Parcel | None, *, is_last: bool
-    ) -> None:
+    def __init__(self, blocks: range, num_parts: int, carry: Carry, incoming: Parcel | None, *, is_last: bool) -> None:
         self._blocks = blocks
         self._last_part = num_parts - 1
         self._is_last = is_last

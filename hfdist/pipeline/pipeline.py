@@ -7,33 +7,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.pipeline import Schedule
 from hfdist.pipeline.link import Link, relay
+from hfdist.pipeline.orders import plan, receive_early
 from hfdist.pipeline.parcel import Header
+from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Stage
 from hfdist.pipeline.timeline import Recorder
 from hfdist.pipeline.view import View
 
 Batch = dict[str, torch.Tensor]
 Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-
-_ONE_STAGE = {Schedule.gpipe: ScheduleGPipe, ONE_F_ONE_B: Schedule1F1B}
-_SEVERAL_STAGES = {
-    Schedule.interleaved_1f1b: ScheduleInterleaved1F1B,
-    Schedule.interleaved_zero_bubble: ScheduleInterleavedZeroBubble,
-    Schedule.zbv: ScheduleZBVZeroBubble,
-    Schedule.dualpipev: ScheduleDualPipeV,
-}
 
 
 class Pipeline:
@@ -59,14 +46,13 @@ class Pipeline:
         splits_backward: bool,
     ) -> None:
         self.views = dict(sorted(views.items()))
-        self._num_microbatches = num_microbatches
         self._link = link
+        self._recorder = recorder
+        self._splits_backward = splits_backward
         self._headers: dict[Signature, dict[int, Header]] = {}
-        self._stages = [
-            Stage(view, index, link, recorder=recorder, splits_backward=splits_backward)
-            for index, view in self.views.items()
-        ]
-        self._schedule = _make_schedule(schedule, self._stages, num_microbatches)
+        own = plan(schedule, link.rank_of_stage, num_microbatches)[dist.get_rank(link.group)]
+        # Two computations earlier make a step 1 to 3 % shorter, and more of them gain nothing (benchmarks/pipeline.py).
+        self._instructions = receive_early(own, 2) if dist.get_backend(link.group) == "gloo" else own
 
     def forward_backward(
         self, microbatches: Sequence[Batch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
@@ -82,12 +68,18 @@ class Pipeline:
         """
         calls = [partial(_call, loss, batch) for batch in microbatches]
         headers = [self._headers_for(batch, call) for batch, call in zip(microbatches, calls, strict=True)]
-        for stage in self._stages:
-            stage.begin(calls, headers)
-        losses: list[torch.Tensor] = []
-        # The loss is the last stage's own output, so there is no target; torch wants one for each micro batch.
-        self._schedule.step(target=torch.arange(self._num_microbatches), losses=losses, return_outputs=False)
-        return losses
+        stages = {
+            index: Stage(
+                view,
+                index,
+                calls,
+                [known.get(index) for known in headers],
+                recorder=self._recorder,
+                splits_backward=self._splits_backward,
+            )
+            for index, view in self.views.items()
+        }
+        return Runtime(stages, self._link, self._recorder).run(self._instructions)
 
     def forward(self, microbatches: Sequence[Batch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
@@ -107,26 +99,3 @@ class Pipeline:
 
 def _call(function: Callable[[PreTrainedModel, Batch], Any], batch: Batch, model: PreTrainedModel) -> Any:
     return function(model, batch)
-
-
-def _make_schedule(schedule: Schedule, stages: Sequence[Stage], num_microbatches: int) -> Any:
-    options: dict[str, Any] = {"loss_fn": _take_output, "scale_grads": False}
-    if schedule in _ONE_STAGE:
-        (stage,) = stages
-        return _ONE_STAGE[schedule](stage, num_microbatches, **options)
-    runtime = _SEVERAL_STAGES[schedule](list(stages), num_microbatches, **options)
-    # DualPipeV sends a forward's output only after the backward that it is paired with, so the next rank waits for
-    # both. With each pair as two actions, the forward first, a step takes 2 to 7 % less (benchmarks/pipeline.py).
-    runtime._prepare_schedule_with_comms(_without_pairs(runtime.pipeline_order))
-    return runtime
-
-
-def _without_pairs(orders: dict[int, list[Any]]) -> dict[int, list[Any]]:
-    return {
-        rank: [single for action in actions if action is not None for single in action.sub_actions or (action,)]
-        for rank, actions in orders.items()
-    }
-
-
-def _take_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output

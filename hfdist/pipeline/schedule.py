@@ -20,8 +20,8 @@ zbv
     0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3  .
     1   . F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 dualpipev
-    0  F0 F1 F2 f0 i0 w0 f1 F3 b1 b1  . f2 B0 B0 b2 b2  . f3 B1 B1 b3 b3 I2 W2 I3 W3
-    1   . F0 f0 F1 f1 F2 b0 b0 f2 B0 B0 F3 b1 b1 f3 B1 B1 b2 b2 B2 B2  . i3 I3 w3 W3
+    0  F0 F1 F2 f0 i0 w0 f1 F3 b1 b1 f2 B0 B0 b2 b2 f3  . B1 B1 b3 b3 I2 W2 I3 W3
+    1   . F0 f0 F1 f1 F2 b0 b0 f2 B0 B0 F3 b1 b1 f3 B1 B1 b2 b2 B2 B2 i3 I3 w3 W3
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TRAITS = {
     Schedule.interleaved_1f1b: _Traits(default=2, fewest=2, most=None, idle=3, limit=_Limit.rounds),
     Schedule.interleaved_zero_bubble: _Traits(default=2, fewest=1, most=None, idle=1, limit=_Limit.rounds),
     Schedule.zbv: _Traits(default=2, fewest=2, most=2, idle=1, limit=_Limit.none),
-    Schedule.dualpipev: _Traits(default=2, fewest=2, most=2, idle=2, limit=_Limit.stages),
+    Schedule.dualpipev: _Traits(default=2, fewest=2, most=2, idle=1, limit=_Limit.stages),
 }
 
 
@@ -152,7 +152,8 @@ def bubble_fraction(schedule: Schedule, *, num_ranks: int, stages_per_rank: int,
         interleaved_1f1b            3 (p - 1)     the same, divided by v in units of a rank's forward
         interleaved_zero_bubble     (p - 1)       Qi et al. 2024, arXiv:2401.10241, ZB-H1: (p - 1) (F + B - W)
         zbv                         (p - 1)       the same, section 6: none but the wait for the first forward
-        dualpipev                   2 (p - 1)     deepseek-ai/DualPipe: (p - 1) (F&B + B - 3 W), B with its W
+        dualpipev                   (p - 1)       deepseek-ai/DualPipe, with a forward and a backward one after the
+                                                  other where theirs run at once
 
     Papers leave out the wait for the first forward where the optimizer's steps of ranks need not line up. Here they
     do: gradients are clipped by a norm over all ranks. No schedule can idle less than (p - 1): the last rank waits that

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from statistics import fmean
@@ -126,19 +126,6 @@ def to_json(events: Iterable[Event]) -> list[dict[str, Any]]:
 def from_json(values: Iterable[dict[str, Any]]) -> list[Event]:
     """Undo `to_json`."""
     return [Event(**value | {"action": Action[value["action"]]}) for value in values]
-
-
-def with_waits(events: Iterable[Event]) -> list[Event]:
-    """Add what a rank does between two computations: it waits to receive what the next one needs."""
-    events = sorted(events, key=lambda event: event.start_seconds)
-    waits = []
-    reached: dict[int, float] = {}
-    for event in events:
-        since = reached.get(event.rank, 0.0)
-        if event.action in COMPUTE and event.start_seconds > since:
-            waits.append(replace(event, action=Action.wait, start_seconds=since, stop_seconds=event.start_seconds))
-        reached[event.rank] = max(event.stop_seconds, since)
-    return sorted(events + waits, key=lambda event: event.start_seconds)
 
 
 def bubble_fraction(events: Iterable[Event]) -> float:

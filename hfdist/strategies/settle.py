@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from hfdist.errors import PartitionError
 from hfdist.pipeline.cut import Cut
 from hfdist.pipeline.link import Link
 from hfdist.pipeline.parcel import CARRIES, Carry
-from hfdist.pipeline.probe import probe
+from hfdist.pipeline.probe import Finding, probe
 from hfdist.strategies.mesh import device_of
 from hfdist.topology import Topology
 
@@ -49,16 +49,35 @@ def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: D
     Raises:
         PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
     """
+    _check_no_layer_drop(cut.model)
+    _check_no_router_loss(cut.model)
     link = Link(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
     batch = _few_tokens(cut.model)
     with _portable_attention(cut.model):
         carry, needed = _find_carry(cut, batch, link, mesh.get_group("pipeline"))
-        cut.remove(set(cut.surrounding()) - needed)
-        # Once more without them: what is only read, and gets no gradient, would be missing now.
-        problem = next((p for p in gather_json(probe(cut, carry, batch, link).problem) if p), None)
+        problem = _keep_only(cut, needed, lambda: probe(cut, carry, batch, link))
     if problem is not None:
         raise _refusal(cut, [problem])
     return Settled(carry, _find_shared(cut, topology))
+
+
+def _keep_only(cut: Cut, needed: frozenset[str], try_again: Callable[[], Finding]) -> str | None:
+    """Let go of what no gradient reaches in this rank's stages, unless they do not work without. Gives the problem."""
+    unneeded = {name: p.detach() for name, p in cut.surrounding().items() if name not in needed}
+    cut.remove(unneeded)
+    problem = _first(try_again().problem)
+    if problem is None:
+        return None
+    # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
+    trained = set().union(*gather_json(sorted(needed)))
+    for name in unneeded.keys() - trained:
+        cut.restore(name, unneeded[name])
+    return _first(try_again().problem)
+
+
+def _first(problem: str | None) -> str | None:
+    """Of the problems of all ranks. A collective."""
+    return next((found for found in gather_json(problem) if found is not None), None)
 
 
 def _find_carry(
@@ -74,6 +93,32 @@ def _find_carry(
             return carry, finding.needed
         problems.append(found[0])
     raise _refusal(cut, problems)
+
+
+def _check_no_layer_drop(model: PreTrainedModel) -> None:
+    """Every stage runs the model's loop over blocks, and would draw for itself which ones to skip."""
+    fields = model.config.get_text_config().to_dict()
+    drops = {name: p for name, p in fields.items() if "layerdrop" in name and isinstance(p, float) and p > 0}
+    if drops:
+        raise PartitionError(
+            "the model skips blocks at random, which the stages of a pipeline cannot do alike",
+            where=", ".join(f"model.config.{name}" for name in drops),
+            found=", ".join(map(str, drops.values())),
+            allowed="0",
+            hint=" ".join(f"model.config.{name}=0" for name in drops),
+        )
+
+
+def _check_no_router_loss(model: PreTrainedModel) -> None:
+    """The last stage would add up the routers of its own blocks only, and no NaN would tell."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise PartitionError(
+            "the routers' auxiliary loss needs the outputs of all blocks, which are on other stages",
+            where="model.config.output_router_logits",
+            found=True,
+            allowed=False,
+            hint="model.config.output_router_logits=false, or a strategy without a pipeline",
+        )
 
 
 def _refusal(cut: Cut, problems: list[str]) -> PartitionError:

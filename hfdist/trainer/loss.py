@@ -38,7 +38,8 @@ def sum_of_token_losses(
     count = num_target_tokens(batch["labels"])
     if accepts_loss_kwargs:
         # Divided by one item, the model's own loss is a sum.
-        total = model(**batch, num_items_in_batch=torch.ones((), device=count.device))["loss"]
+        outputs = model(**batch, num_items_in_batch=torch.ones((), device=count.device))
+        total = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
     else:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         total = causal_lm_loss(model(**inputs), batch["labels"], 1)

@@ -167,14 +167,6 @@ def _check_resume(resume: str, checkpoints: Path) -> None:
             found=f"{present[-1]} in {checkpoints}",
             hint="another run.name, or checkpoint.resume=auto to go on from it",
         )
-    if resume not in ("never", "auto") and not Path(resume).is_dir():
-        raise CheckpointError(
-            "no such checkpoint",
-            where="checkpoint.resume",
-            found=resume,
-            allowed="auto, never, or the folder of a checkpoint",
-            hint=f"{checkpoints / present[-1]}" if present else None,
-        )
     path = Path(resume)
     if path.parent.resolve() == checkpoints.resolve() and present and present[-1] > path.name:
         raise CheckpointError(

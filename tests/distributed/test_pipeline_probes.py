@@ -8,51 +8,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hfdist
-from hfdist.errors import ConfigError, PartitionError
 from hfdist.config.pipeline import Schedule
+from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts, find_blocks
 from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.cut import cut_model
 from hfdist.pipeline.link import Link
-from hfdist.pipeline.parcel import CARRIES
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.timeline import Recorder
 from hfdist.testing import run_ranks
 from tests.unit.pipeline import toys
-from tests.unit.pipeline.toys import make_toy, toy_batch
+from tests.unit.pipeline.staging import loss_of
+from tests.unit.pipeline.toys import HIDDEN, QUARTERS, REFUSED, make_toy, toy_batch
 
 pytestmark = pytest.mark.distributed
 
 BOUND = 1e-5
-VOCABULARY = 32
-SCHEDULES = ("1f1b", "interleaved_zero_bubble", "zbv")
 
 
 def make_llama(**config):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "tie_word_embeddings": False} | config
-    model = LlamaForCausalLM(LlamaConfig(**sizes | config))
+    defaults = {"num_hidden_layers": 4, "vocab_size": 32, "tie_word_embeddings": False, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | defaults | config))
     initialize_by_name(model, seed=0)
     return model.train()
-
-
-def make_compiled():
-    model = make_llama()
-    for block in find_blocks(model):
-        # The default backend takes minutes on a CPU; what a pipeline meets is a fused backward, which this has too.
-        block.compile(backend="aot_eager")
-    return model
-
-
-class ReturnsTuple(toys.Toy):
-    """As transformers' models do with `return_dict=False`."""
-
-    def answer(self, loss, logits):
-        return logits if loss is None else (loss, logits)
 
 
 # ---- batches of a step: 8 sequences, in 4 micro batches ----
@@ -94,13 +78,12 @@ LENGTHS = [plain(6, 0), plain(9, 1), plain(4, 2), plain(6, 3)]
 CASES = {
     "lengths": (make_toy, LENGTHS),
     "dict": (lambda: make_toy(toys.Dicts), [plain()]),
-    "tuple": (lambda: make_toy(ReturnsTuple), [plain()]),
+    "tuple": (lambda: make_toy(toys.ReturnsTuple), [plain()]),
     "blocks that return tuples": (lambda: make_toy(toys.Tuples), [plain()]),
     "model output": (make_llama, [plain()]),
     "padding": (make_llama, [padded(torch.bool), padded(torch.int64)]),
     "packing": (make_llama, [packed()]),
     "square masks": (make_llama, [square_masked()]),
-    "compiled": (make_compiled, [plain(), plain(9, 1)]),
     "tied": (lambda: make_llama(tie_word_embeddings=True), [plain(), plain(9, 1)]),
     "tied toy": (lambda: make_toy(tie_word_embeddings=True), [plain()]),
     "tokens": (make_llama, [uneven()]),
@@ -114,20 +97,22 @@ CASES = {
     "skipped": (lambda: make_toy(toys.Skips), [plain()]),
     "in place": (lambda: make_toy(toys.WritesInPlace), [plain()]),
 }
-REFUSED = (toys.Twice, toys.Backwards, toys.Reversible, toys.Detaches, toys.Stops, toys.SideChannel)
+PAIRS = [
+    *product(("1f1b", "zbv"), CASES),
+    *product(("interleaved_zero_bubble",), ("lengths", "tied", "between", "tied embedding", "skipped")),
+]
+COMPILED = ("interleaved_zero_bubble", "zbv")
+UNEVEN = (Schedule.interleaved_1f1b, Schedule.interleaved_zero_bubble, Schedule.zbv, Schedule.dualpipev)
+DEEP_SCHEDULES = ("1f1b", "zbv")
 DEEP = {
     "tied": (lambda: make_llama(tie_word_embeddings=True, num_hidden_layers=8), [plain(), plain(9, 1)]),
     "u-net": (lambda: make_toy(toys.UNet, num_hidden_layers=8), [plain()]),
 }
 
 
-def num_targets(batch):
-    return (batch["labels"][:, 1:] != -100).sum()
-
-
-def loss_of(model, batch, num_items):
-    outputs = model(**batch, num_items_in_batch=num_items)
-    return outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
+def scaled_loss(model, batch, num_items):
+    """As the Trainer gives it: a share of the loss of the step, times the number of processes."""
+    return loss_of(model, batch | {"num_items_in_batch": num_items}) * dist.get_world_size()
 
 
 def compare(engine_model, whole, loss, norm, expected_loss):
@@ -148,21 +133,25 @@ def make_strategy(**layout):
     return hfdist.make_strategy(global_batch_size=8, micro_batch_size=2, sequence_length=8, **layout)
 
 
-def step_as_engine(case, **layout):
-    """Run the case's steps through an engine, and beside it in one piece."""
+def step_as_engine(case, *, compiles=False, **layout):
+    """Run the case's steps through an engine, and beside it in one piece; give what came of the last."""
     make, batches = case
-    engine = make_strategy(**layout).build(make())
+    model, whole = make(), make()
+    if compiles:
+        for block in find_blocks(model):
+            # The default backend takes minutes on a CPU. What matters to a pipeline is a backward in one piece.
+            block.compile(backend="aot_eager")
+    engine = make_strategy(**layout).build(model)
     engine.attach(engine.model, None, None)
-    world_size = dist.get_world_size()
-    default = SimpleNamespace(loss=lambda *arguments: loss_of(*arguments) * world_size)
-    whole = make()
-    losses, expected = [], []
+    default = SimpleNamespace(loss=scaled_loss)
     for batch in batches:
-        losses.append(engine.forward_backward(batch, num_targets(batch), default))
-        expected.append(loss_of(whole, batch, num_targets(batch)))
-    sum(expected).backward()
-    norm = engine.clip_grad_norm(0.0, None)
-    return compare(engine.model, whole, torch.stack(losses).sum(), norm, sum(expected).detach())
+        model.zero_grad()
+        whole.zero_grad()
+        num_items = (batch["labels"][:, 1:] != -100).sum()
+        loss = engine.forward_backward(batch, num_items, default)
+        expected = loss_of(whole, batch | {"num_items_in_batch": num_items})
+        expected.backward()
+    return compare(model, whole, loss, engine.clip_grad_norm(0.0, None), expected.detach())
 
 
 def step_of_uneven_micro_batches(schedule):
@@ -171,9 +160,9 @@ def step_of_uneven_micro_batches(schedule):
     model, whole, device = make_toy(), make_toy(), torch.device("cpu")
     ranks = rank_of_stage(schedule, 2, 2)
     mine = [stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()]
-    cut = cut_model(model, find_block_parts(model), tuple(range(i, i + 1) for i in range(4)), mine)
+    cut = cut_model(model, find_block_parts(model), QUARTERS, mine)
     pipeline = Pipeline(
-        {stage: cut.view(stage, CARRIES[0]) for stage in mine},
+        {stage: cut.view(stage, HIDDEN) for stage in mine},
         schedule,
         Link(ranks, dist.group.WORLD, device),
         num_microbatches=len(microbatches),
@@ -198,19 +187,20 @@ def refusal(kind):
 
 def all_of_two_ranks():
     """One fork for everything on two ranks."""
-    results = {
-        (schedule, name): step_as_engine(case, pipeline=2, schedule=schedule)
-        for schedule, (name, case) in product(SCHEDULES, CASES.items())
-    }
-    for schedule in (Schedule.interleaved_1f1b, Schedule.interleaved_zero_bubble, Schedule.zbv):
-        results[schedule.value, "uneven micro batches"] = step_of_uneven_micro_batches(schedule)
+    results = {(schedule, name): step_as_engine(CASES[name], pipeline=2, schedule=schedule) for schedule, name in PAIRS}
+    for schedule in COMPILED:
+        results[schedule, "compiled"] = step_as_engine(
+            (make_llama, [plain(), plain(9)]), compiles=True, pipeline=2, schedule=schedule
+        )
+    for schedule in UNEVEN:
+        results[schedule.value, "uneven"] = step_of_uneven_micro_batches(schedule)
     return results, [refusal(kind) for kind in REFUSED]
 
 
 def all_of_four_ranks():
     return {
         (schedule, name): step_as_engine(case, pipeline=4, schedule=schedule)
-        for schedule, (name, case) in product(("1f1b", "zbv"), DEEP.items())
+        for schedule, (name, case) in product(DEEP_SCHEDULES, DEEP.items())
     }
 
 
@@ -224,16 +214,139 @@ def four_ranks():
     return run_ranks(all_of_four_ranks, 4)
 
 
-def assert_same(of_ranks, bound=BOUND):
+def assert_same(of_ranks):
     for result in of_ranks:
-        assert result["loss"] < bound
-        assert result["norm"] < bound
-        assert max(result["gradients"].values()) < bound, result["gradients"]
-    # No gradient is left out.
+        assert result["loss"] < BOUND
+        assert result["norm"] < BOUND
+        assert max(result["gradients"].values()) < BOUND, result["gradients"]
+    # Every gradient is on some rank.
     assert sorted(set().union(*(result["gradients"] for result in of_ranks))) == of_ranks[0]["names"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("schedule", "name"), PAIRS)
 def test_same_loss_and_gradients_on_two_ranks(two_ranks, schedule, name):
     assert_same([results[schedule, name] for results, _ in two_ranks])
+
+
+@pytest.mark.parametrize("schedule", DEEP_SCHEDULES)
+@pytest.mark.parametrize("name", DEEP)
+def test_same_loss_and_gradients_on_four_ranks(four_ranks, schedule, name):
+    assert_same([results[schedule, name] for results in four_ranks])
+
+
+@pytest.mark.parametrize("schedule", COMPILED)
+def test_compiled_blocks_under_schedules_that_split_the_backward(two_ranks, schedule):
+    assert_same([results[schedule, "compiled"] for results, _ in two_ranks])
+
+
+@pytest.mark.parametrize("schedule", UNEVEN, ids=lambda schedule: schedule.value)
+def test_micro_batches_of_one_step_may_differ_in_shape(two_ranks, schedule):
+    assert_same([results[schedule.value, "uneven"] for results, _ in two_ranks])
+
+
+def test_models_that_cannot_be_split_are_refused_on_all_ranks_alike(two_ranks):
+    (_, first), (_, second) = two_ranks
+    assert first == second
+    for kind, message in zip(REFUSED, first, strict=True):
+        assert f"{kind.__name__} cannot be split into pipeline stages at its blocks" in message
+        assert "try:     strategy=ddp" in message
+
+
+# ---- through the Trainer ----
+
+
+def items(num_items):
+    """Sequences of different lengths, of which very different shares are targets; of some, none."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(num_items):
+        ids = torch.randint(32, (5 + number * 7 % 11,), generator=generator)
+        is_target = torch.arange(len(ids)) >= number * number % 13
+        made.append({"input_ids": ids, "labels": torch.where(is_target, ids, -100)})
+    return made
+
+
+def pad(batch):
+    """Fill up to the longest on the right: the length changes from step to step."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": False}
+    rows = [item | {"attention_mask": torch.ones(len(item["input_ids"]), dtype=torch.bool)} for item in batch]
+    return {
+        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
+
+
+def train(folder, num_items, num_epochs, layout):
+    strategy = make_strategy(**layout)
+    arguments = TrainingArguments(
+        str(folder),
+        num_train_epochs=num_epochs,
+        # Adam's first steps would make the last digits of tiny gradients large.
+        optim="sgd",
+        learning_rate=1.0,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **strategy.training_arguments(),
+    )
+    model = make_llama(tie_word_embeddings=True)
+    dataset = items(num_items)
+    trainer = hfdist.Trainer(
+        model, arguments, strategy=strategy, train_dataset=dataset, eval_dataset=dataset[:5], data_collator=pad
+    )
+    trainer.train()
+    history = [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+    weights = {name: parameter.detach().numpy() for name, parameter in trainer.engine.model.named_parameters()}
+    return history, trainer.evaluate()["eval_loss"], weights
+
+
+def assert_trains_alike(folder, world_size, num_items, num_epochs, **layout):
+    ((history, eval_loss, weights),) = run_ranks(train, 1, folder, num_items, num_epochs, {})
+    answers = run_ranks(train, world_size, folder, num_items, num_epochs, layout)
+    seen = {}
+    for own_history, own_eval_loss, own_weights in answers:
+        assert len(own_history) == len(history) > 2
+        assert own_history == [pytest.approx(line, rel=BOUND) for line in history]
+        assert own_eval_loss == pytest.approx(eval_loss, rel=BOUND)
+        seen |= own_weights
+        for name, weight in own_weights.items():
+            assert abs(weight - weights[name]).max() < BOUND * abs(weights[name]).max(), name
+    assert set(seen) == set(weights)
+
+
+def test_a_last_batch_that_does_not_divide_into_micro_batches(tmp_path):
+    """10 items in steps of 8: the second step of an epoch has 2 rows for 4 micro batches."""
+    assert_trains_alike(tmp_path, 2, num_items=10, num_epochs=2, pipeline=2)
+
+
+def test_uneven_numbers_of_targets_on_data_ranks_and_micro_batches(tmp_path):
+    assert_trains_alike(tmp_path, 4, num_items=24, num_epochs=1, pipeline=2, schedule="zbv")
+
+
+# ---- too few micro batches ----
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "nearest"),
+    [
+        ("1f1b", {"global_batch_size": 6, "micro_batch_size": 2}, "train.global_batch_size=8 train.micro_batch_size=2"),
+        ("dualpipev", {"global_batch_size": 4, "micro_batch_size": 1}, "train.global_batch_size=8"),
+        ("interleaved_1f1b", {"global_batch_size": 9, "micro_batch_size": 1}, "train.global_batch_size=10"),
+    ],
+)
+def test_too_few_micro_batches_are_refused_with_the_nearest_number_that_fits(monkeypatch, schedule, sizes, nearest):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError) as caught:
+        hfdist.make_strategy(pipeline=4, schedule=schedule, **sizes)
+    assert caught.value.where == "train.global_batch_size"
+    assert nearest in caught.value.hint
+
+
+def test_any_number_of_micro_batches_where_the_schedule_can(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    for schedule in ("gpipe", "zbv"):
+        assert hfdist.make_strategy(pipeline=4, schedule=schedule, global_batch_size=1).batch.num_microbatches == 1

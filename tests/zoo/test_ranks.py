@@ -1,4 +1,4 @@
-"""Every rank really cuts its model, agrees with the others on what travels, and trains its stage: types of all sorts."""
+"""On real ranks: each cuts its model, settles with the others on what travels, and trains its stage."""
 
 from dataclasses import dataclass
 
@@ -71,19 +71,6 @@ def train_one_stage(kind: str, expected: Run) -> Share:
     return Share(settled.carry.describe(), frozenset(gradients), losses, difference, worst)
 
 
-def blocks_of_parameters(model):
-    """For each name, the blocks that the parameter is in."""
-    found = {name: set() for name, _ in model.named_parameters(remove_duplicate=False)}
-    name_of = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name_of.setdefault(id(parameter), []).append(name)
-    for index, block in enumerate(find_block_parts(model)):
-        for parameter in (p for part in block for p in part.parameters()):
-            for name in name_of[id(parameter)]:
-                found[name].add(index)
-    return found
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_as_one_process(kind, num_ranks):
@@ -98,16 +85,22 @@ def test_ranks_train_as_one_process(kind, num_ranks):
 
 
 def check_parts(model, shares):
-    """No rank holds what is another's, and no parameter is without a rank."""
-    blocks_of = blocks_of_parameters(model)
-    assert frozenset.union(*(share.names for share in shares)) == set(blocks_of)
-    stages = even_stages(len(find_block_parts(model)), len(shares))
-    for share, stage in zip(shares, stages, strict=True):
-        own = {name for name, blocks in blocks_of.items() if blocks & set(stage)}
-        inside = {name for name, blocks in blocks_of.items() if blocks}
+    """No rank holds another's blocks, and every parameter has a rank."""
+    blocks = find_block_parts(model)
+    everything = names_of(model, model.parameters())
+    inside = names_of(model, (p for block in blocks for part in block for p in part.parameters()))
+    assert frozenset.union(*(share.names for share in shares)) == everything
+    for share, stage in zip(shares, even_stages(len(blocks), len(shares)), strict=True):
+        own = names_of(model, (p for index in stage for part in blocks[index] for p in part.parameters()))
         assert share.names & inside == own
-    around = {name for name, p in model.named_parameters() for end in (model.get_input_embeddings(), model.get_output_embeddings())
-              if end is not None and p is getattr(end, "weight", None)}
     if shares[0].travels == "hidden states":
-        for share in shares[1:-1]:
-            assert not share.names & around
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        at_ends = names_of(model, (p for end in ends if end is not None for p in end.parameters()))
+        assert at_ends <= shares[0].names | shares[-1].names
+        assert not any(share.names & at_ends for share in shares[1:-1])
+
+
+def names_of(model, parameters):
+    """All names of these parameters, also those that others are tied to."""
+    wanted = {id(parameter) for parameter in parameters}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in wanted}

@@ -1,6 +1,7 @@
 """Every type, split at its blocks, trains exactly as the whole model, or is refused for a known reason."""
 
-import re
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,22 @@ from torch import nn
 
 from hfdist.config.pipeline import Schedule
 from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.cut import cut_model
 from hfdist.pipeline.parcel import Absent
-from tests.zoo.models import DROPOUTS, tiny_batch, tiny_model
-from tests.zoo.splitting import CPU, REFUSED, even_stages, group_of_one, run_whole, split_model, split_type
+from hfdist.strategies.mesh import build_mesh
+from hfdist.strategies.settle import settle
+from hfdist.topology import Topology
+from tests.zoo.models import tiny_batch, tiny_model
+from tests.zoo.splitting import (
+    CPU,
+    NEEDS_MORE_THAN_TEXT,
+    REFUSED,
+    even_stages,
+    group_of_one,
+    run_whole,
+    split_model,
+    split_type,
+)
 
 pytestmark = pytest.mark.zoo
 
@@ -38,6 +52,15 @@ def test_a_split_model_trains_as_the_whole(model_type, num_stages):
         assert REFUSED[model_type] in outcome.reason
     else:
         assert outcome.verdict == "exact", outcome
+
+
+def test_ranks_settle_on_the_same(model_type):
+    if model_type in REFUSED or model_type in NEEDS_MORE_THAN_TEXT:
+        pytest.skip("not to be split, or not to be trained on text alone")
+    model = tiny_model(model_type)
+    cut = cut_model(model, find_block_parts(model), HALVES, range(len(HALVES)))
+    settled = settle(cut, (0, 0), Topology(), build_mesh(Topology()))
+    assert settled.carry.describe() == split_type(model_type, len(HALVES)).travels
 
 
 def test_with_fused_attention(model_type):
@@ -68,20 +91,25 @@ def test_with_weight_gradients_apart(model_type):
 
 @pytest.mark.parametrize("kind", SEVERAL_KINDS)
 def test_with_gradient_checkpointing(kind):
-    num_calls = []
+    calls = {}
     for is_checkpointing in (False, True):
         model = tiny_model(kind)
         if is_checkpointing:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        calls = []
-        for block in find_block_parts(model):
-            block[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        batches = two_batches(model)
-        outcome = split_model(model, HALVES, batches)
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        calls[is_checkpointing] = count_calls(model)
+        outcome = split_model(model, HALVES, two_batches(model))
         assert outcome.verdict == "exact", outcome
-        num_calls.append(len(calls))
-    # Every block ran once more for each micro batch, in the whole model and in the stages.
-    assert num_calls[1] == num_calls[0] + 2 * len(batches) * NUM_BLOCKS
+    # What is in a block ran again in the backward.
+    assert all(calls[True][index] > calls[False][index] for index in range(NUM_BLOCKS))
+
+
+def count_calls(model):
+    """Count, from now on, how often the modules inside each block run."""
+    calls = Counter()
+    for index, block in enumerate(find_block_parts(model)):
+        for module in (module for part in block for module in part.modules()):
+            module.register_forward_hook(lambda *_, index=index: calls.update([index]))
+    return calls
 
 
 @pytest.mark.parametrize("kind", SEVERAL_KINDS)
@@ -99,11 +127,14 @@ def switch_on_dropout(model):
         if isinstance(module, nn.Dropout):
             module.p = 0.2
         for name, value in vars(module).items():
-            if isinstance(value, float) and re.fullmatch(DROPOUTS, name):
+            if isinstance(value, float) and name.endswith("dropout"):
                 setattr(module, name, 0.2)
     for index, block in enumerate(find_block_parts(model)):
-        seed = lambda *_, index=index: torch.manual_seed(torch.initial_seed() // 100 * 100 + index + 1)  # noqa: E731
-        block[0].register_forward_pre_hook(seed)
+        block[0].register_forward_pre_hook(partial(seed_block, index))
+
+
+def seed_block(index, *_):
+    torch.manual_seed(torch.initial_seed() // 100 * 100 + index + 1)
 
 
 def seeded_loss(model, batch):

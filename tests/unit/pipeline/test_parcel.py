@@ -15,7 +15,9 @@ PARCELS = {
     "model output": Parcel({"0.0": BaseModelOutputWithPast(last_hidden_state=HIDDEN, attentions=(torch.rand(1),))}),
     "other types": Parcel({"0.0": (torch.tensor([[True], [False]]), torch.arange(6).view(2, 3), HIDDEN.bfloat16())}),
     "several blocks": Parcel({"0.0": HIDDEN, "1.0": (HIDDEN.detach(), None), "1.1": HIDDEN * 2}),
-    "entries": Parcel({"0.0": HIDDEN}, {"cache": {"keys": torch.rand(2)}, "1": {0: HIDDEN.detach(), 2: (None, HIDDEN)}}),
+    "entries": Parcel(
+        {"0.0": HIDDEN}, {"cache": {"keys": torch.rand(2)}, "1": {0: HIDDEN.detach(), 2: (None, HIDDEN)}}
+    ),
     "absent": Parcel({"0.0": (HIDDEN, Absent((2, 1), torch.bfloat16))}),
     "empty": Parcel(),
     "no elements": Parcel({"0.0": (HIDDEN, torch.empty(0, 5))}),

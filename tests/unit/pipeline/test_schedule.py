@@ -138,7 +138,7 @@ def test_formulas_of_the_papers():
     assert bubble(Schedule.interleaved_1f1b, 2) == pytest.approx(3 / 19)
     assert bubble(Schedule.interleaved_zero_bubble, 1) == pytest.approx(3 / 27)
     assert bubble(Schedule.zbv, 2) == pytest.approx(3 / 51)
-    assert bubble(Schedule.dualpipev, 2) == pytest.approx(6 / 54)
+    assert bubble(Schedule.dualpipev, 2) == pytest.approx(3 / 51)
     assert bubble_fraction(Schedule.zbv, num_ranks=1, stages_per_rank=2, num_microbatches=4) == 0
 
 

@@ -11,12 +11,11 @@ from hfdist.pipeline.timeline import (
     Event,
     Recorder,
     bubble_fraction,
-    build_figure,
-    draw,
     from_json,
     to_json,
     write_chrome_trace,
 )
+from hfdist.pipeline.timeline_plot import build_figure, draw
 from tests.unit.pipeline.simulation import simulate
 
 CPU = torch.device("cpu")

@@ -8,17 +8,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.parcel import Carry, Outputs, Parcel
+from hfdist.pipeline.parcel import Parcel
 from hfdist.pipeline.view import View
 from tests.unit.pipeline import toys
-from tests.unit.pipeline.toys import Toy, cut_toys, make_toy, staged_step, toy_batch, whole_step
-
-HIDDEN = Carry(Outputs.hidden, embedding=False)
-LAST = Carry(Outputs.last, embedding=False)
-HISTORY = Carry(Outputs.history, embedding=False)
-EMBEDDING = Carry(Outputs.hidden, embedding=True)
-EVERYTHING = Carry(Outputs.history, embedding=True)
-HALVES = (range(2), range(2, 4))
+from tests.unit.pipeline.staging import cut_stages, staged_step, whole_step
+from tests.unit.pipeline.toys import (
+    EMBEDDING,
+    EVERYTHING,
+    HALVES,
+    HIDDEN,
+    NEEDED,
+    QUARTERS,
+    THIRDS,
+    make_toy,
+    toy_batch,
+)
 
 
 def view_of(model, stage=range(1, 3), carry=HIDDEN):
@@ -30,7 +34,7 @@ def view_of(model, stage=range(1, 3), carry=HIDDEN):
 
 def assert_same_step(make, stages, carry, batch):
     loss, gradients = whole_step(make(), batch)
-    staged_loss, staged_gradients = staged_step(cut_toys(make, stages, carry), carry, batch)
+    staged_loss, staged_gradients = staged_step(cut_stages(make, stages, carry), carry, batch)
     assert torch.equal(staged_loss, loss)
     # A parameter that no stage has used keeps no gradient, as in one piece.
     assert set(staged_gradients) == set(gradients)
@@ -38,29 +42,13 @@ def assert_same_step(make, stages, carry, batch):
         torch.testing.assert_close(staged_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-KINDS = {
-    toys.Toy: HIDDEN,
-    toys.Tuples: HIDDEN,
-    toys.Dicts: HIDDEN,
-    toys.Skips: HIDDEN,
-    toys.Remembers: HIDDEN,
-    toys.WritesInPlace: HIDDEN,
-    toys.TwoLists: HIDDEN,
-    toys.LearnsBetween: HIDDEN,
-    toys.SecondOutput: LAST,
-    toys.UNet: HISTORY,
-    toys.EmbedsAgain: EMBEDDING,
-    toys.KeepsInput: EMBEDDING,
-}
+@pytest.mark.parametrize("stages", [HALVES, THIRDS, QUARTERS])
+@pytest.mark.parametrize("kind", NEEDED)
+def test_stages_compute_what_the_model_computes(kind, stages):
+    assert_same_step(lambda: make_toy(kind), stages, NEEDED[kind], toy_batch())
 
 
-@pytest.mark.parametrize("stages", [HALVES, (range(1), range(1, 3), range(3, 4)), tuple(range(i, i + 1) for i in range(4))])
-@pytest.mark.parametrize(("kind", "carry"), KINDS.items(), ids=[kind.__name__ for kind in KINDS])
-def test_stages_compute_what_the_model_computes(kind, carry, stages):
-    assert_same_step(lambda: make_toy(kind), stages, carry, toy_batch())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not toys.WritesInPlace])
+@pytest.mark.parametrize("kind", [kind for kind in NEEDED if kind is not toys.WritesInPlace])
 def test_more_than_what_is_needed_may_travel(kind):
     assert_same_step(lambda: make_toy(kind), HALVES, EVERYTHING, toy_batch())
 
@@ -84,7 +72,7 @@ def test_gradient_checkpointing_runs_only_own_blocks_again():
         return model
 
     runs = []
-    cuts = cut_toys(make, HALVES, HIDDEN)
+    cuts = cut_stages(make, HALVES, HIDDEN)
     for cut in cuts:
         for index, (block,) in enumerate(cut.blocks):
             block.mlp.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
@@ -184,11 +172,11 @@ def test_stages_hand_over_and_the_last_gives_the_value_of_the_call():
     assert torch.equal(logits, model(**batch).logits)
 
 
-def test_what_does_not_travel_turns_the_loss_into_nan():
-    for kind in (toys.SecondOutput, toys.UNet):
-        (first, second), batch = cut_toys(lambda kind=kind: make_toy(kind), HALVES, HIDDEN), toy_batch()
-        parcel = first.view(0, HIDDEN).run(lambda model: model(**batch), None)
-        assert second.view(1, HIDDEN).run(lambda model: model(**batch).loss, parcel).isnan()
+@pytest.mark.parametrize("kind", [kind for kind, needed in NEEDED.items() if needed != HIDDEN])
+def test_what_does_not_travel_turns_the_loss_into_nan(kind):
+    (first, second), batch = cut_stages(lambda: make_toy(kind), HALVES, HIDDEN), toy_batch()
+    parcel = first.view(0, HIDDEN).run(lambda model: model(**batch), None)
+    assert second.view(1, HIDDEN).run(lambda model: model(**batch).loss, parcel).isnan()
 
 
 def test_a_model_that_ends_before_its_blocks_do():
@@ -216,4 +204,3 @@ def test_fillers_are_nan_that_takes_no_memory():
     assert poison.isnan().all()
     assert poison.untyped_storage().nbytes() == 2
     assert torch.isfinite(model.embedding.weight).all()
-    assert Toy is type(model)

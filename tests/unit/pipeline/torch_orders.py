@@ -1,12 +1,12 @@
-"""The orders in which torch's schedules work, timed with forwards and both halves of backwards equally long."""
+"""The orders in which ranks work, timed with forwards and both halves of backwards equally long."""
 
 from types import SimpleNamespace
 
 import torch
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.orders import plan
 from hfdist.pipeline.schedule import rank_of_stage
 
 CLASSES = {
@@ -28,7 +28,7 @@ def build(schedule, stages, num_microbatches, **options):
 
 
 def order(schedule, num_ranks, stages_per_rank, num_microbatches):
-    """What each rank computes, in order: tuples of actions, as a pair counts as one. Raises torch's ValueError."""
+    """What each rank computes, in order: (letter, stage, micro batch). Raises torch's ValueError."""
     placement = rank_of_stage(schedule, num_ranks, stages_per_rank)
     # torch plans all ranks on each; of its stages it needs no more than their places for that.
     stages = [
@@ -38,25 +38,11 @@ def order(schedule, num_ranks, stages_per_rank, num_microbatches):
         for index, rank in enumerate(placement)
         if rank == 0
     ]
-    plan = build(schedule, stages, num_microbatches).pipeline_order
-    if schedule is ONE_F_ONE_B:
-        return [_one_f_one_b(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    build(schedule, stages, num_microbatches)
     return [
-        [action.sub_actions or (action,) for action in plan[rank] if action is not None and action.is_compute_op]
-        for rank in range(num_ranks)
+        [(each.operation.value, each.stage, each.microbatch) for each in own if each.operation.value in UNITS]
+        for own in plan(schedule, placement, num_microbatches)
     ]
-
-
-def _one_f_one_b(rank, num_ranks, num_microbatches):
-    """What `Schedule1F1B` runs: it does not follow its own `pipeline_order`."""
-    forward, backward = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-    ahead = min(num_ranks - rank, num_microbatches)
-    actions = [_Action(rank, forward, microbatch) for microbatch in range(ahead)]
-    for microbatch in range(num_microbatches):
-        actions.append(_Action(rank, backward, microbatch))
-        if microbatch + ahead < num_microbatches:
-            actions.append(_Action(rank, forward, microbatch + ahead))
-    return [(action,) for action in actions]
 
 
 def run(ranks, num_stages):
@@ -67,16 +53,14 @@ def run(ranks, num_stages):
         progress = False
         for rank, actions in enumerate(ranks):
             while reached[rank] < len(actions):
-                step = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions[reached[rank]]]
-                inputs = [name for action in step for name in _inputs(*action, num_stages)]
+                letter, stage, microbatch = actions[reached[rank]]
+                inputs = _inputs(letter, stage, microbatch, num_stages)
                 if not all(name in done for name in inputs):
                     break
-                free[rank] = max([free[rank], *(done[name] for name in inputs)])
-                for letter, stage, microbatch in step:
-                    events.append((rank, letter, stage, microbatch, free[rank], free[rank] + UNITS[letter]))
-                    free[rank] += UNITS[letter]
-                # A pair is one action: what it gives is sent when both halves are done.
-                done |= {(GIVES[letter], *place): free[rank] for letter, *place in step}
+                start = max([free[rank], *(done[name] for name in inputs)])
+                free[rank] = start + UNITS[letter]
+                events.append((rank, letter, stage, microbatch, start, free[rank]))
+                done[GIVES[letter], stage, microbatch] = free[rank]
                 reached[rank] += 1
                 progress = True
     assert reached == [len(actions) for actions in ranks], "the schedule stands still"

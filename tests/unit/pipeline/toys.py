@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.cut import Cut, cut_model
-from hfdist.pipeline.parcel import Carry, Header, Parcel, unpack
+from hfdist.pipeline.parcel import Carry, Outputs
 
 
 class ToyConfig(PreTrainedConfig):
@@ -99,6 +94,13 @@ class Dicts(Toy):
 
     def answer(self, loss, logits):
         return {"loss": loss, "logits": logits}
+
+
+class ReturnsTuple(Toy):
+    """The model returns a tuple, as transformers' do with `return_dict=False`."""
+
+    def answer(self, loss, logits):
+        return logits if loss is None else (loss, logits)
 
 
 class Skips(Toy):
@@ -274,6 +276,36 @@ class SideChannel(Toy):
         return super().run_blocks(hidden, input_ids) + self.blocks[0].seen
 
 
+HIDDEN = Carry(Outputs.hidden, embedding=False)
+LAST = Carry(Outputs.last, embedding=False)
+HISTORY = Carry(Outputs.history, embedding=False)
+EMBEDDING = Carry(Outputs.hidden, embedding=True)
+EVERYTHING = Carry(Outputs.history, embedding=True)
+
+NEEDED = {
+    Toy: HIDDEN,
+    Tuples: HIDDEN,
+    Dicts: HIDDEN,
+    ReturnsTuple: HIDDEN,
+    Skips: HIDDEN,
+    Remembers: HIDDEN,
+    WritesInPlace: HIDDEN,
+    TwoLists: HIDDEN,
+    LearnsBetween: HIDDEN,
+    SecondOutput: LAST,
+    UNet: HISTORY,
+    EmbedsAgain: EMBEDDING,
+    KeepsInput: EMBEDDING,
+}
+"""What must travel between the stages of each kind that can be split."""
+
+REFUSED = (Twice, Backwards, Reversible, Detaches, Stops, SideChannel)
+
+HALVES = (range(2), range(2, 4))
+THIRDS = (range(1), range(1, 3), range(3, 4))
+QUARTERS = tuple(range(block, block + 1) for block in range(4))
+
+
 def make_toy(kind: type[Toy] = Toy, **config: object) -> Toy:
     """Give a toy in train mode whose weights depend on their names alone."""
     model = kind(ToyConfig(**{"tie_word_embeddings": False} | config))
@@ -289,68 +321,3 @@ def toy_batch(sequences: int = 2, tokens: int = 6, *, seed: int = 0) -> dict[str
     """Give random tokens that are their own labels."""
     ids = torch.randint(32, (sequences, tokens), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
-
-
-class Loopback:
-    """A link between stages of one process: what is sent is described, detached and put together again."""
-
-    def __init__(self):
-        self._parcels: dict[int, Parcel | None] = {}
-
-    def send(self, stage, parcel):
-        self._parcels[stage] = None if parcel is None else travel(parcel)
-
-    def receive(self, stage):
-        return self._parcels.pop(stage)
-
-    def flush(self):
-        pass
-
-
-def travel(parcel: Parcel) -> Parcel:
-    """Give what the next stage receives: leaves, with the description that went through JSON."""
-    header, tensors = unpack(parcel)
-    copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
-    return Header.from_json(header.to_json()).pack(copies)
-
-
-def cut_toys(make: Callable[[], PreTrainedModel], stages: tuple[range, ...], carry: Carry) -> list[Cut]:
-    """Give one cut model for each stage, as on one rank each, that holds what `carry` asks."""
-    cuts = []
-    for stage in range(len(stages)):
-        whole, model = make(), make()
-        cut = cut_model(model, find_block_parts(model), stages, [stage])
-        if carry.embedding and cut.embedding in cut.removed:
-            cut.restore(cut.embedding, whole.get_parameter(cut.embedding).detach())
-        cuts.append(cut)
-    return cuts
-
-
-def staged_step(cuts: list[Cut], carry: Carry, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run one forward and backward through all stages; give the loss, and the gradients summed by name."""
-    sent: list[tuple[torch.Tensor, ...]] = []
-    received: list[tuple[torch.Tensor, ...]] = []
-    incoming = None
-    for stage, cut in enumerate(cuts):
-        value = cut.view(stage, carry).run(lambda model: model(**batch)["loss"], incoming)
-        if stage < len(cuts) - 1:
-            incoming = travel(value)
-            sent.append(unpack(value)[1])
-            received.append(unpack(incoming)[1])
-    value.backward()
-    for outputs, arrived in zip(reversed(sent), reversed(received), strict=True):
-        pairs = [(o, a.grad) for o, a in zip(outputs, arrived, strict=True) if a.grad is not None]
-        torch.autograd.backward([o for o, _ in pairs], [grad for _, grad in pairs])
-    gradients: dict[str, torch.Tensor] = {}
-    for cut in cuts:
-        for name, parameter in cut.model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = gradients.get(name, 0) + parameter.grad
-    return value.detach(), gradients
-
-
-def whole_step(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same in one piece."""
-    loss = model(**batch)["loss"]
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,108 @@
+"""Write the table of all types: `python -m tests.zoo docs/zoo.md`. Takes two minutes."""
+
+import argparse
+import logging
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+
+from hfdist.models.blocks import find_block_parts
+from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
+from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
+
+NUM_STAGES = (2, 3)
+
+HEADER = """\
+# The zoo: every causal language model of transformers, split
+
+Each type in the causal language model mapping of transformers {transformers} is built with a tiny random model of all
+its kinds of blocks (float32, CPU, torch {torch}), split at its blocks into {stages} stages, and run for one step of two
+micro batches under a pipeline schedule. The losses and all gradients are compared with those of the whole model.
+*Exact*: no relative difference above {tolerance:g}. *Refused*: hfdist says before training that the model cannot be
+split, and why. The splitter has no code for single models.
+
+`python -m tests.zoo docs/zoo.md` writes this page; `pytest -m zoo` runs the same as tests.
+
+| outcome | types |
+|---|---|
+{counts}
+| all | {all} |
+
+Refused or not built:
+
+{reasons}
+
+{more} are tried on more than text (an image, codebooks), which hfdist's data sources do not give.
+
+## All types
+
+What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
+relative differences at {stages} stages; of gradients, relative to the largest element of the parameter's, but at least
+to a thousandth of the model's largest.
+
+| type | blocks | outcome | what travels | loss | gradients |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def main() -> int:
+    """Returns 1 if a type comes out wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("path", type=Path, help="the page to write")
+    path = parser.parse_args().path
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    outcomes = {}
+    with group_of_one():
+        for model_type in TYPES:
+            outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
+            logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
+    path.write_text(page(outcomes), encoding="utf-8")
+    return int(any(worst_of(tried).verdict == "wrong" for tried in outcomes.values()))
+
+
+def page(outcomes: dict[str, list[Outcome]]) -> str:
+    """The whole page as Markdown."""
+    worst = [worst_of(tried) for tried in outcomes.values()]
+    counts = Counter(f"{outcome.verdict} with {outcome.travels}" for outcome in worst if outcome.travels)
+    refused = {outcome.model_type: outcome.reason for outcome in worst if outcome.reason}
+    rows = [*counts.most_common(), ("refused", len(refused)), ("not built", len(NOT_BUILDABLE))]
+    return HEADER.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        stages=" and ".join(str(num_stages) for num_stages in NUM_STAGES),
+        tolerance=TOLERANCE,
+        counts="\n".join(f"| {name} | {count} |" for name, count in rows),
+        all=len(outcomes) + len(NOT_BUILDABLE),
+        reasons="\n".join(f"* `{name}`: {reason}" for name, reason in (refused | NOT_BUILDABLE).items()),
+        more=", ".join(f"`{name}`" for name in NEEDS_MORE_THAN_TEXT),
+        rows="\n".join(row(model_type, tried) for model_type, tried in outcomes.items()),
+    )
+
+
+def row(model_type: str, tried: list[Outcome]) -> str:
+    """Of the large table."""
+    outcome = worst_of(tried)
+    blocks = find_block_parts(tiny_model(model_type))
+    classes = " and ".join(dict.fromkeys(f"`{type(part).__name__}`" for block in blocks for part in block))
+    cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
+    for differences in zip(*((one.loss_difference, one.gradient_difference) for one in tried), strict=True):
+        cells.append("" if outcome.reason else f"{max(differences):.1g}")
+    return f"| {' | '.join(cells)} |"
+
+
+def worst_of(tried: list[Outcome]) -> Outcome:
+    """Wrong before refused before exact; then the one for which most travels."""
+    rank = {"exact": 0, "refused": 1, "wrong": 2}
+    return max(tried, key=lambda outcome: (rank[outcome.verdict], len(outcome.travels)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
