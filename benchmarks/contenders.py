@@ -24,8 +24,24 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from benchmarks.emulated import HIDDEN_SIZE, Durations, EmulatedStage, Leg, sleep_seconds
+from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.link import Link
+from hfdist.pipeline.parcel import Parcel
+from hfdist.pipeline.pipeline import Pipeline
+from hfdist.pipeline.schedule import rank_of_stage
+from hfdist.pipeline.timeline import Recorder
 
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+NAMES = {
+    Schedule.gpipe: "GPipe",
+    ONE_F_ONE_B: "1F1B",
+    Schedule.interleaved_1f1b: "Interleaved1F1B",
+    Schedule.interleaved_zero_bubble: "InterleavedZeroBubble",
+    Schedule.zbv: "ZBVZeroBubble",
+    Schedule.dualpipev: "DualPipeV",
+}
+"""What torch calls our schedules."""
+
+CPU = torch.device("cpu")
 
 Step = Callable[[], None]
 
@@ -66,36 +82,68 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-class TorchPipeline:
-    """torch.distributed.pipelining used directly: `PipelineStage` and the schedule's own class."""
+def build_torch(schedule: Schedule, stages_per_rank: int, work: Work, log: list[Leg]) -> Step:
+    """Peer: torch.distributed.pipelining used directly: `PipelineStage` and the schedule's own class."""
+    placement, modules = _make_stages(schedule, stages_per_rank, work, log)
+    optimizer = _optimizer(modules.values())
+    stages = [PipelineStage(module, stage, len(placement), CPU) for stage, module in modules.items()]
+    kind: Any = get_schedule_class(NAMES[schedule])
+    plan = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    runner = kind(plan, work.num_microbatches, loss_fn=squared_error)
+    batch = torch.ones(work.num_microbatches, HIDDEN_SIZE)
+    inputs = (batch,) if 0 in modules else ()
+    target = torch.zeros_like(batch) if len(placement) - 1 in modules else None
 
-    def __init__(self, schedule: str, stages_per_rank: int, work: Work, log: list[Leg]) -> None:
-        rank, num_ranks = dist.get_rank(), work.num_ranks
-        num_stages = num_ranks * stages_per_rank
-        owned = [rank, num_stages - 1 - rank] if schedule in V_SHAPED else range(rank, num_stages, num_ranks)
-        durations = work.durations.shared_by(stages_per_rank)
-        self.modules = {stage: EmulatedStage(stage, durations, log) for stage in owned}
-        self.optimizer = _optimizer(self.modules.values())
-        stages = [
-            PipelineStage(module, stage, num_stages, torch.device("cpu")) for stage, module in self.modules.items()
-        ]
-        kind: Any = get_schedule_class(schedule)
-        plan = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        self.runner = kind(plan, work.num_microbatches, loss_fn=squared_error)
-        batch = torch.ones(work.num_microbatches, HIDDEN_SIZE)
-        self._inputs = (batch,) if 0 in owned else ()
-        self._target = torch.zeros_like(batch) if num_stages - 1 in owned else None
+    def step() -> None:
+        runner.step(*inputs, target=target, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def step(self) -> None:
-        """One optimizer step."""
-        self.runner.step(*self._inputs, target=self._target, return_outputs=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    return step
 
 
-def build_torch(schedule: str, stages_per_rank: int, work: Work, log: list[Leg]) -> Step:
-    """Peer: torch's schedules as they are."""
-    return TorchPipeline(schedule, stages_per_rank, work, log).step
+class EmulatedView:
+    """What `Pipeline` needs of a `View`, around an emulated stage: the model that is called is its last output."""
+
+    def __init__(self, module: EmulatedStage, *, is_first: bool, is_last: bool) -> None:
+        self.is_first, self.is_last = is_first, is_last
+        self.parameters = module.parameters
+        self._module = module
+
+    def run(self, call: Callable[[Any], Tensor], incoming: Parcel | None) -> Parcel | Tensor:
+        """Run one forward."""
+        output = self._module(torch.ones(1, HIDDEN_SIZE) if incoming is None else incoming.outputs["hidden"])
+        return call(output) if self.is_last else Parcel({"hidden": output})
+
+
+def build_hfdist(schedule: Schedule, stages_per_rank: int, work: Work, log: list[Leg]) -> Step:
+    """Ours, as the Trainer runs it but for the model."""
+    placement, modules = _make_stages(schedule, stages_per_rank, work, log)
+    optimizer = _optimizer(modules.values())
+    views: dict[int, Any] = {
+        stage: EmulatedView(module, is_first=stage == 0, is_last=stage == len(placement) - 1)
+        for stage, module in modules.items()
+    }
+    group: Any = dist.group.WORLD
+    pipeline = Pipeline(
+        views,
+        schedule,
+        Link(placement, group, CPU),
+        num_microbatches=work.num_microbatches,
+        recorder=Recorder(rank=dist.get_rank(), device=CPU),
+        splits_backward=True,
+    )
+    microbatches = [{"target": torch.zeros(1, HIDDEN_SIZE)}] * work.num_microbatches
+
+    def loss(output: Any, microbatch: dict[str, Tensor]) -> Tensor:
+        return squared_error(output, microbatch["target"])
+
+    def step() -> None:
+        pipeline.forward_backward(microbatches, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def build_deepspeed(work: Work, log: list[Leg]) -> Step:
@@ -144,18 +192,35 @@ def _optimizer(modules: Iterable[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=1e-3)
 
 
-def _torch(schedule: str, stages_per_rank: int, splits: bool) -> Contender:
-    return Contender("torch", schedule, stages_per_rank, splits, partial(build_torch, schedule, stages_per_rank))
+def _make_stages(
+    schedule: Schedule, stages_per_rank: int, work: Work, log: list[Leg]
+) -> tuple[tuple[int, ...], dict[int, EmulatedStage]]:
+    """The rank of each stage, and this rank's stages."""
+    placement = rank_of_stage(schedule, work.num_ranks, stages_per_rank)
+    durations = work.durations.shared_by(stages_per_rank)
+    mine = [stage for stage, rank in enumerate(placement) if rank == dist.get_rank()]
+    return placement, {stage: EmulatedStage(stage, durations, log) for stage in mine}
+
+
+def _rows(runtime: str, build: Callable[[Schedule, int, Work, list[Leg]], Step]) -> list[Contender]:
+    rows = [
+        (Schedule.gpipe, 1, False),
+        (ONE_F_ONE_B, 1, False),
+        (Schedule.interleaved_1f1b, 2, False),
+        (Schedule.interleaved_zero_bubble, 1, True),
+        (Schedule.interleaved_zero_bubble, 2, True),
+        (Schedule.zbv, 2, True),
+        (Schedule.dualpipev, 2, True),
+    ]
+    return [
+        Contender(runtime, NAMES[schedule], stages_per_rank, splits, partial(build, schedule, stages_per_rank))
+        for schedule, stages_per_rank, splits in rows
+    ]
 
 
 CONTENDERS = (
     Contender("DeepSpeed", "1F1B", 1, False, build_deepspeed),
-    _torch("GPipe", 1, splits=False),
-    _torch("1F1B", 1, splits=False),
-    _torch("Interleaved1F1B", 2, splits=False),
-    _torch("InterleavedZeroBubble", 1, splits=True),
-    _torch("InterleavedZeroBubble", 2, splits=True),
-    _torch("ZBVZeroBubble", 2, splits=True),
-    _torch("DualPipeV", 2, splits=True),
+    *_rows("torch", build_torch),
+    *_rows("hfdist", build_hfdist),
     Contender("none", "legs of one rank", 2, False, build_alone),
 )

@@ -8,15 +8,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import os
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,12 +20,8 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Contender, Work
 from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
-from benchmarks.experiments import EXPERIMENTS
+from benchmarks.report import RESULTS, describe_machine, markdown, write_section
 from hfdist.testing.launch import run_ranks
-
-RESULTS = Path(__file__).parent / "RESULTS.md"
-BEGIN, END = "<!-- pipeline: begin -->", "<!-- pipeline: end -->"
-ALL = (*CONTENDERS, *EXPERIMENTS)
 
 
 class Run(NamedTuple):
@@ -61,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     section = "\n\n".join([_preamble(options, started, command), times_table(timings), breakdown_table(timings)])
     print(section)
     if options.write:
-        write_section(RESULTS, section)
+        write_section(RESULTS, "pipeline", section)
 
 
 def measure(work: Work, num_repeats: int) -> list[Timing]:
     """The median step of every contender; all take their turn in each repeat, so that a busy spell hits all alike."""
     ranks: list[list[list[Run]]] = run_ranks(_run_rank, work.num_ranks, work, num_repeats, timeout_seconds=600)
     timings = []
-    for index, contender in enumerate(ALL):
+    for index, contender in enumerate(CONTENDERS):
         repeats = list(zip(*(rank[index] for rank in ranks), strict=True))
         check_legs(contender, work, [run.legs for runs in repeats for run in runs])
         lengths = [_length_seconds(runs) for runs in repeats]
@@ -106,7 +98,7 @@ def times_table(timings: dict[int, list[Timing]]) -> str:
     for num_ranks in timings:
         header += [f"p={num_ranks} ms", "bound ms", "x bound", "x DeepSpeed"]
     rows = []
-    for index, contender in enumerate(ALL):
+    for index, contender in enumerate(CONTENDERS):
         row = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
         for at_size in timings.values():
             work, step_seconds, _ = at_size[index]
@@ -114,7 +106,7 @@ def times_table(timings: dict[int, list[Timing]]) -> str:
             row += [f"{1e3 * step_seconds:.1f}", f"{1e3 * bound_seconds:.0f}"]
             row += [f"{step_seconds / bound_seconds:.3f}", f"{step_seconds / at_size[0].step_seconds:.3f}"]
         rows.append(row)
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def breakdown_table(timings: dict[int, list[Timing]]) -> str:
@@ -132,37 +124,25 @@ def breakdown_table(timings: dict[int, list[Timing]]) -> str:
     ]
     rows = []
     for num_ranks, at_size in timings.items():
-        for contender, (_, _, parts) in zip(ALL, at_size, strict=True):
+        for contender, (_, _, parts) in zip(CONTENDERS, at_size, strict=True):
             seconds = [parts.wanted_seconds, parts.overslept_seconds, parts.local_seconds, parts.crossing_seconds]
             cells = [f"{1e3 * part:.1f}" for part in [*seconds, parts.edges_seconds]]
             cells[2] += f" ({parts.num_legs - parts.num_crossings - 1})"
             cells[3] += f" ({parts.num_crossings})"
             names = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
             rows.append([str(num_ranks), *names, *cells])
-    return "Critical path of the median step, with the number of gaps in brackets:\n\n" + _markdown(header, rows)
-
-
-def write_section(path: Path, section: str) -> None:
-    """Put the section between its markers in a file, in place of the one that is there."""
-    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
-    block = f"{BEGIN}\n{section}\n{END}\n"
-    if BEGIN in text:
-        before, rest = text.split(BEGIN, 1)
-        text = before + block + rest.split(END + "\n", 1)[1]
-    else:
-        text = f"{text.rstrip()}\n\n{block}"
-    path.write_text(text, encoding="utf-8")
+    return "Critical path of the median step, with the number of gaps in brackets:\n\n" + markdown(header, rows)
 
 
 def _run_rank(work: Work, num_repeats: int) -> list[list[Run]]:
-    logs: list[list[Leg]] = [[] for _ in ALL]
-    steps = [contender.build(work, log) for contender, log in zip(ALL, logs, strict=True)]
+    logs: list[list[Leg]] = [[] for _ in CONTENDERS]
+    steps = [contender.build(work, log) for contender, log in zip(CONTENDERS, logs, strict=True)]
     for step in steps:
         step()
     # The collector would stop one contender or another for many milliseconds.
     gc.collect()
     gc.freeze()
-    runs: list[list[Run]] = [[] for _ in ALL]
+    runs: list[list[Run]] = [[] for _ in CONTENDERS]
     for _ in range(num_repeats):
         for step, log, own in zip(steps, logs, runs, strict=True):
             log.clear()
@@ -178,7 +158,6 @@ def _length_seconds(runs: Sequence[Run]) -> float:
 
 
 def _preamble(options: argparse.Namespace, started: datetime.datetime, command: str) -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     return (
         "## Pipeline schedules, emulated stages\n\n"
         f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
@@ -187,14 +166,8 @@ def _preamble(options: argparse.Namespace, started: datetime.datetime, command: 
         f"last rank's end, median of {options.repeats} interleaved repeats; v stages a rank. "
         "Bound: m(F+B+W) + (p-1)F/v. "
         "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
-        f"{versions}; gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f} at the end; {started:%Y-%m-%d}; `{command}`"
+        f"{describe_machine('torch', 'deepspeed')}; {started:%Y-%m-%d}; `{command}`"
     )
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -90,7 +90,8 @@ class Pipeline:
 
         A shape that is new costs a forward of one micro batch.
         """
-        signature = tuple((name, tuple(value.shape), value.dtype) for name, value in sorted(batch.items()))
+        tensors = sorted((name, value) for name, value in batch.items() if isinstance(value, torch.Tensor))
+        signature = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
         if signature not in self._headers:
             with torch.random.fork_rng():
                 self._headers[signature] = relay(self.views, [call], self._link, runs_last_stage=False).headers[0]

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Private: how torch splits a backward into input and weight gradients. tests/unit/pipeline/test_seams.py watches it.
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
+from hfdist.pipeline.halves import backward_inputs
 from hfdist.pipeline.parcel import Header, unpack
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.pipeline.view import View
@@ -111,12 +109,8 @@ class Stage:
             self._deferred[microbatch] = partial(_backward, graph, output_gradients)
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):
-            _, groups = stage_backward_input(
-                graph.roots, list(output_gradients) or None, list(graph.received), self._view.parameters()
-            )
-            # A parameter that is used twice makes groups whose graphs overlap. All is freed with the groups.
-            self._deferred[microbatch] = partial(
-                stage_backward_weight, self._view.parameters(), _join_overlapping(groups), retain_graph=True
+            self._deferred[microbatch] = backward_inputs(
+                graph.roots, output_gradients or None, graph.received, self._view.parameters()
             )
             return graph.input_gradients()
 
@@ -132,20 +126,6 @@ def _backward(graph: _Graph, output_gradients: Tensors) -> Tensors:
         # Otherwise all of this stage and of those before is frozen.
         torch.autograd.backward(graph.roots, list(output_gradients) or None)
     return graph.input_gradients()
-
-
-def _join_overlapping(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """torch can leave a weight in several groups, and would then add its gradient several times."""
-    joined: list[dict[str, Any]] = []
-    for group in groups:
-        apart = [known for known in joined if known["params"].isdisjoint(group["params"])]
-        together = [known for known in joined if not known["params"].isdisjoint(group["params"])] + [group]
-        grads = {
-            node: grad for known in together for node, grad in zip(known["intermediates"], known["grads"], strict=True)
-        }
-        params = set().union(*(known["params"] for known in together))
-        joined = [*apart, {"params": params, "intermediates": list(grads), "grads": list(grads.values())}]
-    return joined
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,8 +115,8 @@ def _check_no_router_loss(model: PreTrainedModel) -> None:
         raise PartitionError(
             "the routers' auxiliary loss needs the outputs of all blocks, which are on other stages",
             where="model.config.output_router_logits",
-            found=True,
-            allowed=False,
+            found="true",
+            allowed="false",
             hint="model.config.output_router_logits=false, or a strategy without a pipeline",
         )
 

@@ -2,9 +2,8 @@
 
 import inspect
 
-import pytest
 import torch
-from torch.distributed.pipelining import _backward, schedules
+from torch.distributed.pipelining import schedules
 from torch.utils import _pytree
 
 from hfdist.pipeline.orders import Operation
@@ -32,54 +31,6 @@ def test_sends_and_receives_are_added_between_ranks_alone():
         0: ["0F0", "0SEND_F0", "0RECV_B0", "0B0"],
         1: ["1RECV_F0", "1F0", "2F0", "2B0", "1B0", "1SEND_B0"],
     }
-
-
-@pytest.mark.parametrize(
-    ("function", "names"),
-    [
-        (_backward.stage_backward_input, ["stage_outputs_or_loss", "output_grads", "input_values", "weights"]),
-        (_backward.stage_backward_weight, ["weights", "param_groups"]),
-    ],
-)
-def test_the_functions_that_split_a_backward(function, names):
-    parameters = inspect.signature(function).parameters
-    assert list(parameters)[: len(names)] == names
-    assert all(parameters[name].default is not inspect.Parameter.empty for name in list(parameters)[len(names) :])
-
-
-def test_a_backward_in_two_parts_gives_the_gradients_of_one():
-    """How `Stage` uses them: gradients of inputs are added to theirs; the rest goes to the same parameters later."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(3, 3)
-    unused = torch.nn.Parameter(torch.zeros(1))
-    received = torch.randn(2, 3, requires_grad=True)
-    output_grad = torch.randn(2, 3)
-    output = layer(received) * 2
-    (expected_input,) = torch.autograd.grad(output, [received], output_grad, retain_graph=True)
-    expected_weight, expected_bias = torch.autograd.grad(output, list(layer.parameters()), output_grad)
-
-    output = layer(received) * 2
-    weights = [*layer.parameters(), unused]
-    _, groups = _backward.stage_backward_input([output], [output_grad], [received], iter(weights))
-    torch.testing.assert_close(received.grad, expected_input)
-    assert layer.weight.grad is None
-    _backward.stage_backward_weight(iter(weights), groups)
-    torch.testing.assert_close([layer.weight.grad, layer.bias.grad], [expected_weight, expected_bias])
-    assert unused.grad is None
-
-
-def test_a_parameter_that_is_used_twice_in_a_stage():
-    """Its two uses make one group, whose graph runs through the groups of what lies between: hence `retain_graph`."""
-    torch.manual_seed(0)
-    shared, norm = torch.nn.Linear(3, 3), torch.nn.LayerNorm(3)
-    weights = [*shared.parameters(), *norm.parameters()]
-    received, output_grad = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
-    expected = torch.autograd.grad(shared(norm(shared(received))), [received, *weights], output_grad)
-
-    output = shared(norm(shared(received)))
-    _, groups = _backward.stage_backward_input([output], [output_grad], [received], iter(weights))
-    _backward.stage_backward_weight(iter(weights), groups, retain_graph=True)
-    torch.testing.assert_close((received.grad, *(weight.grad for weight in weights)), expected)
 
 
 def test_trees_of_values():

@@ -1,0 +1,176 @@
+"""A small Llama trained by the Trainer, on one process and on two pipeline ranks: what the pipeline costs, and gains.
+
+python -m benchmarks.pipeline_llama --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+import hfdist
+from benchmarks.report import RESULTS, describe_machine, markdown, write_section
+from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
+from hfdist.testing.launch import run_ranks
+
+NUM_RANKS = 2
+NUM_MICROBATCHES = 8
+SEQUENCE_TOKENS = 256
+NUM_WARMUP_STEPS = 2
+SIZES = {"vocab_size": 8192, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8,
+         "num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": False}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "1f1b": {"pipeline": NUM_RANKS, "schedule": ONE_F_ONE_B.value},
+    "zbv": {"pipeline": NUM_RANKS, "schedule": Schedule.zbv.value},
+}
+
+
+class Cost(NamedTuple):
+    """Of one optimizer step."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    """Of all threads of all ranks."""
+
+
+class Clock(TrainerCallback):
+    """Reads both clocks at the end of each step."""
+
+    def __init__(self) -> None:
+        self.readings: list[Cost] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called by the Trainer."""
+        self.readings.append(Cost(time.perf_counter(), time.process_time()))
+
+
+def main() -> None:
+    """Measure, print the table, and write it down if asked to."""
+    options = _options()
+    costs: dict[str, list[Cost]] = {name: [] for name in LAYOUTS}
+    for _ in range(options.repeats):
+        for name in LAYOUTS:
+            costs[name].append(measure(name, options.steps))
+    section = "\n\n".join([_preamble(options), table(costs)])
+    print(section)
+    if options.write:
+        write_section(RESULTS, "pipeline_llama", section)
+
+
+def measure(name: str, num_steps: int) -> Cost:
+    """One run of a layout: its median step."""
+    world_size = LAYOUTS[name].get("pipeline", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(train, world_size, folder, LAYOUTS[name], num_steps, group=world_size > 1)
+    # All ranks end a step together.
+    steps = [Cost(max(cost.wall_seconds for cost in of_ranks), sum(cost.cpu_seconds for cost in of_ranks))
+             for of_ranks in zip(*ranks, strict=True)]  # fmt: skip
+    return _median(steps)
+
+
+def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
+    """Train for some steps on one rank; what each took but the first ones."""
+    strategy = hfdist.make_strategy(
+        global_batch_size=NUM_MICROBATCHES, micro_batch_size=1, sequence_length=SEQUENCE_TOKENS, **layout
+    )
+    arguments = TrainingArguments(
+        folder,
+        max_steps=NUM_WARMUP_STEPS + num_steps,
+        logging_steps=1000,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **strategy.training_arguments(),  # type: ignore[arg-type]  # a mapping of its fields
+    )
+    clock = Clock()
+    torch.manual_seed(0)
+    tokens = torch.randint(SIZES["vocab_size"], (NUM_MICROBATCHES * arguments.max_steps, SEQUENCE_TOKENS))
+    trainer = hfdist.Trainer(
+        LlamaForCausalLM(LlamaConfig(**SIZES)),
+        arguments,
+        strategy=strategy,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[clock],
+    )
+    trainer.train()
+    readings = clock.readings[NUM_WARMUP_STEPS - 1 :]
+    return [
+        Cost(after.wall_seconds - before.wall_seconds, after.cpu_seconds - before.cpu_seconds)
+        for before, after in zip(readings, readings[1:], strict=False)
+    ]
+
+
+def table(costs: dict[str, list[Cost]]) -> str:
+    """CPU time beside that of one process, and wall time beside the schedule's ideal."""
+    single = _median(costs["one process"])
+    rows = []
+    for name, of_layout in costs.items():
+        cost = _median(of_layout)
+        ideal_seconds = _ideal_seconds(name, single.wall_seconds)
+        rows.append(
+            [
+                name,
+                f"{cost.cpu_seconds:.3f}",
+                f"{cost.cpu_seconds / single.cpu_seconds:.3f}",
+                f"{cost.wall_seconds:.3f}",
+                f"{ideal_seconds:.3f}",
+                f"{cost.wall_seconds / ideal_seconds:.3f}",
+            ]
+        )
+    return markdown(["layout", "CPU s", "x one process", "wall s", "ideal s", "x ideal"], rows)
+
+
+def _ideal_seconds(name: str, single_seconds: float) -> float:
+    """All ranks compute at the speed of one process alone, and idle only where the schedule says so."""
+    if name == "one process":
+        return single_seconds
+    schedule = Schedule(name)
+    bubble = bubble_fraction(
+        schedule,
+        num_ranks=NUM_RANKS,
+        stages_per_rank=stages_per_rank(schedule, None),
+        num_microbatches=NUM_MICROBATCHES,
+    )
+    return single_seconds / NUM_RANKS / (1 - bubble)
+
+
+def _median(costs: list[Cost]) -> Cost:
+    walls, cpus = zip(*costs, strict=True)
+    return Cost(statistics.median(walls), statistics.median(cpus))
+
+
+def _preamble(options: argparse.Namespace) -> str:
+    num_parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**SIZES)).parameters())
+    return (
+        "## A small Llama through a pipeline\n\n"
+        f"{num_parameters / 1e6:.1f} M parameters in {SIZES['num_hidden_layers']} blocks, float32, "
+        f"{NUM_MICROBATCHES} micro batches of one sequence of {SEQUENCE_TOKENS} tokens, through `hfdist.Trainer`, "
+        f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step. "
+        "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
+        f"busy. Medians of {options.repeats} interleaved runs, each the median of {options.steps} steps after "
+        f"{NUM_WARMUP_STEPS}.\n\n"
+        f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
+        "`python -m benchmarks.pipeline_llama --write`"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each layout, interleaved")
+    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of one run")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What benchmarks write down: tables, the machine they ran on, and their section of the results."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def describe_machine(*packages: str) -> str:
+    """Versions, cores, and what else is running, which all times depend on."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return (
+        f"{versions}; gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f} at the end, this benchmark's ranks included"
+    )
+
+
+def write_section(path: Path, name: str, section: str) -> None:
+    """Put the section between its markers in a file, in place of the one that is there."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    block = f"{begin}\n{section}\n{end}\n"
+    if begin in text:
+        before, rest = text.split(begin, 1)
+        text = before + block + rest.split(end + "\n", 1)[1]
+    else:
+        text = f"{text.rstrip()}\n\n{block}"
+    path.write_text(text, encoding="utf-8")
