@@ -30,15 +30,16 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
             grad.copy_(part.view_as(grad))
 
 
-def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> torch.Tensor:
+def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     """Norm of the gradients of the whole model.
 
     Args:
         parameters: those that this rank counts; over the pipeline each parameter is counted once.
         group: the ranks of one pipeline.
+        device: of this rank, which may have no gradient at all.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squared = torch.nn.utils.get_total_norm(grads).float() ** 2
+    squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2
     dist.all_reduce(squared, group=group)
     return squared.sqrt()
 

@@ -97,8 +97,8 @@ def relay(
 ) -> Relayed:
     """Run forwards only, through all stages. Call on all ranks of a pipeline.
 
-    A rank runs all micro batches through its first stage, then through its next: sends do not wait, so no order of
-    stages on ranks can lock.
+    One micro batch goes through all of a rank's stages before the next does: on NCCL, where a send may wait for its
+    receive, ranks with several stages would otherwise wait for each other.
 
     Args:
         views: this rank's stages.
@@ -107,8 +107,8 @@ def relay(
         runs_last_stage: False where only what stages receive is of interest.
     """
     relayed = Relayed([], [{} for _ in calls])
-    for stage, view in sorted(views.items()):
-        for call, headers in zip(calls, relayed.headers, strict=True):
+    for call, headers in zip(calls, relayed.headers, strict=True):
+        for stage, view in sorted(views.items()):
             incoming = None if view.is_first else link.receive(stage)
             if incoming is not None:
                 headers[stage] = unpack(incoming)[0]

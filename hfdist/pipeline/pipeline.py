@@ -17,10 +17,11 @@ from hfdist.pipeline.parcel import Header
 from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Stage
 from hfdist.pipeline.timeline import Recorder
+from hfdist.pipeline.unchanged import unchanged
 from hfdist.pipeline.view import View
 
 Batch = dict[str, torch.Tensor]
-Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+Signature = tuple[tuple[str, str], ...]
 
 
 class Pipeline:
@@ -90,12 +91,16 @@ class Pipeline:
 
         A shape that is new costs a forward of one micro batch.
         """
-        tensors = sorted((name, value) for name, value in batch.items() if isinstance(value, torch.Tensor))
-        signature = tuple((name, tuple(value.shape), value.dtype) for name, value in tensors)
+        signature = tuple((name, _describe(batch[name])) for name in sorted(batch))
         if signature not in self._headers:
-            with torch.random.fork_rng():
+            with unchanged(next(iter(self.views.values())).model):
                 self._headers[signature] = relay(self.views, [call], self._link, runs_last_stage=False).headers[0]
         return self._headers[signature]
+
+
+def _describe(value: Any) -> str:
+    """Equal for values that give tensors of equal shapes."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _call(function: Callable[[PreTrainedModel, Batch], Any], batch: Batch, model: PreTrainedModel) -> Any:

@@ -18,6 +18,7 @@ from hfdist.errors import HfdistError
 from hfdist.pipeline.cut import Cut
 from hfdist.pipeline.link import Link
 from hfdist.pipeline.parcel import Carry, Parcel, unpack
+from hfdist.pipeline.unchanged import unchanged
 from hfdist.pipeline.view import View
 
 
@@ -59,8 +60,11 @@ def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) ->
 
 def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) -> tuple[Any, str | None]:
     try:
-        with torch.random.fork_rng():
+        with unchanged(view.model):
             value = view.run(lambda model: model(**batch), incoming)
+        if not view.is_last:
+            # What cannot be described cannot be sent.
+            unpack(value)[0].to_json()
     except HfdistError as error:
         return None, ", ".join(str(part) for part in (error.what, error.found) if part)
     except Exception as error:
@@ -124,7 +128,9 @@ def _everything_wants_gradients(model: PreTrainedModel) -> Iterator[None]:
     for parameter in frozen:
         parameter.requires_grad_(True)
     model.train()
-    yield
-    model.train(was_training)
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -6,6 +6,7 @@ wrappers and checks, which on the critical path makes steps 3 to 10 % longer tha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Runtime:
         self._inputs: _Box = {}
         self._gradients: _Box = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._sending: list[dist.Work] = []
+        self._sending: deque[dist.Work] = deque()
 
     def run(self, instructions: Sequence[Instruction]) -> list[torch.Tensor]:
         """Do as told; give the losses in order of micro batches if the last stage is here, else an empty list."""
@@ -119,6 +120,9 @@ class Runtime:
                 work = dist.isend(tensor.contiguous(), group=self._link.group, group_dst=rank)
                 assert work is not None
                 self._sending.append(work)
+        while self._sending and self._sending[0].is_completed():
+            # Work that is held holds its tensor.
+            self._sending.popleft()
 
     def _receive(self, room: Tensors, from_stage: int) -> _Message:
         rank = self._link.rank_of_stage[from_stage]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hfdist.pipeline.partition import Costs
 from hfdist.pipeline.passage import Place
+from hfdist.pipeline.unchanged import unchanged
 from hfdist.pipeline.view import Block, copy_structure
 
 _REPEATS = 5
@@ -43,7 +44,7 @@ def costs_by_time(
     """
     clock = _Clock(device, autocast)
     timer = _BlockTimer(clock, len(blocks))
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), unchanged(model):
         hidden = timer.run(copy_structure(model, blocks, timer.call), tokens)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ids = tokens.to(device)

@@ -110,8 +110,19 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
         for part, module in enumerate(block):
             memo[id(module)] = _stand_in(module, partial(call, Place(index, part), module))
     view = copy.deepcopy(model, memo)
-    view._forward_pre_hooks = OrderedDict()  # the one that says that the model itself cannot be called
+    for number, hook in list(view._forward_pre_hooks.items()):
+        if hook is refuse_call:
+            del view._forward_pre_hooks[number]
     return view
+
+
+def refuse_call(model: nn.Module, inputs: Any) -> None:
+    """A hook for a cut model, whose views can be called in its stead."""
+    raise PartitionError(
+        "this process holds some stages of a pipeline, so the model cannot be called by itself",
+        found=type(model).__name__,
+        hint="trainer.save_model(folder), and AutoModelForCausalLM.from_pretrained(folder)",
+    )
 
 
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:

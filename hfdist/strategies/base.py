@@ -110,6 +110,9 @@ class Strategy(Protocol):
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
 
+    def agreed_arguments(self) -> dict[str, object]:
+        """Fields of TrainingArguments that are the user's, and that this layout was made with as well."""
+
     def start(self) -> None:
         """Do what must happen once the process group is up and before the model is made."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hfdist.data.pack import IGNORED
+from hfdist.errors import ConfigError
 
 
 def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
@@ -16,20 +17,35 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     have no target: a loss that is a sum over targets does not see them.
 
     Args:
-        batch: tensors whose first dimension is the sequences; other values, and tensors with another first
-            dimension, go to every micro batch as they are.
+        batch: tensors whose first dimension is the sequences; numbers and the like go to every micro batch.
         num_microbatches: how many.
+
+    Raises:
+        ConfigError: a tensor that is not cut by sequences, such as the bounds of documents in a row without padding.
     """
     num_rows = len(batch["input_ids"])
     size = -(-num_rows // num_microbatches)
     missing = size * num_microbatches - num_rows
     parts: dict[str, Any] = {}
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != num_rows:
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
             parts[name] = [value] * num_microbatches
             continue
+        _check_has_rows(name, value, num_rows)
         filler = value[:1].expand(missing, *value.shape[1:])
         if name == "labels" or name == "shift_labels":
             filler = torch.full_like(filler, IGNORED)
         parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
     return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
+
+
+def _check_has_rows(name: str, value: torch.Tensor, num_rows: int) -> None:
+    is_of_tokens = name.startswith("cu_seq_lens") or (name == "position_ids" and value.ndim > 2)
+    if len(value) != num_rows or is_of_tokens:
+        raise ConfigError(
+            "a pipeline cuts a batch into micro batches by its sequences, and this tensor has none",
+            where=f"batch['{name}']",
+            found=f"shape {tuple(value.shape)}, with {num_rows} sequences",
+            allowed=f"tensors of shape [{num_rows}, ...]",
+            hint="another data_collator",
+        )

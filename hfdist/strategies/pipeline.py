@@ -16,7 +16,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.errors import PartitionError
+from hfdist.errors import DataError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.pipeline.cut import Cut, cut_model
@@ -24,10 +24,11 @@ from hfdist.pipeline.gradients import sum_gradients, total_norm
 from hfdist.pipeline.link import Link
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
+from hfdist.pipeline.view import refuse_call
 from hfdist.strategies import pieces_replicated
 from hfdist.strategies.balance import choose_stages
 from hfdist.strategies.base import Batch, Defaults, Shares
-from hfdist.strategies.mesh import build_mesh
+from hfdist.strategies.mesh import build_mesh, device_of
 from hfdist.strategies.microbatches import split_batch
 from hfdist.strategies.settle import Settled, settle
 from hfdist.strategies.step_record import StepRecord
@@ -73,6 +74,10 @@ class PipelineStrategy:
         """Whose optimizer is torch's."""
         return PipelineEngine
 
+    def agreed_arguments(self) -> dict[str, object]:
+        """None: precision and clipping are the Trainer's."""
+        return {}
+
     def describe_step(self, device: torch.device) -> StepRecord:
         """What to call a step's picture, and the bubble to compare it with."""
         num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
@@ -116,7 +121,7 @@ class PipelineStrategy:
             self.cut(model)
         assert self._cut is not None
         assert self._size is not None
-        model.register_forward_pre_hook(_refuse_call)
+        model.register_forward_pre_hook(refuse_call)
         mesh = build_mesh(self.topology)
         settled = settle(self._cut, self.rank_of_stage, self.topology, mesh)
         logger.info("%s; %s travel", _describe_stages(self._cut.stages), settled.carry.describe())
@@ -141,6 +146,7 @@ class PipelineEngine:
         self._pipeline_group = mesh.get_group("pipeline")
         self._data_group = mesh.get_group("data")
         self._world_size = strategy.topology.world_size
+        self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
         self._optimizer: Any = None
         self._scaler: Any = None
@@ -149,6 +155,8 @@ class PipelineEngine:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
         self._pipeline = self._make_pipeline()
         self._optimizer, self._scaler = optimizer, scaler
+        # The stages of one model must not draw the same dropout masks.
+        torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
         if scaler is not None:
             # The scale is made at first use, and only the last stage has losses to scale.
             scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
@@ -171,6 +179,7 @@ class PipelineEngine:
         assert self._pipeline is not None
         assert self.step_record is not None
         self._train_mode(True)
+        self._check_unchanged(batch)
         microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
         unscaled: list[torch.Tensor] = []
 
@@ -204,7 +213,7 @@ class PipelineEngine:
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if name not in self._shared.counted_elsewhere)
-        norm = total_norm(counted, self._pipeline_group)
+        norm = total_norm(counted, self._pipeline_group, next(self.model.parameters()).device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
@@ -223,6 +232,29 @@ class PipelineEngine:
 
     def loaded(self) -> None:
         """Nothing is derived from the pieces."""
+
+    def _find_trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.model.parameters()]
+
+    def _check_unchanged(self, batch: Batch) -> None:
+        """Check what all ranks rely on without asking each other."""
+        if self._find_trainable() != self._trainable:
+            raise PartitionError(
+                "parameters were frozen or unfrozen after the Trainer was made, when the stages had agreed on them",
+                hint="set requires_grad before hfdist.Trainer(...)",
+            )
+        sums = torch.stack([_checksum(value) for value in batch.values() if isinstance(value, torch.Tensor)])
+        extremes = torch.cat([sums, -sums]).to(device_of(self._pipeline_group))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._pipeline_group)
+        largest, smallest = extremes.chunk(2)
+        if not torch.equal(largest, -smallest):
+            raise DataError(
+                "the ranks of one pipeline were given different batches",
+                where="train_dataset, data_collator",
+                found="tensors that differ between ranks",
+                allowed="the same items in the same order, and a collator that draws nothing at random",
+                hint="draw in the dataset, from a generator seeded by the item's number",
+            )
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self._scaler is None else self._scaler.scale(loss)
@@ -249,12 +281,11 @@ class PipelineEngine:
             view.train(mode)
 
 
-def _refuse_call(model: nn.Module, inputs: Any) -> None:
-    raise PartitionError(
-        "this process holds some stages of a pipeline, so the model cannot be called by itself",
-        found=type(model).__name__,
-        hint="trainer.save_model(folder), and AutoModelForCausalLM.from_pretrained(folder)",
-    )
+def _checksum(value: torch.Tensor) -> torch.Tensor:
+    """Of shape and whole numbers; one that other orders of the same numbers do not have."""
+    numbers = value.flatten().to(torch.int64)
+    places = torch.arange(1, len(numbers) + 1, device=value.device)
+    return (numbers * places).sum() + sum(size * 10**6 for size in value.shape)
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

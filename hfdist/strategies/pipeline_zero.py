@@ -14,8 +14,10 @@ import torch.distributed as dist
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
+from hfdist.checkpoint.exchange import gather_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.train import Precision
+from hfdist.errors import PartitionError
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import generate
@@ -30,6 +32,10 @@ class PipelineZeroStrategy(PipelineStrategy):
         super().__init__(*arguments)
         self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0 / self.topology.data_size)
         self.deepspeed_config = self._generate()
+
+    def agreed_arguments(self) -> dict[str, object]:
+        """What DeepSpeed's config has taken over; half precision is autocast's."""
+        return {"max_grad_norm": self.train.max_grad_norm}
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group."""
@@ -58,6 +64,7 @@ class PipelineZeroEngine(PipelineEngine):
         import deepspeed
 
         super().attach(prepared, optimizer, scaler)
+        self._check_every_rank_trains()
         for name, parameter in self.model.named_parameters():
             # By these two DeepSpeed knows what to count in the norm.
             parameter.model_parallel = True  # type: ignore[attr-defined]
@@ -71,6 +78,16 @@ class PipelineZeroEngine(PipelineEngine):
         )
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
+
+    def _check_every_rank_trains(self) -> None:
+        trains = gather_json(any(parameter.requires_grad for parameter in self.model.parameters()))
+        if not all(trains):
+            raise PartitionError(
+                "DeepSpeed makes no optimizer for a rank whose parameters are all frozen",
+                where="strategy.sharding",
+                found=f"zero1, with nothing to train on rank {trains.index(False)}",
+                hint="strategy.sharding=none, or a cut (strategy.blocks_per_stage) that gives each rank something",
+            )
 
     def clip_grad_norm(self, max_norm: float, default: Any) -> Any:
         """The norm of the step that DeepSpeed has made."""

@@ -31,6 +31,10 @@ class ReplicatedStrategy:
             "per_device_train_batch_size": self.batch.micro_batch_size,
         }
 
+    def agreed_arguments(self) -> dict[str, object]:
+        """None: precision and clipping are the Trainer's."""
+        return {}
+
     def start(self) -> None:
         """Nothing to do."""
 

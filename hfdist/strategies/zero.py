@@ -13,7 +13,7 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.train import Precision, TrainConfig
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
@@ -31,6 +31,7 @@ class ZeroStrategy:
         self.batch = batch
         self.stage = STAGE[strategy.sharding]
         self._deepspeed = generate(strategy, train, batch)
+        self._train = train
         share = 1.0 / topology.data_size
         self.shares = Shares(
             weights=share if self.stage >= 3 else 1.0, gradients=share if self.stage >= 2 else 1.0, optimizer=share
@@ -44,6 +45,10 @@ class ZeroStrategy:
             "deepspeed": self._deepspeed,
         }
 
+    def agreed_arguments(self) -> dict[str, object]:
+        """What DeepSpeed's config has taken over."""
+        return arguments_of_deepspeed(self._train)
+
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""
         start_deepspeed()
@@ -54,6 +59,15 @@ class ZeroStrategy:
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed."""
         return ZeroEngine(model)
+
+
+def arguments_of_deepspeed(train: TrainConfig) -> dict[str, object]:
+    """Fields of TrainingArguments for which DeepSpeed has keys of its own."""
+    return {
+        "max_grad_norm": train.max_grad_norm,
+        "bf16": train.precision is Precision.bf16,
+        "fp16": train.precision is Precision.fp16,
+    }
 
 
 def start_deepspeed() -> None:

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
+from hfdist.checkpoint import restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, NumericsError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
-from hfdist.topology import Topology
 from hfdist.trainer import saving
+from hfdist.trainer.dealing import deal
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
+from hfdist.trainer.guards import check_arguments, check_has_logits, check_trainer
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.throughput import Throughput
@@ -53,7 +53,7 @@ class DistributedTrainerMixin(_Trainer):
         self.strategy = strategy
         self.engine: Engine | None = None
         if strategy is not None:
-            _check_arguments(args, strategy)
+            check_arguments(args, strategy)
             self.engine = strategy.build(model)
             model = self.engine.model
         super().__init__(model, args, *more, **named)
@@ -62,8 +62,7 @@ class DistributedTrainerMixin(_Trainer):
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             self.throughput = Throughput(self.args.device)
             self._grad_norm: Any = None
-            if self.compute_metrics is not None:
-                self._check_whole_model("compute_metrics")
+            check_trainer(self, self.engine)
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
@@ -81,7 +80,7 @@ class DistributedTrainerMixin(_Trainer):
             self.accelerator.scaler = AgreedLossScaler(self.accelerator.device.type)
         if self.strategy is not None and self.strategy.topology.data_size < self.args.world_size:
             # accelerate deals batches over all processes, but ranks of one model replica must read the same.
-            self.accelerator.prepare_data_loader = partial(_deal, self.accelerator, self.strategy.topology)
+            self.accelerator.prepare_data_loader = partial(deal, self.accelerator, self.strategy.topology)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
@@ -95,16 +94,9 @@ class DistributedTrainerMixin(_Trainer):
         Raises:
             ConfigError: it cannot, and neither can metrics be computed from logits.
         """
-        self._check_whole_model("predict()")
+        if self.engine is not None:
+            check_has_logits(self.engine, "predict()")
         return super().predict(*more, **named)
-
-    def _check_whole_model(self, wish: str) -> None:
-        if self.engine is not None and not self.engine.runs_whole_model:
-            raise ConfigError(
-                f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
-                where="strategy.pipeline",
-                hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
-            )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step over all data ranks; ranks of one model replica share theirs."""
@@ -298,47 +290,12 @@ class DistributedTrainerMixin(_Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Called once the batches of an epoch that were done are skipped, which draws random numbers."""
         if self.engine is None:
             super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:
+            restore_random_state(Path(checkpoint))
 
 
 class Trainer(DistributedTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with a `strategy`."""
-
-
-def _deal(
-    accelerator: Accelerator,
-    topology: Topology,
-    data_loader: Any,
-    device_placement: Any = None,
-    slice_fn_for_dispatch: Any = None,
-) -> Any:
-    """`Accelerator.prepare_data_loader`, over data ranks instead of processes."""
-    prepared = prepare_data_loader(
-        data_loader,
-        accelerator.device,
-        num_processes=topology.data_size,
-        process_index=topology.data_rank,
-        split_batches=accelerator.split_batches,
-        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
-        rng_types=accelerator.rng_types.copy(),
-        dispatch_batches=False,
-        even_batches=accelerator.even_batches,
-        use_seedable_sampler=accelerator.use_seedable_sampler,
-        data_seed=accelerator.dataloader_config.data_seed,
-        non_blocking=accelerator.non_blocking,
-    )
-    accelerator._dataloaders.append(prepared)
-    return prepared
-
-
-def _check_arguments(args: Any, strategy: Strategy) -> None:
-    """The layout's numbers live in the arguments too, where the original class reads them."""
-    for name, value in strategy.training_arguments().items():
-        if getattr(args, name, None) != value:
-            raise ConfigError(
-                "the training arguments were not made for this strategy",
-                where=f"args.{name}",
-                found=getattr(args, name, None),
-                hint="TrainingArguments(..., **strategy.training_arguments())",
-            )

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainingArguments
 
 import hfdist
-from hfdist.errors import ConfigError, PartitionError
+from hfdist.config.pipeline import Schedule
+from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.testing import run_ranks
 from hfdist.trainer.callbacks import TimelineDrawer
 
@@ -23,15 +25,18 @@ def items(number):
     return [{"input_ids": ids, "labels": ids} for ids in tokens]
 
 
-def make_trainer(folder, pipeline, *, callbacks=(), **more):
-    strategy = hfdist.make_strategy(pipeline=pipeline, global_batch_size=4, micro_batch_size=1, sequence_length=16)
+def make_trainer(folder, pipeline, *, callbacks=(), frozen=(), layout=None, arguments=None, dropout=0.0, **more):
+    sizes = {"global_batch_size": 4, "micro_batch_size": 1, "sequence_length": 16}
+    strategy = hfdist.make_strategy(pipeline=pipeline, **sizes, **(layout or {}))
     fields = {"num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
               "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 1,
               "metric_for_best_model": "eval_loss", "greater_is_better": False}  # fmt: skip
-    arguments = TrainingArguments(str(folder), **fields | strategy.training_arguments())
+    arguments = TrainingArguments(str(folder), **fields | (arguments or {}) | strategy.training_arguments())
     strategy.start()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", attention_dropout=dropout, **TINY))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)))
     data = items(10)
     return hfdist.Trainer(
         model, arguments, strategy=strategy, train_dataset=data, eval_dataset=data[:3], callbacks=[*callbacks], **more
@@ -134,3 +139,75 @@ def test_a_layout_from_python_is_checked_as_one_from_yaml():
     assert "pipelin" in unknown
     assert "strategy.sharding=zero1" in sharding
     assert "1f1b" in schedule
+
+
+FROZEN = ("model.embed_tokens", "model.layers.0.", "model.layers.1.")
+
+
+def train_frozen(folder, pipeline, schedules):
+    """Norms and losses by schedule: the first stages have nothing to train, or train without an input gradient."""
+    seen = {}
+    for schedule, frozen in schedules:
+        layout = {"schedule": schedule} if pipeline > 1 else {}
+        arguments = {"max_steps": 3, "eval_strategy": "no"}
+        trainer = make_trainer(folder, pipeline, frozen=frozen, layout=layout, arguments=arguments)
+        trainer.train()
+        lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+        seen[schedule, len(frozen)] = [(line["loss"], line["grad_norm"]) for line in lines]
+    return seen
+
+
+def test_frozen_lower_blocks_change_nothing_under_any_schedule(tmp_path):
+    cases = [(schedule.value, FROZEN[:number]) for schedule in Schedule for number in (2, 3)]
+    reference = run_ranks(train_frozen, 1, tmp_path, 1, cases, group=False)[0]
+    for ours in run_ranks(train_frozen, 2, tmp_path, 2, cases):
+        for case, lines in reference.items():
+            assert len(lines) == 3
+            for our_line, line in zip(ours[case], lines, strict=True):
+                assert our_line == pytest.approx(line, rel=1e-5), case
+
+
+def wrong_uses(folder):
+    """What is refused on all ranks alike, and where."""
+    said = []
+    for more in (
+        {"arguments": {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}},
+        {"optimizers": (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), None)},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            make_trainer(folder, 2, **more)
+        said.append(refused.value.where)
+    with pytest.raises(ConfigError) as refused:
+        make_trainer(folder, 1, layout={"data": 2, "sharding": "zero1"}, arguments={"max_grad_norm": 0.5})
+    said.append(refused.value.where)
+    trainer = make_trainer(folder, 2)
+    trainer.model.model.norm.requires_grad_(False) if dist.get_rank() else trainer.model.requires_grad_(False)
+    with pytest.raises(PartitionError, match="frozen or unfrozen"):
+        trainer.train()
+    trainer = make_trainer(folder, 2)
+    trainer.train_dataset = items(10)[dist.get_rank() :]
+    with pytest.raises(DataError, match="different batches"):
+        trainer.train()
+    return said
+
+
+def test_what_would_train_wrongly_is_refused(tmp_path):
+    wanted = ["args.load_best_model_at_end", "optimizers", "args.max_grad_norm"]
+    assert run_ranks(wrong_uses, 2, tmp_path) == [wanted] * 2
+
+
+def train_with_dropout(folder, pipeline, until):
+    arguments = {"max_steps": 5, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(folder, pipeline, layout={}, arguments=arguments, dropout=0.2)
+    trainer.train(resume_from_checkpoint=until)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_dropout_goes_on_where_it_was(tmp_path, pipeline):
+    """In the middle of an epoch of a shuffled dataset."""
+    whole = run_ranks(train_with_dropout, pipeline, tmp_path, pipeline, None, group=pipeline > 1)
+    checkpoint = str(tmp_path / "checkpoints" / "step-00000003")
+    resumed = run_ranks(train_with_dropout, pipeline, tmp_path / "again", pipeline, checkpoint, group=pipeline > 1)
+    assert resumed[0][-2:] == pytest.approx(whole[0][-2:], rel=1e-6)
+    assert len(whole[0]) == 5

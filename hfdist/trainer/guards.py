@@ -1,0 +1,84 @@
+"""What a Trainer with a strategy refuses, before anything is trained wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from hfdist.errors import ConfigError
+from hfdist.strategies.base import Engine, Strategy
+
+
+def check_arguments(args: Any, strategy: Strategy) -> None:
+    """Compare TrainingArguments with the layout's numbers, which the original class reads there.
+
+    Raises:
+        ConfigError: they differ, or ask for what checkpoints by name do not do.
+    """
+    for name, value in strategy.training_arguments().items():
+        if getattr(args, name, None) != value:
+            raise ConfigError(
+                "the training arguments were not made for this strategy",
+                where=f"args.{name}",
+                found=getattr(args, name, None),
+                hint="TrainingArguments(..., **strategy.training_arguments())",
+            )
+    for name, value in strategy.agreed_arguments().items():
+        if getattr(args, name) != value:
+            raise ConfigError(
+                "the strategy was made for another value, which DeepSpeed works with",
+                where=f"args.{name}",
+                found=getattr(args, name),
+                allowed=str(value),
+                hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments",
+            )
+    for name in ("load_best_model_at_end", "save_only_model"):
+        if getattr(args, name):
+            raise ConfigError(
+                "checkpoints by name are not loaded or thinned out in this way",
+                where=f"args.{name}",
+                found="True",
+                allowed="False",
+                hint="each checkpoint is a Hub model folder: open the best with from_pretrained",
+            )
+
+
+def check_trainer(trainer: Any, engine: Engine) -> None:
+    """Check what a subclass or the caller brings along against what a part of a model can do.
+
+    Raises:
+        ConfigError: metrics from logits, a loss of its own, or an optimizer of the whole model.
+    """
+    if engine.runs_whole_model:
+        return
+    if trainer.compute_metrics is not None:
+        check_has_logits(engine, "compute_metrics")
+    if type(trainer).compute_loss is not transformers.Trainer.compute_loss:
+        raise ConfigError(
+            "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
+            "wait for the other ranks for ever",
+            where=f"{type(trainer).__name__}.compute_loss",
+            hint="compute_loss_func=..., or a strategy without a pipeline",
+        )
+    if trainer.optimizer is not None:
+        raise ConfigError(
+            "this optimizer was made for the whole model, of which this process keeps a part",
+            where="optimizers",
+            found=type(trainer.optimizer).__name__,
+            hint="TrainingArguments(optim=..., learning_rate=...)",
+        )
+
+
+def check_has_logits(engine: Engine, wish: str) -> None:
+    """Refuse what needs logits where no rank has them whole.
+
+    Raises:
+        ConfigError: always, under a pipeline.
+    """
+    if not engine.runs_whole_model:
+        raise ConfigError(
+            f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
+            where="strategy.pipeline",
+            hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
+        )
