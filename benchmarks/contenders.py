@@ -108,11 +108,11 @@ class EmulatedView:
     def __init__(self, module: EmulatedStage, *, is_first: bool, is_last: bool) -> None:
         self.is_first, self.is_last = is_first, is_last
         self.parameters = module.parameters
-        self._module = module
+        self.model = module
 
     def run(self, call: Callable[[Any], Tensor], incoming: Parcel | None) -> Parcel | Tensor:
         """Run one forward."""
-        output = self._module(torch.ones(1, HIDDEN_SIZE) if incoming is None else incoming.outputs["hidden"])
+        output = self.model(torch.ones(1, HIDDEN_SIZE) if incoming is None else incoming.outputs["hidden"])
         return call(output) if self.is_last else Parcel({"hidden": output})
 
 

@@ -10,6 +10,7 @@ import datetime
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,12 @@ NUM_RANKS = 2
 NUM_MICROBATCHES = 8
 SEQUENCE_TOKENS = 256
 NUM_WARMUP_STEPS = 2
-SIZES = {"vocab_size": 8192, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8,
+SIZES: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8,
          "num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": False}  # fmt: skip
+ALONE, BESIDE = "one process", "one process beside another"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {},
+    ALONE: {},
+    BESIDE: {},
     "1f1b": {"pipeline": NUM_RANKS, "schedule": ONE_F_ONE_B.value},
     "zbv": {"pipeline": NUM_RANKS, "schedule": Schedule.zbv.value},
 }
@@ -68,12 +71,18 @@ def main() -> None:
 
 def measure(name: str, num_steps: int) -> Cost:
     """One run of a layout: its median step."""
-    world_size = LAYOUTS[name].get("pipeline", 1)
+    is_pipeline = "pipeline" in LAYOUTS[name]
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(train, world_size, folder, LAYOUTS[name], num_steps, group=world_size > 1)
+        # Without a group the two know nothing of each other.
+        num_processes = 1 if name == ALONE else NUM_RANKS
+        ranks = run_ranks(train, num_processes, folder, LAYOUTS[name], num_steps, group=is_pipeline)
+    if not is_pipeline:
+        return _median([cost for of_process in ranks for cost in of_process])
     # All ranks end a step together.
-    steps = [Cost(max(cost.wall_seconds for cost in of_ranks), sum(cost.cpu_seconds for cost in of_ranks))
-             for of_ranks in zip(*ranks, strict=True)]  # fmt: skip
+    steps = [
+        Cost(max(cost.wall_seconds for cost in of_ranks), sum(cost.cpu_seconds for cost in of_ranks))
+        for of_ranks in zip(*ranks, strict=True)
+    ]
     return _median(steps)
 
 
@@ -82,6 +91,7 @@ def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
     strategy = hfdist.make_strategy(
         global_batch_size=NUM_MICROBATCHES, micro_batch_size=1, sequence_length=SEQUENCE_TOKENS, **layout
     )
+    fields: dict[str, Any] = strategy.training_arguments()
     arguments = TrainingArguments(
         folder,
         max_steps=NUM_WARMUP_STEPS + num_steps,
@@ -90,7 +100,7 @@ def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
         use_cpu=True,
         save_strategy="no",
         disable_tqdm=True,
-        **strategy.training_arguments(),  # type: ignore[arg-type]  # a mapping of its fields
+        **fields,
     )
     clock = Clock()
     torch.manual_seed(0)
@@ -106,33 +116,34 @@ def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
     readings = clock.readings[NUM_WARMUP_STEPS - 1 :]
     return [
         Cost(after.wall_seconds - before.wall_seconds, after.cpu_seconds - before.cpu_seconds)
-        for before, after in zip(readings, readings[1:], strict=False)
+        for before, after in pairwise(readings)
     ]
 
 
 def table(costs: dict[str, list[Cost]]) -> str:
     """CPU time beside that of one process, and wall time beside the schedule's ideal."""
-    single = _median(costs["one process"])
+    alone, beside = _median(costs[ALONE]), _median(costs[BESIDE])
     rows = []
     for name, of_layout in costs.items():
         cost = _median(of_layout)
-        ideal_seconds = _ideal_seconds(name, single.wall_seconds)
+        ideal_seconds = _ideal_seconds(name, alone.wall_seconds)
         rows.append(
             [
                 name,
                 f"{cost.cpu_seconds:.3f}",
-                f"{cost.cpu_seconds / single.cpu_seconds:.3f}",
+                f"{cost.cpu_seconds / alone.cpu_seconds:.3f}",
+                f"{cost.cpu_seconds / beside.cpu_seconds:.3f}",
                 f"{cost.wall_seconds:.3f}",
                 f"{ideal_seconds:.3f}",
                 f"{cost.wall_seconds / ideal_seconds:.3f}",
             ]
         )
-    return markdown(["layout", "CPU s", "x one process", "wall s", "ideal s", "x ideal"], rows)
+    return markdown(["layout", "CPU s", "x alone", "x beside another", "wall s", "ideal s", "x ideal"], rows)
 
 
 def _ideal_seconds(name: str, single_seconds: float) -> float:
     """All ranks compute at the speed of one process alone, and idle only where the schedule says so."""
-    if name == "one process":
+    if "pipeline" not in LAYOUTS[name]:
         return single_seconds
     schedule = Schedule(name)
     bubble = bubble_fraction(
@@ -155,7 +166,9 @@ def _preamble(options: argparse.Namespace) -> str:
         "## A small Llama through a pipeline\n\n"
         f"{num_parameters / 1e6:.1f} M parameters in {SIZES['num_hidden_layers']} blocks, float32, "
         f"{NUM_MICROBATCHES} micro batches of one sequence of {SEQUENCE_TOKENS} tokens, through `hfdist.Trainer`, "
-        f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step. "
+        f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step; "
+        "two processes that share a machine slow each other down even if they have nothing to do with each other, so "
+        "one is also measured beside another like it. "
         "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
         f"busy. Medians of {options.repeats} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
