@@ -17,7 +17,11 @@ from hfdist.models.initialize import initialize_by_name
 
 
 def build_model(
-    config: ModelConfig, architecture: PreTrainedConfig, *, seed: int, cut: Callable[[PreTrainedModel], None]
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    *,
+    seed: int,
+    cut: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
 

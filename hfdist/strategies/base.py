@@ -114,7 +114,7 @@ class Strategy(Protocol):
         """Fields of TrainingArguments that are the user's, and that this layout was made with as well."""
 
     def start(self) -> None:
-        """Do what must happen once the process group is up and before the model is made."""
+        """Do what must happen once the process group is up, under ZeRO-3 before the model is made. Again: nothing."""
 
     def cut(self, model: nn.Module) -> None:
         """Leave this rank's part in a model that is whole, in place, before its weights are drawn, read or moved."""

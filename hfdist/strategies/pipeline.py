@@ -85,7 +85,7 @@ class PipelineStrategy:
         return StepRecord(
             self.topology,
             device,
-            title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stages, "
+            title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
             f"{num_microbatches} micro batches",
             formula=bubble_fraction(
                 self.config.schedule,

@@ -54,6 +54,8 @@ class DistributedTrainerMixin(_Trainer):
         self.engine: Engine | None = None
         if strategy is not None:
             check_arguments(args, strategy)
+            # Once more where a recipe has done it: from Python nobody else would.
+            strategy.start()
             self.engine = strategy.build(model)
             model = self.engine.model
         super().__init__(model, args, *more, **named)
@@ -121,7 +123,7 @@ class DistributedTrainerMixin(_Trainer):
         self.throughput.start(
             step=self.state.global_step,
             tokens=self.state.num_input_tokens_seen,
-            flops_per_token=partial(flops_per_token, cast(PreTrainedModel, self.model).config, self.engine.size),
+            flops_per_token=self._flops_per_token,
             num_devices=self.args.world_size,
         )
         return prepared
@@ -180,6 +182,10 @@ class DistributedTrainerMixin(_Trainer):
             return super().floating_point_ops(inputs)
         tokens = inputs["input_ids"]
         return round(self.throughput.flops_per_token(tokens.shape[-1]) * tokens.numel())
+
+    def _flops_per_token(self, sequence_length: int) -> float:
+        assert self.engine is not None
+        return flops_per_token(cast(PreTrainedModel, self.model).config, self.engine.size, sequence_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         default = partial(super()._clip_grad_norm, model)

@@ -32,7 +32,6 @@ def make_trainer(folder, pipeline, *, callbacks=(), frozen=(), layout=None, argu
               "save_strategy": "no", "disable_tqdm": True, "eval_strategy": "steps", "eval_steps": 1,
               "metric_for_best_model": "eval_loss", "greater_is_better": False}  # fmt: skip
     arguments = TrainingArguments(str(folder), **fields | (arguments or {}) | strategy.training_arguments())
-    strategy.start()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", attention_dropout=dropout, **TINY))
     for name, parameter in model.named_parameters():
@@ -117,7 +116,7 @@ def train_and_draw(folder):
 
 def test_the_measured_schedule_is_drawn(tmp_path):
     titles = run_ranks(train_and_draw, 2, tmp_path)
-    assert titles == ["1f1b: 2 ranks x 1 stages, 4 micro batches"] * 2
+    assert titles == ["1f1b: 2 ranks x 1 stage, 4 micro batches"] * 2
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     for rank in (0, 1):

@@ -36,6 +36,7 @@ def tiny(kind: str, seed: int, **fields):
     config = AutoConfig.for_model(kind, **{**TINY[kind], **fields})
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
     initialize_by_name(model, seed)
     return model
 

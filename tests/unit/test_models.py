@@ -8,7 +8,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.blocks import compile_blocks, find_blocks
-from hfdist.models.flops import flops_per_token, num_parameters
+from hfdist.models.flops import flops_per_token, measure_size, num_parameters
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
 
@@ -180,12 +180,16 @@ def test_compiled_blocks_keep_names_and_outputs(tokenizer):
     assert torch.allclose(before, after, atol=1e-5)
 
 
+def flops_of(model):
+    return flops_per_token(model.config, measure_size(model), 16)
+
+
 def test_flops_of_a_token(tokenizer):
     model = random_model(tokenizer, tie_word_embeddings=True)
     # 6 a multiplying parameter, 12 * blocks * heads * head size * tokens for attention.
-    assert flops_per_token(model, 16) == 6 * num_parameters(model) + 12 * 3 * 2 * 16 * 16
+    assert flops_of(model) == 6 * num_parameters(model) + 12 * 3 * 2 * 16 * 16
     untied = random_model(tokenizer, tie_word_embeddings=False)
-    assert flops_per_token(untied, 16) == flops_per_token(model, 16)
+    assert flops_of(untied) == flops_of(model)
 
 
 def test_the_exported_tokenizer_opens(tokenizer, tmp_path):
