@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
+from hfdist.errors import ConfigError
 from hfdist.pipeline.partition import Costs
 from hfdist.pipeline.passage import Place
 from hfdist.pipeline.unchanged import unchanged
@@ -41,17 +42,29 @@ def costs_by_time(
         tokens: one micro batch of token ids, shape [sequences, tokens].
         device: where the model will train.
         autocast: the arithmetic that it will train with.
+
+    Raises:
+        ConfigError: blocks that share states with others.
     """
     clock = _Clock(device, autocast)
     timer = _BlockTimer(clock, len(blocks))
-    with torch.no_grad(), unchanged(model):
-        hidden = timer.run(copy_structure(model, blocks, timer.call), tokens)
+    try:
+        with torch.no_grad(), unchanged(model):
+            hidden = timer.run(copy_structure(model, blocks, timer.call), tokens)
+    except Exception as error:
+        raise ConfigError(
+            "the model's blocks cannot be timed one by one: they need what other blocks have left",
+            where="strategy.balance",
+            found=f"measured, {type(error).__name__}: {error}",
+            allowed="flops, parameters",
+            hint="strategy.balance=flops",
+        ) from error
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ids = tokens.to(device)
     return Costs(
         blocks=tuple(timer.seconds),
-        prologue=0.0 if embedding is None else clock.time(embedding, lambda module: module(ids)),
-        epilogue=0.0 if head is None else clock.time(head, lambda module: _loss(module(hidden.to(device)), ids)),
+        prologue=0.0 if embedding is None else clock.time(embedding, lambda: (ids,), _call),
+        epilogue=0.0 if head is None else clock.time(head, lambda: (hidden.to(device), ids), _loss),
     )
 
 
@@ -60,15 +73,23 @@ class _Clock:
         self.device = device
         self._autocast = autocast
 
-    def time(self, module: nn.Module, call: Callable[[nn.Module], Any]) -> float:
-        """Median seconds of forward and backward of a copy of `module` on the device, with weights of its shapes."""
+    def time(self, module: nn.Module, prepare: Callable[[], Any], call: Callable[[nn.Module, Any], Any]) -> float:
+        """Median seconds of forward and backward of a copy of `module` on the device, with weights of its shapes.
+
+        Args:
+            module: on the host.
+            prepare: gives the inputs on the device, anew each time; not timed.
+            call: calls the copy with them.
+        """
         there = _on_device(module, self.device)
         seconds = []
         for _ in range(1 + _REPEATS):
+            inputs = prepare()
             self._synchronize()
             start = time.perf_counter()
             with torch.enable_grad(), self._autocast():
-                outputs = [t for t in tree_leaves(call(there)) if isinstance(t, torch.Tensor) and t.requires_grad]
+                values = tree_leaves(call(there, inputs))
+            outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             self._synchronize()
             seconds.append(time.perf_counter() - start)
@@ -103,12 +124,15 @@ class _BlockTimer:
     def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
         outputs: list[Any] = []
 
-        def call(there: nn.Module) -> Any:
-            moved_args, moved_kwargs = tree_map_only(torch.Tensor, self._move, (args, kwargs))
-            outputs.append(there(*moved_args, **moved_kwargs))
+        def prepare() -> Any:
+            # Blocks may write into what they are given, such as a cache.
+            return tree_map_only(torch.Tensor, self._move, copy.deepcopy((args, kwargs)))
+
+        def call(there: nn.Module, inputs: Any) -> Any:
+            outputs.append(there(*inputs[0], **inputs[1]))
             return outputs[-1]
 
-        seconds = self._clock.time(block, call)
+        seconds = self._clock.time(block, prepare, call)
         return seconds, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), outputs[-1])
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,5 +156,10 @@ def _kind(block: nn.Module) -> str:
     return repr((type(block), sorted(settings.items()), shapes))
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+def _call(module: nn.Module, inputs: tuple[torch.Tensor]) -> Any:
+    return module(*inputs)
+
+
+def _loss(head: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    hidden, targets = inputs
+    return nn.functional.cross_entropy(head(hidden).float().flatten(0, -2), targets.flatten())
