@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -173,7 +174,7 @@ def _preamble(options: argparse.Namespace) -> str:
         f"busy. Medians of {options.repeats} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
         f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        "`python -m benchmarks.pipeline_llama --write`"
+        f"`{' '.join(['python -m benchmarks.pipeline_llama', *sys.argv[1:]])}`"
     )
 
 

@@ -17,7 +17,8 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     have no target: a loss that is a sum over targets does not see them.
 
     Args:
-        batch: tensors whose first dimension is the sequences; numbers and the like go to every micro batch.
+        batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
+            they stand for all sequences, go to every micro batch.
         num_microbatches: how many.
 
     Raises:
@@ -28,7 +29,7 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     missing = size * num_microbatches - num_rows
     parts: dict[str, Any] = {}
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
             parts[name] = [value] * num_microbatches
             continue
         _check_has_rows(name, value, num_rows)

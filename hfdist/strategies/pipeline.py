@@ -148,12 +148,13 @@ class PipelineEngine:
         self._world_size = strategy.topology.world_size
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
+        self._mode: bool | None = None
         self._optimizer: Any = None
         self._scaler: Any = None
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        self._pipeline = self._make_pipeline()
+        self._pipeline, self._mode = self._make_pipeline(), None
         self._optimizer, self._scaler = optimizer, scaler
         # The stages of one model must not draw the same dropout masks.
         torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
@@ -276,6 +277,9 @@ class PipelineEngine:
 
     def _train_mode(self, mode: bool) -> None:
         assert self._pipeline is not None
+        if self.model.training == self._mode == mode:
+            return
+        self._mode = mode
         self.model.train(mode)
         for view in self._pipeline.views.values():
             view.train(mode)

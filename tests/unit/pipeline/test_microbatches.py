@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hfdist.errors import ConfigError
 from hfdist.strategies.microbatches import split_batch
 
 
@@ -42,6 +43,21 @@ def test_what_has_no_rows_goes_to_all():
     shared = {"position_ids": torch.arange(3)[None], "scale": torch.tensor(2.0), "max_length": 3, "lengths": None}
     for part in split_batch(rows(4) | shared, 2):
         assert all(part[name] is value for name, value in shared.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("position_ids", torch.zeros(3, 4, 3)),
+        ("position_ids", torch.zeros(4, 4, 3)),
+        ("cu_seq_lens_q", torch.arange(4)),
+        ("attention_mask", torch.ones(8, 3)),
+    ],
+)
+def test_what_is_not_cut_by_sequences_is_refused(name, value):
+    with pytest.raises(ConfigError, match="by its sequences") as refused:
+        split_batch(rows(4) | {name: value}, 2)
+    assert refused.value.where == f"batch['{name}']"
 
 
 def test_cutting_whole_batches_copies_nothing():
