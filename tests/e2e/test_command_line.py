@@ -59,7 +59,7 @@ def watched(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["strategy: ddp, pipeline, pipeline_zero1, single", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
+        (["--help"], ["strategy: ddp, pipeline", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
         (["--cfg", "job"], ["max_steps: 100", "dir: runs/${run.name}"]),
         (["--cfg", "job", "--resolve", "--package", "run"], ["dir: runs/pretrain"]),
         (["--cfg", "job", "model.config.x=1", "experiment=demo"], ["    x: 1", "name: demo"]),
