@@ -62,15 +62,14 @@ def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) ->
     try:
         with unchanged(view.model):
             value = view.run(lambda model: model(**batch), incoming)
-        if not view.is_last:
+        problem = (_check_outputs(value) if view.is_last else None) or _check_graph(value, incoming)
+        if problem is None and not view.is_last:
             # What cannot be described cannot be sent.
             unpack(value)[0].to_json()
     except HfdistError as error:
         return None, ", ".join(str(part) for part in (error.what, error.found) if part)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    problem = _check_outputs(value) if view.is_last else None
-    problem = problem or _check_graph(value, incoming)
     return (None if problem else value), problem
 
 
