@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,25 +55,33 @@ def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: D
     link = Link(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
     batch = _few_tokens(cut.model)
     with _portable_attention(cut.model):
-        carry, needed = _find_carry(cut, batch, link, mesh.get_group("pipeline"))
-        problem = _keep_only(cut, needed, lambda: probe(cut, carry, batch, link))
+        carry, found = _find_carry(cut, batch, link, mesh.get_group("pipeline"))
+        problem = _keep_only(cut, found, lambda: probe(cut, carry, batch, link))
     if problem is not None:
         raise _refusal(cut, [problem])
     return Settled(carry, _find_shared(cut, topology))
 
 
-def _keep_only(cut: Cut, needed: frozenset[str], try_again: Callable[[], Finding]) -> str | None:
+def _keep_only(cut: Cut, found: Finding, try_again: Callable[[], Finding]) -> str | None:
     """Let go of what no gradient reaches in this rank's stages, unless they do not work without. Gives the problem."""
+    needed = found.needed
     unneeded = {name: p.detach() for name, p in cut.surrounding().items() if name not in needed}
     cut.remove(unneeded)
-    problem = _first(try_again().problem)
+    problem = _first(_difference(found, try_again()))
     if problem is None:
         return None
     # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
     trained = set().union(*gather_json(sorted(needed)))
     for name in unneeded.keys() - trained:
         cut.restore(name, unneeded[name])
-    return _first(try_again().problem)
+    return _first(_difference(found, try_again()))
+
+
+def _difference(before: Finding, after: Finding) -> str | None:
+    """NaN may be lost where it is compared with a number, and then it shows in what the model gives, or nowhere."""
+    if after.problem is not None or before.loss is None or after.loss is None:
+        return after.problem
+    return None if math.isclose(before.loss, after.loss, rel_tol=1e-6) else "it reads parameters that are not trained"
 
 
 def _first(problem: str | None) -> str | None:
@@ -82,7 +91,7 @@ def _first(problem: str | None) -> str | None:
 
 def _find_carry(
     cut: Cut, batch: dict[str, torch.Tensor], link: Link, group: dist.ProcessGroup
-) -> tuple[Carry, frozenset[str]]:
+) -> tuple[Carry, Finding]:
     problems = []
     for carry in CARRIES:
         if carry.embedding:
@@ -90,7 +99,7 @@ def _find_carry(
         finding = probe(cut, carry, batch, link)
         found = [problem for problem in gather_json(finding.problem) if problem is not None]
         if not found:
-            return carry, finding.needed
+            return carry, finding
         problems.append(found[0])
     raise _refusal(cut, problems)
 
