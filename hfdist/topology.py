@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfdist.errors import ConfigError
 
@@ -102,6 +102,11 @@ class Topology:
     def pipeline_rank(self) -> int:
         """Place along the pipeline axis."""
         return self.rank // (self.data * self.context * self.tensor)
+
+    def replica(self, data_rank: int) -> list[int]:
+        """Ranks that hold one copy of the model between them, in order."""
+        everyone = (replace(self, rank=rank) for rank in range(self.world_size))
+        return [place.rank for place in everyone if place.data_rank == data_rank]
 
     @property
     def is_main(self) -> bool:

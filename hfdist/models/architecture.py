@@ -34,7 +34,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
             hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
     _check_positions(architecture, sequence_length)
-    _check_router_loss(architecture)
+    check_router_loss(architecture)
     if config.attention is not Attention.auto:
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
@@ -172,7 +172,12 @@ def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> No
         )
 
 
-def _check_router_loss(architecture: PreTrainedConfig) -> None:
+def check_router_loss(architecture: PreTrainedConfig) -> None:
+    """Refuse a loss over routers: a stage of a pipeline sees only its own, and a micro batch is no global batch.
+
+    Raises:
+        ConfigError: the model would add it.
+    """
     if getattr(architecture.get_text_config(), "output_router_logits", False):
         raise ConfigError(
             "the routers' auxiliary loss is a mean over each micro batch, so it would depend on the layout",

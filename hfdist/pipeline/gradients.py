@@ -57,11 +57,12 @@ def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
 
 def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
+    num_elements = 0
     for grad in grads:
-        num_elements = sum(other.numel() for other in bucket) + grad.numel()
+        num_elements += grad.numel()
         if bucket and (num_elements > _BUCKET_ELEMENTS or grad.dtype != bucket[0].dtype):
             yield bucket
-            bucket = []
+            bucket, num_elements = [], grad.numel()
         bucket.append(grad)
     if bucket:
         yield bucket

@@ -15,6 +15,13 @@ from hfdist.pipeline.parcel import Header, Parcel, TensorMeta, unpack
 from hfdist.pipeline.view import View
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must live to travel through `group`."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Link:
     """What the stages of one pipeline say to each other, in order. Stages on one rank hand over directly.
 
@@ -29,8 +36,7 @@ class Link:
         self.group = group
         self.device = device
         # The model may still be on the host while the network only takes what is on a GPU.
-        is_gpu_only = "nccl" in dist.get_backend(group) and device.type != "cuda"
-        self._network_device = torch.device("cuda", torch.cuda.current_device()) if is_gpu_only else device
+        self._network_device = device if device.type == "cuda" else device_of(group)
         self._own_rank = dist.get_rank(group)
         self._handed_over: dict[int, deque[Parcel | None]] = defaultdict(deque)
         self._sending: list[tuple[dist.Work | None, torch.Tensor]] = []

@@ -30,8 +30,8 @@ class Finding:
     """Why its stages do not work with what they were given; None: they do, or an earlier rank's do not."""
     needed: frozenset[str]
     """Names of the parameters around the blocks that a gradient reaches in its stages."""
-    loss: float | None = None
-    """Of the last stage, on its rank: the sum of all that the model gave, so that two runs can be compared."""
+    checksum: float | None = None
+    """On the rank of the last stage: the sum of loss and logits, so that two runs can be compared."""
 
 
 def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) -> Finding:
@@ -44,7 +44,7 @@ def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) ->
         link: to the neighbours.
     """
     problem: str | None = None
-    loss: float | None = None
+    checksum: float | None = None
     needed: set[str] = set()
     with _everything_wants_gradients(cut.model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         for stage in cut.mine:
@@ -56,11 +56,11 @@ def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) ->
             if outgoing is not None:
                 needed |= _reached(cut, outgoing)
             if outgoing is not None and view.is_last:
-                loss = sum(float(tensor.detach().double().sum()) for tensor in _tensors(outgoing))
+                checksum = sum(float(tensor.detach().double().sum()) for tensor in _tensors(outgoing))
             if not view.is_last:
                 link.send(stage + 1, outgoing)
         link.flush()
-    return Finding(problem, frozenset(needed), loss)
+    return Finding(problem, frozenset(needed), checksum)
 
 
 def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) -> tuple[Any, str | None]:

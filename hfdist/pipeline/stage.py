@@ -129,7 +129,5 @@ def _backward(graph: _Graph, output_gradients: Tensors) -> Tensors:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and neither a view nor a leaf: split backwards detach it in place."""
-    if tensor._is_view() or tensor.is_leaf or not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+    """Contiguous; and what the stage only hands on is not the leaf that it received."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_leaf else tensor.contiguous()

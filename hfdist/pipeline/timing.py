@@ -122,18 +122,19 @@ class _BlockTimer:
         return output
 
     def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        outputs: list[Any] = []
+        output: Any = None
 
         def prepare() -> Any:
             # Blocks may write into what they are given, such as a cache.
             return tree_map_only(torch.Tensor, self._move, copy.deepcopy((args, kwargs)))
 
         def call(there: nn.Module, inputs: Any) -> Any:
-            outputs.append(there(*inputs[0], **inputs[1]))
-            return outputs[-1]
+            nonlocal output
+            output = there(*inputs[0], **inputs[1])
+            return output
 
         seconds = self._clock.time(block, prepare, call)
-        return seconds, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), outputs[-1])
+        return seconds, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), output)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._clock.device).requires_grad_(tensor.is_floating_point())

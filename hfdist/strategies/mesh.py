@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,10 +13,3 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
     return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must live to travel through `group`."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

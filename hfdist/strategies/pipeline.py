@@ -21,14 +21,14 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.pipeline.cut import Cut, cut_model
 from hfdist.pipeline.gradients import sum_gradients, total_norm
-from hfdist.pipeline.link import Link
+from hfdist.pipeline.link import Link, device_of
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.view import refuse_call
 from hfdist.strategies import pieces_replicated
 from hfdist.strategies.balance import choose_stages
 from hfdist.strategies.base import Batch, Defaults, Shares
-from hfdist.strategies.mesh import build_mesh, device_of
+from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.microbatches import split_batch
 from hfdist.strategies.settle import Settled, settle
 from hfdist.strategies.step_record import StepRecord
@@ -160,16 +160,19 @@ class PipelineEngine:
         torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
         if scaler is not None:
             # The scale is made at first use, and only the last stage has losses to scale.
-            scaler.scale(torch.zeros((), device=next(self.model.parameters()).device))
+            scaler.scale(torch.zeros((), device=self._device))
         return optimizer
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def _make_pipeline(self) -> Pipeline:
-        device = next(self.model.parameters()).device
-        self.step_record = self._strategy.describe_step(device)
+        self.step_record = self._strategy.describe_step(self._device)
         return Pipeline(
             {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
-            Link(self._strategy.rank_of_stage, self._pipeline_group, device),
+            Link(self._strategy.rank_of_stage, self._pipeline_group, self._device),
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.step_record.recorder,
             splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
@@ -204,8 +207,7 @@ class PipelineEngine:
         microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
         with torch.no_grad():
             sums = self._pipeline.forward(microbatches, default.sum_of_losses)
-        device = next(self.model.parameters()).device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return sum((total for total, _ in sums), zero), sum((count for _, count in sums), zero)
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
@@ -214,7 +216,7 @@ class PipelineEngine:
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if name not in self._shared.counted_elsewhere)
-        norm = total_norm(counted, self._pipeline_group, next(self.model.parameters()).device)
+        norm = total_norm(counted, self._pipeline_group, self._device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
@@ -270,8 +272,7 @@ class PipelineEngine:
 
     def _agree_on_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Only the last stage has losses. The Trainer averages over all ranks, and each data rank has a share."""
-        device = next(self.model.parameters()).device
-        total = torch.stack(losses).sum() if self._cut.has_last else torch.zeros((), device=device)
+        total = torch.stack(losses).sum() if self._cut.has_last else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
         return total * self._strategy.topology.data_size
 

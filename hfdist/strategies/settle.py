@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.errors import PartitionError
+from hfdist.models.architecture import check_router_loss
 from hfdist.pipeline.cut import Cut
-from hfdist.pipeline.link import Link
+from hfdist.pipeline.link import Link, device_of
 from hfdist.pipeline.parcel import CARRIES, Carry
 from hfdist.pipeline.probe import Finding, probe
-from hfdist.strategies.mesh import device_of
 from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2
@@ -48,10 +48,11 @@ def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: D
     """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
 
     Raises:
+        ConfigError: a loss over routers.
         PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
     """
     _check_no_layer_drop(cut.model)
-    _check_no_router_loss(cut.model)
+    check_router_loss(cut.model.config)
     link = Link(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
     batch = _few_tokens(cut.model)
     with _portable_attention(cut.model):
@@ -79,9 +80,10 @@ def _keep_only(cut: Cut, found: Finding, try_again: Callable[[], Finding]) -> st
 
 def _difference(before: Finding, after: Finding) -> str | None:
     """NaN may be lost where it is compared with a number, and then it shows in what the model gives, or nowhere."""
-    if after.problem is not None or before.loss is None or after.loss is None:
+    if after.problem is not None or before.checksum is None or after.checksum is None:
         return after.problem
-    return None if math.isclose(before.loss, after.loss, rel_tol=1e-6) else "it reads parameters that are not trained"
+    is_same = math.isclose(before.checksum, after.checksum, rel_tol=1e-6)
+    return None if is_same else "it reads parameters that are not trained"
 
 
 def _first(problem: str | None) -> str | None:
@@ -118,18 +120,6 @@ def _check_no_layer_drop(model: PreTrainedModel) -> None:
         )
 
 
-def _check_no_router_loss(model: PreTrainedModel) -> None:
-    """The last stage would add up the routers of its own blocks only, and no NaN would tell."""
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise PartitionError(
-            "the routers' auxiliary loss needs the outputs of all blocks, which are on other stages",
-            where="model.config.output_router_logits",
-            found="true",
-            allowed="false",
-            hint="model.config.output_router_logits=false, or a strategy without a pipeline",
-        )
-
-
 def _refusal(cut: Cut, problems: list[str]) -> PartitionError:
     return PartitionError(
         f"{type(cut.model).__name__} cannot be split into pipeline stages at its blocks",
@@ -161,10 +151,8 @@ def _find_shared(cut: Cut, topology: Topology) -> SharedParameters:
     groups = []
     counted_elsewhere: set[str] = set()
     for data_rank in range(topology.data_size):
-        everyone = (replace(topology, rank=rank) for rank in range(topology.world_size))
-        ranks = [place.rank for place in everyone if place.data_rank == data_rank]
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank in ranks:
+        for rank in topology.replica(data_rank):
             for name in names_of_rank[rank]:
                 holders[name].append(rank)
         for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -48,5 +47,4 @@ class StepRecord:
         self.recorder.start()
         yield
         every = gather_json(to_json(self.recorder.events()))
-        first = [own for rank, own in enumerate(every) if replace(self._topology, rank=rank).data_rank == 0]
-        self.events = [event for own in first for event in from_json(own)]
+        self.events = [event for rank in self._topology.replica(0) for event in from_json(every[rank])]

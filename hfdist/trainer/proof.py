@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.checkpoint.exchange import on_rank_zero, rank
 from hfdist.checkpoint.folder import step_name
-from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.batch import BatchPlan
 from hfdist.config.compose import to_yaml
 from hfdist.config.model import Dtype, Init
 from hfdist.config.optimizer import OptimizerConfig
@@ -24,10 +24,10 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import HfdistError, NumericsError
 from hfdist.models.shrink import shrink
-from hfdist.topology import Topology
 from hfdist.trainer.arguments import num_warmup_steps
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
+from hfdist.trainer.session import plan_run
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ def prepare_proof(config: RunConfig) -> Proof:
     Raises:
         ConfigError: sizes that do not divide, or too few processes.
     """
-    topology = Topology.from_environment(config.strategy.degrees)
+    topology, asked = plan_run(config)
     folder = Path(config.run.dir) / "prove"
     if topology.is_main:
         # The others first look into it when the process group is up, which is not before this rank has joined.
         shutil.rmtree(folder, ignore_errors=True)
-    layout = _small_run(config, topology, folder / "layout")
+    layout = _small_run(config, asked, folder / "layout")
     checkpoints = folder / "layout" / CHECKPOINTS
     resumed = replace(
         layout,
@@ -192,14 +192,7 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
         )
 
 
-def _small_run(config: RunConfig, topology: Topology, folder: Path) -> RunConfig:
-    asked = plan_batch(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_size=topology.data_size,
-        sequence_length=config.data.sequence_length,
-        lanes=config.data.lanes,
-    )
+def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
     num_microbatches = min(asked.num_microbatches, _most_microbatches(config.strategy))
     data = config.data
     return replace(

@@ -50,12 +50,11 @@ class RunData:
     held_out: HeldOut | None
 
 
-def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
-    """Find this process's place and the batch arithmetic, and open the run folder.
+def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
+    """Find this process's place and the batch arithmetic.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`.
-        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
+        ConfigError: too few processes, or sizes that do not divide.
     """
     topology = Topology.from_environment(config.strategy.degrees)
     batch = plan_batch(
@@ -65,6 +64,17 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
     )
+    return topology, batch
+
+
+def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
+    """Find this process's place and the batch arithmetic, and open the run folder.
+
+    Raises:
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`.
+        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
+    """
+    topology, batch = plan_run(config)
     check_further_arguments(config, batch)
     set_up_logging(topology)
     run_dir = Path(config.run.dir)
