@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hfdist.config.checks_data import check_data
 from hfdist.config.checks_layout import check_layout
-from hfdist.config.data import DataConfig, SourceConfig, SourceKind
+from hfdist.config.data import SourceKind
 from hfdist.config.limits import LIMIT
 from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
@@ -30,9 +31,10 @@ def check_config(config: RunConfig) -> None:
     _check_ranges(config, "")
     _check_run(config.run)
     _check_model(config.model)
-    _check_data(config.data)
+    check_data(config.data)
     check_layout(config.strategy, config.train)
     _check_optimizer(config)
+    _check_tokens(config)
     _check_precision(config)
     _check_flash(config)
     _check_batch(config.train)
@@ -111,41 +113,15 @@ def _check_model(model: ModelConfig) -> None:
         )
 
 
-def _check_data(data: DataConfig) -> None:
-    if not data.sources:
-        raise ConfigError(
-            "there is nothing to read",
-            where="data.sources",
-            found="no source",
-            hint="data=stdlib (no download), or data=files data.sources.files.path='texts/*.txt'",
-        )
-    for name, source in data.sources.items():
-        _check_source(f"data.sources.{name}", source)
-
-
-def _check_source(key: str, source: SourceConfig) -> None:
-    if source.kind is SourceKind.stdlib and source.path is not None:
-        raise ConfigError(
-            "the standard library's source is where Python is installed, so it takes no path",
-            where=f"{key}.path",
-            found=source.path,
-            allowed="null",
-            hint=f"{key}.kind=files to read that path",
-        )
-    if source.kind is not SourceKind.stdlib and not source.path:
-        what = "a dataset's Hub id or folder" if source.kind is SourceKind.hub else "a file, folder or glob"
-        raise ConfigError(
-            "the source has no path", where=f"{key}.path", found="null", allowed=what, hint=f"{key}.path=..."
-        )
-    for name in ("subset", "revision"):
-        value = getattr(source, name)
-        if value is not None and source.kind is not SourceKind.hub:
+def _check_tokens(config: RunConfig) -> None:
+    """Tokens mean nothing without the tokenizer that made them."""
+    for name, source in config.data.sources.items():
+        if source.kind is SourceKind.tokens and config.model.tokenizer.name is None:
             raise ConfigError(
-                f"only a dataset of the Hub has a {name}",
-                where=f"{key}.{name}",
-                found=value,
-                allowed="null",
-                hint=f"{key}.kind=hub, or {key}.{name}=null",
+                "a source of tokens needs the tokenizer that made them",
+                where="model.tokenizer.name",
+                found=f"null, with data.sources.{name}.kind=tokens",
+                hint=f"model.tokenizer.name={source.path}/tokenizer",
             )
 
 

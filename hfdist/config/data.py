@@ -14,12 +14,27 @@ class SourceKind(Enum):
     stdlib = "stdlib"
     files = "files"
     hub = "hub"
+    tokens = "tokens"
 
 
 class Packing(Enum):
-    """How documents become sequences of equal length."""
+    """How documents become sequences.
+
+    `concat`: end to end, cut at the length; `best_fit`: whole, together where they fill a sequence best, padded;
+    `none`: one document a sequence, padded to the longest of its micro batch, lengths alike in a step.
+    """
 
     concat = "concat"
+    best_fit = "best_fit"
+    none = "none"
+
+
+class BadRows(Enum):
+    """What to do with a row or a file that cannot be read."""
+
+    error = "error"
+    skip = "skip"
+    quarantine = "quarantine"
 
 
 @dataclass(kw_only=True)
@@ -27,16 +42,31 @@ class SourceConfig:
     """One named source of documents."""
 
     kind: SourceKind = SourceKind.files
-    """`stdlib`: the installed Python standard library's own source, no download; `files`: local files by glob;
-    `hub`: a dataset that `datasets.load_dataset` opens."""
+    """`stdlib`: the installed Python standard library's own source, no download; `files`: files by glob;
+    `hub`: a dataset that `datasets` opens; `tokens`: what `recipes/pretokenize.py` wrote."""
     path: str | None = None
-    """files: a file, folder or glob of .parquet, .jsonl(.gz|.zst) or .txt; hub: the dataset's id or folder."""
+    """files: a file, folder or glob of .parquet, .arrow, .jsonl(.gz|.zst) or .txt, here or at http(s)://, s3://, gs://,
+    hf://; hub: the dataset's id or saved folder; tokens: the folder."""
     text: str = "text"
     """The column that holds the text. Unused for .txt files, which are one document each."""
     subset: str | None = None
     """hub: the dataset's configuration name."""
     split: str = "train"
     revision: str | None = None
+    weight: float | None = limited(None, above=0)
+    """Share of the sequences, relative to the other weights; null for all sources: documents mixed as they are."""
+    epochs: int | None = limited(None, at_least=1)
+    """Passes over the source at the most, then the others go on without it; null: no limit."""
+
+
+@dataclass(kw_only=True)
+class WeightChange:
+    """New weights from a step on."""
+
+    step: int = limited(1, at_least=1)
+    """The first step (counted from 0) that reads with them."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of every source, by name; 0 pauses one."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +74,8 @@ class DataConfig:
     """The token stream."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
+    anneal: list[WeightChange] = field(default_factory=list)
+    """Weights that replace those of the sources from a step on, in order of steps."""
     sequence_length: int = limited(512, at_least=2)
     """Tokens in one sequence."""
     packing: Packing = Packing.concat
@@ -59,5 +91,14 @@ class DataConfig:
     """Processes per rank that read, tokenize and pack ahead; 0: in the training process."""
     prefetch: int = limited(64, at_least=1)
     """Sequences that each worker holds ready."""
+    on_bad_rows: BadRows = BadRows.error
+    """Rows and files that cannot be read: stop; leave them out and count them; or also write them down in the run's
+    folder."""
+    quarantine: list[str] = field(default_factory=list)
+    """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
     cache_dir: str | None = None
-    """For trained tokenizers, indexes and held-out tokens; null: $HFDIST_CACHE or ~/.cache/hfdist."""
+    """For remote files, tokens, indexes and trained tokenizers; null: $HFDIST_CACHE or ~/.cache/hfdist."""
+    file_cache_bytes: int = limited(100 * 2**30, at_least=2**20)
+    """Remote files that a machine keeps; those that were used longest ago go first."""
+    token_cache_bytes: int = limited(100 * 2**30, at_least=0)
+    """Tokens that a machine keeps for the next epoch and the next run; 0: none."""

@@ -3,15 +3,20 @@
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.cursor import Cursor
 from hfdist.data.heldout import HeldOut, build_held_out
-from hfdist.data.stream import StreamLoader, TokenStream
+from hfdist.data.ledger import LEDGER, Ledger
+from hfdist.data.report import PoolReport, report
+from hfdist.data.stream import TokenStream
 
 __all__ = [
+    "LEDGER",
     "Corpus",
     "Cursor",
     "HeldOut",
-    "StreamLoader",
+    "Ledger",
+    "PoolReport",
     "TokenStream",
     "build_held_out",
     "cache_dir",
     "open_corpus",
+    "report",
 ]

@@ -1,21 +1,26 @@
-"""All documents of a run under one numbering, and the split into training and held-out ones."""
+"""All documents of a run under one numbering: where each comes from, its text, and which are taken out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
 import numpy as np
 
-from hfdist.config.data import DataConfig
+from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.data.order import Permutation, cut_runs
-from hfdist.data.sources.base import Shard
+from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
-from hfdist.errors import DataError
+from hfdist.data.sources.problems import Problems
+from hfdist.data.tokenize import text_digest
+from hfdist.errors import ConfigError, DataError
 
 _MIXED_BLOCKS = 1024
 _LARGEST_MIXED_BLOCK_ROWS = 256
@@ -28,109 +33,165 @@ class Origin(NamedTuple):
     shard: str
     row: int
 
+    def __str__(self) -> str:
+        """As `data.quarantine` takes it."""
+        return f"{self.source}:{self.shard}:{self.row}"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Documents that are drawn from together: one source, or all of them where no weights are given."""
+
+    name: str
+    first_document: int
+    shards: tuple[Shard, ...]
+    epochs: int | None
+    """Passes at the most."""
+
 
 class Corpus:
     """Documents in canonical order: sources by name, shards by path, rows as they stand. Open it with `open_corpus`."""
 
-    def __init__(self, shards_by_source: dict[str, Sequence[Shard]], *, eval_fraction: float) -> None:
+    def __init__(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> None:
         self.source_names = sorted(shards_by_source)
-        self._shards = [(name, shard) for name in self.source_names for shard in shards_by_source[name]]
-        rows = np.array([sum(shard.runs) for _, shard in self._shards], dtype=np.int64)
+        self.shards = [(name, shard) for name in self.source_names for shard in shards_by_source[name]]
+        """Each with the name of its source, in canonical order."""
+        rows = np.array([sum(shard.runs) for _, shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(rows)
         self.num_documents = int(rows.sum())
-        self.runs = [rows for _, shard in self._shards for rows in shard.runs]
-        """Runs of documents that are cheap to read together, in order."""
-        self._held_out_below = round(eval_fraction * 2**64)
-        self.fingerprint = self._identity(eval_fraction)
+        self.pools = self._make_pools(shards_by_source, config)
+        self._held_out_below = round(config.eval_fraction * 2**64)
+        self.quarantined = frozenset(self._find(entry) for entry in config.quarantine)
+        """Documents that `data.quarantine` names."""
+        self.fingerprint = self._identity(config.eval_fraction)
         """Changes when a file's size, ends or rows, the column, or the split changes."""
 
     def text(self, document: int) -> str:
         """Give a document.
 
         Raises:
-            DataError: names the file and the row.
+            DataError: it cannot be read; names the file and the row.
         """
-        return self.texts([document])[0]
+        shard, rows = self.locate([document])
+        (text,) = shard.read(rows)
+        if isinstance(text, BadRow):
+            raise text.error
+        return text
 
-    def texts(self, neighbours: Sequence[int]) -> list[str]:
-        """Give documents of one run, as many of the first ones as are well read and kept together: one at least.
-
-        Raises:
-            DataError: names the file and the row.
-        """
+    def locate(self, neighbours: Sequence[int]) -> tuple[Shard, list[int]]:
+        """Give the shard and the rows of documents of one run."""
         number, first_row = self._locate(neighbours[0])
-        shard = self._shards[number][1]
-        rows = [first_row + document - neighbours[0] for document in neighbours[: shard.rows_at_once]]
-        return shard.read(rows)
+        return self.shards[number][1], [first_row + document - neighbours[0] for document in neighbours]
 
     def origin(self, document: int) -> Origin:
         """Tell where a document comes from."""
-        shard, row = self._locate(document)
-        name, opened = self._shards[shard]
-        return Origin(name, opened.name, row)
+        number, row = self._locate(document)
+        name, shard = self.shards[number]
+        return Origin(name, shard.name, row)
 
-    def is_held_out(self, text: str) -> bool:
-        """Decide by a hash of the text, so that equal documents fall on one side."""
-        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"hfdist-eval").digest()
-        return int.from_bytes(digest, "little") < self._held_out_below
+    def is_held_out(self, digest: int) -> bool:
+        """Decide by `text_digest` of the text, so that equal documents fall on one side."""
+        return digest < self._held_out_below
 
-    def mixed(self) -> Iterator[str]:
-        """Give all documents once, in a fixed mixed order that no seed and no number of lanes changes.
+    def mixed_blocks(self) -> Iterator[range]:
+        """Give all documents once, in runs of neighbours, in a fixed mixed order that no seed and no lanes change.
 
         Blocks are mixed, since some files give neighbouring rows for the price of one. Small corpora: blocks of one.
         """
         most_rows = min(max(self.num_documents // _MIXED_BLOCKS, 1), _LARGEST_MIXED_BLOCK_ROWS)
-        sizes = np.array(cut_runs(self.runs, most_rows), dtype=np.int64)
+        sizes = np.array(cut_runs([rows for _, shard in self.shards for rows in shard.runs], most_rows), dtype=np.int64)
         firsts = np.cumsum(sizes) - sizes
         order = Permutation(len(sizes), "mixed")
         for index in range(len(sizes)):
             block = order.at(index)
-            documents = range(int(firsts[block]), int(firsts[block] + sizes[block]))
-            while documents:
-                texts = self.texts(documents)
-                yield from texts
-                documents = documents[len(texts) :]
+            yield range(int(firsts[block]), int(firsts[block] + sizes[block]))
 
     def training_texts(self, max_bytes: int) -> Iterator[str]:
-        """Give training documents in mixed order, until they are `max_bytes` together."""
+        """Give training documents in mixed order, until they are `max_bytes` together. Rows that are bad are left out.
+
+        Bad rows are met again by the stream, which knows what to do with them.
+        """
         read_bytes = 0
-        for text in self.mixed():
-            if read_bytes >= max_bytes:
-                return
-            if not self.is_held_out(text):
-                read_bytes += len(text.encode("utf-8", "replace"))
-                yield text
+        for block in self.mixed_blocks():
+            shard, rows = self.locate(block)
+            for start in range(0, len(rows), shard.rows_at_once):
+                for text in shard.read(rows[start : start + shard.rows_at_once]):
+                    if read_bytes >= max_bytes:
+                        return
+                    if isinstance(text, str) and not self.is_held_out(text_digest(text)):
+                        read_bytes += len(text.encode("utf-8", "replace"))
+                        yield text
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))
         start = int(self._ends[shard - 1]) if shard else 0
         return shard, document - start
 
+    def _make_pools(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> list[Pool]:
+        is_weighted = any(source.weight is not None for source in config.sources.values())
+        limits = {name: config.sources[name].epochs for name in self.source_names if name in config.sources}
+        if not is_weighted and len(set(limits.values())) <= 1:
+            limit = next(iter(limits.values()), None)
+            return [Pool("all", 0, tuple(shard for _, shard in self.shards), limit)]
+        pools, first_document = [], 0
+        for name in self.source_names:
+            shards = tuple(shards_by_source[name])
+            pools.append(Pool(name, first_document, shards, limits.get(name)))
+            first_document += sum(sum(shard.runs) for shard in shards)
+        return pools
+
+    def _find(self, entry: str) -> int:
+        source, _, rest = entry.partition(":")
+        name, _, row = rest.rpartition(":")
+        first_document = 0
+        for owner, shard in self.shards:
+            num_rows = sum(shard.runs)
+            if (owner, shard.name) == (source, name) and int(row) < num_rows:
+                return first_document + int(row)
+            first_document += num_rows
+        raise ConfigError(
+            "there is no such row",
+            where="data.quarantine",
+            found=entry,
+            allowed="SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0",
+        )
+
     def _identity(self, eval_fraction: float) -> str:
-        shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self._shards]
+        shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
         return hashlib.blake2b(json.dumps([shards, eval_fraction]).encode(), digest_size=12).hexdigest()
 
 
-def open_corpus(config: DataConfig) -> Corpus:
+def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None) -> Corpus:
     """Open all sources and check them.
+
+    Args:
+        config: `data.*`.
+        given: datasets in memory, by name; a source of that name in `config` gives column, weight and epochs.
 
     Raises:
         ConfigError: a source that does not exist.
         DataError: a damaged file, no documents, or fewer than lanes.
     """
-    folder = cache_dir(config)
-    corpus = Corpus(
-        {name: find_shards(name, source, folder) for name, source in config.sources.items()},
-        eval_fraction=config.eval_fraction,
-    )
-    if corpus.num_documents < config.lanes:
-        raise DataError(
-            "there are fewer documents than lanes",
-            where=", ".join(f"data.sources.{name}" for name in corpus.source_names),
-            found=f"{corpus.num_documents} documents, {config.lanes} lanes",
-            allowed="a document or more for each lane",
-            hint="data.lanes=1 (then one data rank) or more data",
-        )
+    problems = Problems(config.on_bad_rows)
+    given = given or {}
+    shards: dict[str, Sequence[Shard]] = {
+        name: find_shards(name, config, cache_dir(config), problems) for name in config.sources if name not in given
+    }
+    for name, dataset in given.items():
+        column = config.sources[name].text if name in config.sources else SourceConfig().text
+        shards[name] = [DatasetShard(name, dataset, column)]
+    corpus = Corpus(shards, config)
+    for pool in corpus.pools:
+        num_documents = sum(sum(shard.runs) for shard in pool.shards)
+        if num_documents < config.lanes:
+            names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]
+            raise DataError(
+                "there are fewer documents than lanes",
+                where=", ".join(f"data.sources.{name}" for name in names),
+                found=f"{num_documents} documents, {config.lanes} lanes",
+                allowed="a document or more for each lane",
+                hint="data.lanes=1 (then one data rank) or more data",
+            )
     return corpus
 
 

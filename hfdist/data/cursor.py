@@ -8,39 +8,61 @@ from typing import Any, NamedTuple
 
 from hfdist.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Place(NamedTuple):
-    """Where a lane's next sequence begins."""
+    """Where the next sequence of a lane begins, in one pool of documents."""
 
     epoch: int = 0
     """Passes of this lane over its documents."""
     position: int = 0
     """Document, counted in the lane's order of this epoch."""
     offset: int = 0
-    """Token inside that document."""
+    """Token inside that document; of a window packing: sequence inside the window that begins at `position`."""
+
+
+class Progress(NamedTuple):
+    """How far a lane has come in one pool."""
+
+    place: Place = Place()
+    sequences: int = 0
+    """Handed out so far."""
+    tokens: int = 0
+    """In those sequences, without filling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneState:
+    """How far a lane has come."""
+
+    digest: int
+    """Of everything that it has handed out: see `records.chain`."""
+    pools: tuple[Progress, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """Places of some lanes (one rank's) or of all (merged)."""
+    """States of some lanes (one rank's) or of all (merged)."""
 
     identity: str
     """Of what the order depends on: corpus, tokenizer and settings."""
-    lanes: int
+    num_lanes: int
     samples: int
     """Sequences that the whole run has consumed."""
-    places: dict[int, Place]
+    lanes: dict[int, LaneState]
 
     def to_json(self) -> dict[str, Any]:
         """Give a value for JSON."""
         return {
             "format": FORMAT,
             "identity": self.identity,
-            "lanes": self.lanes,
+            "lanes": self.num_lanes,
             "samples": self.samples,
-            "places": [[lane, *self.places[lane]] for lane in sorted(self.places)],
+            "places": [
+                [lane, f"{state.digest:016x}", *([*pool.place, pool.sequences, pool.tokens] for pool in state.pools)]
+                for lane, state in sorted(self.lanes.items())
+            ],
         }
 
     @classmethod
@@ -53,16 +75,16 @@ class Cursor:
         try:
             if value["format"] != FORMAT:
                 raise CheckpointError(
-                    "the data cursor has another format", where="cursor.format", found=value["format"], allowed="1"
+                    "the data cursor has another format",
+                    where="cursor.format",
+                    found=value["format"],
+                    allowed=str(FORMAT),
                 )
-            places = {int(lane): Place(int(e), int(p), int(o)) for lane, e, p, o in value["places"]}
-            if any(number < 0 for place in places.values() for number in (*place, int(value["samples"]))):
-                raise ValueError("a number is below zero")
             return cls(
                 identity=str(value["identity"]),
-                lanes=int(value["lanes"]),
-                samples=int(value["samples"]),
-                places=places,
+                num_lanes=int(value["lanes"]),
+                samples=_natural(value["samples"]),
+                lanes={_natural(lane): _lane_state(digest, pools) for lane, digest, *pools in value["places"]},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError("the data cursor is damaged", where="cursor", found=value) from error
@@ -75,11 +97,25 @@ class Cursor:
             CheckpointError: they do not belong together or leave lanes out.
         """
         first = cursors[0]
-        places: dict[int, Place] = {}
+        lanes: dict[int, LaneState] = {}
         for cursor in cursors:
             if (cursor.identity, cursor.samples) != (first.identity, first.samples):
                 raise CheckpointError("the data ranks stand at different places", where="cursor", found=cursor.samples)
-            places |= cursor.places
-        if sorted(places) != list(range(first.lanes)):
-            raise CheckpointError("lanes are missing", where="cursor", found=f"{len(places)} of {first.lanes} lanes")
-        return Cursor(identity=first.identity, lanes=first.lanes, samples=first.samples, places=places)
+            lanes |= cursor.lanes
+        if sorted(lanes) != list(range(first.num_lanes)):
+            raise CheckpointError("lanes are missing", where="cursor", found=f"{len(lanes)} of {first.num_lanes} lanes")
+        return Cursor(identity=first.identity, num_lanes=first.num_lanes, samples=first.samples, lanes=lanes)
+
+
+def _lane_state(digest: str, pools: Sequence[Sequence[int]]) -> LaneState:
+    progress = []
+    for epoch, position, offset, sequences, tokens in pools:
+        place = Place(_natural(epoch), _natural(position), _natural(offset))
+        progress.append(Progress(place, _natural(sequences), _natural(tokens)))
+    return LaneState(digest=int(digest, 16), pools=tuple(progress))
+
+
+def _natural(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of things")
+    return value

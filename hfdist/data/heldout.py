@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.files import write_atomically
-from hfdist.data.pack import NAMES, empty_sequence, put
-from hfdist.data.tokenize import encode, tokenizer_digest
+from hfdist.data.packing.concat import concat
+from hfdist.data.packing.sequence import NAMES, Placed, Shape
+from hfdist.data.tokenize import tokenizer_digest
 from hfdist.errors import DataError
 
 
@@ -37,7 +40,7 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
-    A last sequence that does not fill up is left out.
+    End to end, whatever `data.packing` is for training; a last sequence that does not fill up is left out.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -45,7 +48,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     if config.eval_fraction == 0:
         return None
     settings = [config.sequence_length, config.eval_sequences]
-    identity = json.dumps([1, corpus.fingerprint, tokenizer_digest(tokenizer), *settings])
+    identity = json.dumps([2, corpus.fingerprint, tokenizer_digest(tokenizer), *settings])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,20 +61,15 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
 
 
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
-    sequences: list[NDArray[np.int32]] = []
-    sequence, filled = empty_sequence(config.sequence_length), 0
-    for text in corpus.mixed():
-        if not corpus.is_held_out(text):
-            continue
-        tokens, offset = encode(tokenizer, text), 0
-        while offset < len(tokens) and len(sequences) < config.eval_sequences:
-            taken = put(sequence, filled, tokens, offset)
-            offset, filled = offset + taken, filled + taken
-            if filled == config.sequence_length:
-                sequences.append(sequence)
-                sequence, filled = empty_sequence(config.sequence_length), 0
-        if len(sequences) == config.eval_sequences:
-            break
+    documents = Documents(corpus, tokenizer, open_token_cache(config), config.on_bad_rows, held_out=True)
+    portions = (
+        [Placed(0, document.number, document) for document in portion]
+        for block in corpus.mixed_blocks()
+        for portion in documents.read(block)
+    )
+    shape = Shape(config.sequence_length, fill_id=0)
+    whole = (sequence.rows for sequence in concat(portions, 0, shape) if sequence.num_tokens == shape.length)
+    sequences = list(islice(whole, config.eval_sequences))
     if not sequences:
         raise DataError(
             "the held-out documents do not fill one sequence",

@@ -1,81 +1,103 @@
-"""One lane: an endless run of packed sequences that can start at any place."""
+"""One lane: its sequences in order, from any place on, each from the pool of documents whose turn it is."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
-
-from hfdist.data.corpus import Corpus
-from hfdist.data.cursor import Place
+from hfdist.config.data import Packing
+from hfdist.data.corpus import Pool
+from hfdist.data.cursor import Place, Progress
+from hfdist.data.documents import Documents
+from hfdist.data.mixture import Mixture
 from hfdist.data.order import LaneOrder
-from hfdist.data.pack import empty_sequence, put
-from hfdist.data.tokenize import encode
-from hfdist.errors import CheckpointError, DataError
+from hfdist.data.packing import sequence
+from hfdist.data.packing.concat import concat
+from hfdist.data.packing.sequence import Placed, Shape, assemble
+from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.errors import DataError
 
 # Epochs that may pass without one training document: a lane may draw only held-out or empty ones for a while.
 _MOST_BARREN_EPOCHS = 100
 
+Packed = tuple[int, int | None, sequence.Sequence]
+"""Lane, pool (None: the lane has come to its end) and sequence."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all lanes share: the order of each pool, whose turn it is, and how sequences are packed."""
+
+    pools: Sequence[Pool]
+    orders: Sequence[LaneOrder]
+    """Of each pool."""
+    mixture: Mixture
+    packing: Packing
+    shape: Shape
+    seed: int
+
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane in their order."""
+    """Reads, tokenizes and packs the documents of one lane.
 
-    def __init__(
-        self, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, order: LaneOrder, *, lane: int, place: Place
-    ) -> None:
-        self._corpus, self._tokenizer, self._order = corpus, tokenizer, order
-        self._lane = lane
-        self.place = place
-        """Where the next sequence begins."""
-        self._tokens: NDArray[np.int32] | None = None
-        # Texts from `place` on that were read together; they end within a block, hence within an epoch.
-        self._ahead: deque[str] = deque()
+    Args:
+        plan: of the run.
+        documents: to read from.
+        lane: number of the lane.
+        pools: how far it has come in each pool.
+    """
 
-    def next_sequence(self, length_tokens: int) -> NDArray[np.int32]:
-        """Give the next sequence, shape [3, length], and move `place` behind it."""
-        sequence, filled = empty_sequence(length_tokens), 0
-        while filled < length_tokens:
-            tokens = self._current()
-            taken = put(sequence, filled, tokens, self.place.offset)
-            filled += taken
-            self.place = self.place._replace(offset=self.place.offset + taken)
-            if self.place.offset == len(tokens):
-                self._advance()
-        return sequence
+    def __init__(self, plan: Plan, documents: Documents, *, lane: int, pools: Sequence[Progress]) -> None:
+        self._plan, self._documents, self._lane = plan, documents, lane
+        self._sequences = {pool: self._pack(pool, progress.place) for pool, progress in enumerate(pools)}
+        """Of the pools that have not come to their end."""
 
-    def _current(self) -> NDArray[np.int32]:
-        """Tokens of the document at `place`, moving on from documents that give none."""
-        last_epoch = self.place.epoch + _MOST_BARREN_EPOCHS
-        while self._tokens is None:
-            if self.place.position >= self._order.lane_length(self.place.epoch, self._lane):
-                self.place = Place(epoch=self.place.epoch + 1)
-            if self.place.epoch > last_epoch:
-                raise DataError("a lane has no training documents", where=f"lane {self._lane}", hint="fewer data.lanes")
-            text = self._text()
-            tokens = None if self._corpus.is_held_out(text) else encode(self._tokenizer, text)
-            num_tokens = 0 if tokens is None else len(tokens)
-            if self.place.offset > 0 and self.place.offset >= num_tokens:
-                raise CheckpointError(
-                    "the data cursor stands behind the end of a document: the data have changed, or it is damaged",
-                    where=f"cursor.places, lane {self._lane}",
-                    found=f"token {self.place.offset} of {num_tokens}",
-                    hint="the data of the checkpoint, or a new run.name",
+    def next(self, sample: int) -> Packed:
+        """Give the lane's next sequence.
+
+        Args:
+            sample: its number in the run.
+
+        Raises:
+            DataError: bad data, or none to train on.
+        """
+        while (pool := self._plan.mixture.pick(sample, tuple(self._sequences))) is not None:
+            packed = next(self._sequences[pool], None)
+            if packed is not None:
+                records = packed.records
+                records["pool"] = pool
+                return self._lane, pool, packed
+            del self._sequences[pool]
+        return self._lane, None, assemble([], [], self._plan.shape, Place())
+
+    def _pack(self, pool: int, place: Place) -> Iterator[sequence.Sequence]:
+        plan, portions = self._plan, self._portions(pool, place)
+        key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
+        match plan.packing:
+            case Packing.concat:
+                return concat(portions, place.offset, plan.shape)
+            case Packing.best_fit:
+                return best_fit(portions, place.offset, plan.shape, (*key, self._lane))
+            case Packing.none:
+                return one_each(portions, place.offset, plan.shape, key)
+
+    def _portions(self, pool: int, place: Place) -> Iterator[list[Placed]]:
+        """Documents of a pool in the lane's order, epoch after epoch."""
+        order, limit = self._plan.orders[pool], self._plan.pools[pool].epochs
+        epoch, position = place.epoch, place.position
+        num_barren = 0
+        while limit is None or epoch < limit:
+            num_barren += 1
+            while position < order.lane_length(epoch, self._lane):
+                for documents in self._documents.read(order.neighbours(epoch, self._lane, position)):
+                    if any(len(document.tokens) for document in documents):
+                        num_barren = 0
+                    yield [Placed(epoch, position + n, document) for n, document in enumerate(documents)]
+                    position += len(documents)
+            if num_barren > _MOST_BARREN_EPOCHS:
+                raise DataError(
+                    "a lane has no training documents",
+                    where=f"lane {self._lane}, {self._plan.pools[pool].name}",
+                    hint="fewer data.lanes",
                 )
-            if num_tokens == 0:
-                self._advance()
-            else:
-                self._tokens = tokens
-        return self._tokens
-
-    def _text(self) -> str:
-        if not self._ahead:
-            place = self.place
-            self._ahead.extend(self._corpus.texts(self._order.neighbours(place.epoch, self._lane, place.position)))
-        return self._ahead[0]
-
-    def _advance(self) -> None:
-        self._tokens = None
-        self._ahead.popleft()
-        self.place = Place(self.place.epoch, self.place.position + 1)
+            epoch, position = epoch + 1, 0

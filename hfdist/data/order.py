@@ -1,12 +1,14 @@
 """The order of documents as arithmetic: a pure function of (seed, epoch, lane, position), with no buffer and no state.
 
     documents   0 1 2 | 3 4 | 5 6 7 | 8 9      canonical order, cut into blocks of neighbouring rows
-    epoch e     permuted blocks:  C A D B      keyed by (seed, e)
-    lanes       C -> 0, A -> 1, D -> 0, ...    permuted block b goes to lane b mod lanes
-    in a block  rows permuted                  keyed by (seed, e, block)
+    units       [A A] [B B]                    what is permuted: blocks, or whole shards where the corpus is large
+    epoch e     B B A A                        units permuted, keyed by (seed, e)
+    lanes       0 0 1 1                        each lane gets a stretch of it, all equally many blocks
+    in a lane   blocks of a window permuted, and the rows of a block
 
-Sequence i of the run comes from lane i mod lanes, and a data rank serves whole lanes, so that the global batch is the
-same for every number of data ranks that divides the lanes.
+A lane of a large corpus stays in a few shards, so that a machine fetches its own share. Sequence i of the run comes
+from lane i mod lanes, and a data rank serves whole lanes, so that the global batch is the same for every number of data
+ranks that divides the lanes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 _ROUNDS = 4
 _LARGEST_BLOCK_ROWS = 1024
 _BLOCKS_PER_LANE = 16
+_WINDOW_BLOCKS = 64
 
 
 class Permutation:
@@ -45,6 +48,10 @@ class Permutation:
             result = np.where(outside, self._encrypt(result), result)
         return result.astype(np.int64)
 
+    def all(self) -> NDArray[np.int64]:
+        """Give the images of range(n), in order."""
+        return self(np.arange(self._size))
+
     def at(self, index: int) -> int:
         """Give the image of one index."""
         return int(self(np.array([index]))[0])
@@ -63,33 +70,39 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def block_sizes(runs: Sequence[int], *, lanes: int) -> list[int]:
-    """Cut runs of rows that are cheap to read together (a shard, a row group) into blocks.
-
-    Small enough that each lane has many blocks, large enough that reading stays local.
-
-    Args:
-        runs: number of rows of each run, in canonical order.
-        lanes: of the stream.
-    """
-    return cut_runs(runs, min(max(sum(runs) // (lanes * _BLOCKS_PER_LANE), 1), _LARGEST_BLOCK_ROWS))
-
-
 def cut_runs(runs: Sequence[int], most_rows: int) -> list[int]:
     """Cut each run into blocks of `most_rows`; the last one of a run may be smaller."""
     return [min(most_rows, rows - start) for rows in runs for start in range(0, rows, most_rows)]
 
 
 class LaneOrder:
-    """Which document stands at which position of which lane. Lanes go through their epochs independently."""
+    """Which document stands at which position of which lane. Lanes go through their epochs independently.
 
-    def __init__(self, blocks: Sequence[int], *, lanes: int, seed: int) -> None:
-        self._sizes = np.asarray(blocks, dtype=np.int64)
-        self._firsts = np.cumsum(self._sizes) - self._sizes
-        self._lanes, self._seed = lanes, seed
+    Args:
+        shards: of each shard, its runs: numbers of rows that are cheap to read together, in canonical order.
+        lanes: of the stream.
+        key: of all permutations: the seed, and what else tells this order from others.
+        first_document: canonical number of the first row.
+    """
+
+    def __init__(
+        self, shards: Sequence[Sequence[int]], *, lanes: int, key: tuple[int | str, ...], first_document: int = 0
+    ) -> None:
+        num_rows = sum(sum(runs) for runs in shards)
+        # Small enough that each lane has many blocks, large enough that reading stays local.
+        fair_rows = max(num_rows // (lanes * _BLOCKS_PER_LANE), 1)
+        by_shard = [cut_runs(runs, min(fair_rows, _LARGEST_BLOCK_ROWS)) for runs in shards]
+        self._sizes = np.array([size for sizes in by_shard for size in sizes], dtype=np.int64)
+        self._firsts = first_document + np.cumsum(self._sizes) - self._sizes
+        self._moves_shards = fair_rows >= _LARGEST_BLOCK_ROWS
+        counts = [len(sizes) for sizes in by_shard] if self._moves_shards else [1] * len(self._sizes)
+        self._unit_blocks = np.array(counts, dtype=np.int64)
+        """Blocks of each unit."""
+        self._unit_ends = np.cumsum(self._unit_blocks)
+        self._lanes, self._key = lanes, key
         # Bounded caches: a lane is in one epoch at a time, and lanes drift apart by one or two.
         self._lane_blocks = lru_cache(maxsize=4 * lanes)(self._compute_lane_blocks)
-        self._all_blocks = lru_cache(maxsize=4)(self._compute_all_blocks)
+        self._units = lru_cache(maxsize=4)(self._compute_units)
 
     def lane_length(self, epoch: int, lane: int) -> int:
         """Number of documents of a lane in an epoch."""
@@ -100,22 +113,43 @@ class LaneOrder:
         """Canonical number of the document at `position` of a lane's epoch."""
         return self.neighbours(epoch, lane, position)[0]
 
+    def documents(self, epoch: int, lane: int) -> NDArray[np.int64]:
+        """Canonical numbers of all documents of a lane in an epoch, in the lane's order."""
+        blocks, _ = self._lane_blocks(epoch, lane)
+        return np.concatenate([self._rows(epoch, int(block)) for block in blocks] or [np.empty(0, dtype=np.int64)])
+
     def neighbours(self, epoch: int, lane: int, position: int) -> list[int]:
         """Canonical numbers of the documents from `position` to the end of its block, in the lane's order."""
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
         block = int(blocks[place])
-        size = int(self._sizes[block])
-        rows = np.arange(position - (int(ends[place]) - size), size)
-        documents: list[int] = (self._firsts[block] + Permutation(size, self._seed, epoch, block)(rows)).tolist()
-        return documents
+        first = position - (int(ends[place]) - int(self._sizes[block]))
+        rest: list[int] = self._rows(epoch, block)[first:].tolist()
+        return rest
+
+    def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
+        return self._firsts[block] + Permutation(int(self._sizes[block]), *self._key, epoch, block).all()
 
     def _compute_lane_blocks(self, epoch: int, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        blocks = self._all_blocks(epoch)[lane :: self._lanes]
+        """Blocks of a lane, and where each ends, counted in the lane's documents."""
+        units, ends = self._units(epoch)
+        num_blocks = len(self._sizes)
+        first, last = lane * num_blocks // self._lanes, (lane + 1) * num_blocks // self._lanes
+        places = np.arange(first, last)
+        if self._moves_shards:
+            for start in range(0, len(places), _WINDOW_BLOCKS):
+                window = places[start : start + _WINDOW_BLOCKS]
+                window[:] = window[Permutation(len(window), *self._key, epoch, lane, "window", start).all()]
+        order = np.searchsorted(ends, places, side="right")
+        unit = units[order]
+        # Behind the unit's last block as many as are left of it.
+        blocks = self._unit_ends[unit] - (ends[order] - places)
         return blocks, np.cumsum(self._sizes[blocks])
 
-    def _compute_all_blocks(self, epoch: int) -> NDArray[np.int64]:
-        return Permutation(len(self._sizes), self._seed, epoch, "blocks")(np.arange(len(self._sizes)))
+    def _compute_units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Units in this epoch's order, and where each ends, counted in blocks."""
+        units = Permutation(len(self._unit_blocks), *self._key, epoch, "units").all()
+        return units, np.cumsum(self._unit_blocks[units])
 
 
 def lanes_of_rank(data_rank: int, data_size: int, lanes: int) -> list[int]:

@@ -5,31 +5,36 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig
+from hfdist.config.data import DataConfig, SourceKind
+from hfdist.data.collate import collate
 from hfdist.data.corpus import Corpus
-from hfdist.data.cursor import Cursor, Place
-from hfdist.data.lane import Lane
-from hfdist.data.order import LaneOrder, block_sizes, lanes_of_rank, workers_that_fit
-from hfdist.data.pack import NAMES
+from hfdist.data.cursor import Cursor, LaneState, Progress
+from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.lane import Lane, Packed, Plan
+from hfdist.data.ledger import Ledger
+from hfdist.data.loader import StreamLoader
+from hfdist.data.mixture import make_mixture
+from hfdist.data.order import LaneOrder, lanes_of_rank
+from hfdist.data.packing.sequence import Shape
+from hfdist.data.records import chain
+from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenize import tokenizer_digest
-from hfdist.errors import CheckpointError, HfdistError, ResourceError
-
-Packed = tuple[int, Place, NDArray[np.int32]]
-"""Lane, where its next sequence begins, and the sequence."""
+from hfdist.errors import CheckpointError, ConfigError
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
-    """Endless sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
+    """Sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
 
-    Sequence s of data rank r is sequence s * data_size + r of the run. `state_dict` tells what was handed out.
+    Sequence s of data rank r is sequence s * data_size + r of the run. `state_dict` tells what was handed out. It ends
+    where every source has a limit of epochs, once all documents of this rank's lanes were given. Under
+    `data.packing=none` a sequence is one document, with attention_mask in place of position_ids.
 
     Args:
         corpus: the documents.
@@ -37,6 +42,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         config: `data.*`.
         data_rank: which share of the global batch this stream gives.
         data_size: number of shares; divides the lanes.
+        global_batch_size: sequences in a step of the run, by which `data.anneal` counts.
+
+    Raises:
+        ConfigError: token files that another tokenizer made, or `data.anneal` without `global_batch_size`.
     """
 
     def __init__(
@@ -47,21 +56,31 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         *,
         data_rank: int = 0,
         data_size: int = 1,
+        global_batch_size: int | None = None,
     ) -> None:
-        self._corpus, self._tokenizer, self._config = corpus, tokenizer, config
+        self.corpus, self.config = corpus, config
+        self.ledger: Ledger | None = None
+        """Where everything that is handed out is written down, if anywhere."""
+        for source in config.sources.values():
+            if source.kind is SourceKind.tokens and source.path is not None:
+                check_tokenizer(source.path, tokenizer_digest(tokenizer))
+        self._tokenizer = tokenizer
         self._data_rank, self._data_size = data_rank, data_size
-        blocks = block_sizes(corpus.runs, lanes=config.lanes)
-        self._order = LaneOrder(blocks, lanes=config.lanes, seed=config.seed)
-        self._identity = _identity(corpus, tokenizer, config)
-        self._lanes = lanes_of_rank(data_rank, data_size, config.lanes)
-        self._places = dict.fromkeys(self._lanes, Place())
+        self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
+        self._identity = _identity(corpus, tokenizer, config, global_batch_size)
+        self.lanes = lanes_of_rank(data_rank, data_size, config.lanes)
+        start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
+        self._states = dict.fromkeys(self.lanes, start)
         self._num_sequences = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor of this rank's lanes, after what was handed out (not what was read ahead)."""
-        samples = self._num_sequences * self._data_size
-        places = dict(self._places)
-        return Cursor(identity=self._identity, lanes=self._config.lanes, samples=samples, places=places).to_json()
+        return Cursor(
+            identity=self._identity,
+            num_lanes=self.config.lanes,
+            samples=self._num_sequences * self._data_size,
+            lanes=dict(self._states),
+        ).to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind `state`: of this rank, or merged from the ranks of any number of them.
@@ -80,120 +99,134 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             )
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
-        for lane in self._lanes:
-            self._check_place(lane, cursor.places.get(lane))
-        self._places = {lane: cursor.places[lane] for lane in self._lanes}
+        for lane in self.lanes:
+            self._check(lane, cursor.lanes.get(lane))
+        self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
         self._num_sequences = cursor.samples // self._data_size
+        self.cut_ledger()
 
-    def _check_place(self, lane: int, place: Place | None) -> None:
-        if place is None or place.position > self._order.lane_length(place.epoch, lane):
+    def cut_ledger(self) -> None:
+        """Cut off what a run that was killed has written into the ledger behind where this stream stands."""
+        if self.ledger is not None:
+            self.ledger.go_back({lane: self._count(lane) for lane in self.lanes})
+
+    def _check(self, lane: int, state: LaneState | None) -> None:
+        places = [] if state is None else [progress.place for progress in state.pools]
+        fits = len(places) == len(self.plan.orders) and all(
+            place.position <= order.lane_length(place.epoch, lane)
+            for place, order in zip(places, self.plan.orders, strict=True)
+        )
+        if not fits:
             raise CheckpointError(
-                "the data cursor is damaged",
-                where=f"cursor.places, lane {lane}",
-                found="no place" if place is None else place,
+                "the data cursor is damaged", where=f"cursor.places, lane {lane}", found=places or "no place"
             )
+
+    def _count(self, lane: int) -> int:
+        """Sequences that a lane has handed out."""
+        full_rounds, rest = divmod(self._num_sequences, len(self.lanes))
+        return full_rounds + (self.lanes.index(lane) < rest)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether every source has a limit of epochs."""
+        return all(pool.epochs is not None for pool in self.corpus.pools)
 
     def loader(self, *, micro_batch_size: int) -> StreamLoader:
         """Give micro batches, read ahead by `data.workers` processes."""
         return StreamLoader(self, micro_batch_size)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Give one sequence after the other, read in this process."""
-        for packed in self._packed(worker=0, num_workers=1):
-            yield {name: rows[0] for name, rows in self._hand_out([packed]).items()}
+        """Give one sequence after the other, read in this process.
 
-    def _packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
-        """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
-        lanes = {
-            lane: Lane(self._corpus, self._tokenizer, self._order, lane=lane, place=place)
-            for lane, place in self._places.items()
-        }
-        sequence = self._num_sequences + worker
-        while True:
-            lane = lanes[self._lanes[sequence % len(self._lanes)]]
-            tokens = lane.next_sequence(self._config.sequence_length)
-            yield self._lanes[sequence % len(self._lanes)], lane.place, tokens
-            sequence += num_workers
-
-    def _hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
-        """Stack sequences to a micro batch, and remember that they are gone."""
-        for lane, place, _ in packed:
-            self._places[lane] = place
-        self._num_sequences += len(packed)
-        rows = torch.from_numpy(np.stack([tokens for _, _, tokens in packed]).astype(np.int64))
-        return dict(zip(NAMES, rows.unbind(1), strict=True))
-
-
-class StreamLoader:
-    """Iterate over micro batches of a stream: tensors of shape [micro_batch_size, sequence_length], int64."""
-
-    def __init__(self, stream: TokenStream, micro_batch_size: int) -> None:
-        self.dataset = stream
-        self._micro_batch_size = micro_batch_size
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Start the workers; they end with the iterator."""
-        config = self.dataset._config
-        num_workers = workers_that_fit(config.workers, len(self.dataset._lanes))
-        sequences = iter(
-            DataLoader(
-                _Worker(self.dataset),
-                batch_size=None,
-                num_workers=num_workers,
-                prefetch_factor=config.prefetch if num_workers else None,
-                # As they are: numpy arrays travel through a pipe, tensors would each hold a file open.
-                collate_fn=_as_it_is,
-                # A generator of its own, so that dropout's random state is not touched.
-                generator=torch.Generator(),
-                multiprocessing_context="fork" if num_workers else None,
-            )
-        )
-        while True:
-            packed = []
-            for _ in range(self._micro_batch_size):
-                item = _next_item(sequences)
-                if isinstance(item, HfdistError):
-                    raise item
-                packed.append(item)
-            yield self.dataset._hand_out(packed)
-
-
-class _Worker(IterableDataset[Any]):
-    """What runs in a loader process. Errors for the reader travel as values, since torch would wrap them."""
-
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[Any]:
+        In a worker of a torch DataLoader: that worker's share.
+        """
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        try:
-            yield from self._stream._packed(worker, num_workers)
-        except HfdistError as error:
-            yield error
+        if len(self.lanes) % num_workers != 0:
+            raise ConfigError(
+                "the workers of the DataLoader do not divide the lanes of this data rank",
+                where="num_workers",
+                found=f"{num_workers}, with {len(self.lanes)} lanes",
+                hint="stream.loader(micro_batch_size=...), which reads ahead with data.workers processes",
+            )
+        num_ended = 0
+        for packed in self.packed(worker, num_workers):
+            num_ended = 0 if packed[1] is not None else num_ended + 1
+            if num_ended == len(self.lanes) // num_workers:
+                return
+            batch = self.hand_out([packed])
+            if packed[1] is not None:
+                yield {name: rows[0] for name, rows in batch.items()}
+
+    def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
+        """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
+        cache = open_token_cache(self.config)
+        documents = Documents(self.corpus, self._tokenizer, cache, self.config.on_bad_rows)
+        lanes = {lane: Lane(self.plan, documents, lane=lane, pools=state.pools) for lane, state in self._states.items()}
+        number = self._num_sequences + worker
+        while True:
+            lane = self.lanes[number % len(self.lanes)]
+            yield lanes[lane].next(number * self._data_size + self._data_rank)
+            number += num_workers
+
+    def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
+        """Stack sequences to a micro batch, and remember that they are gone."""
+        for lane, pool, sequence in packed:
+            self._note(lane, pool, sequence)
+            self._num_sequences += 1
+        return collate([sequence.rows for _, _, sequence in packed], self.plan.packing, self.plan.shape)
+
+    def _note(self, lane: int, pool: int | None, sequence: Any) -> None:
+        if pool is None:
+            return
+        state, records = self._states[lane], sequence.records
+        records["sequence"] = self._count(lane)
+        before = state.pools[pool]
+        after = Progress(sequence.next_place, before.sequences + 1, before.tokens + sequence.num_tokens)
+        pools = (*state.pools[:pool], after, *state.pools[pool + 1 :])
+        self._states[lane] = replace(state, digest=chain(state.digest, records), pools=pools)
+        if self.ledger is not None:
+            self.ledger.add(lane, records, sequence.problems)
 
 
-def _next_item(sequences: Iterator[Any]) -> Any:
-    try:
-        return next(sequences)
-    except RuntimeError as error:
-        # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise ResourceError(
-            "a process that reads data ahead has died, often because memory ran out",
-            where="data.workers",
-            found=error,
-            hint="more memory, a smaller data.prefetch, or data.workers=0",
-        ) from error
+def _make_plan(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, global_batch_size: int | None
+) -> Plan:
+    if config.anneal and global_batch_size is None:
+        raise ConfigError(
+            "weights that change at a step need the number of sequences in one",
+            where="data.anneal",
+            hint="TokenStream(..., global_batch_size=...)",
+        )
+    weights = {name: source.weight for name, source in config.sources.items()}
+    changes = [(change.step * (global_batch_size or 0), change.weights) for change in config.anneal]
+    fill_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return Plan(
+        pools=corpus.pools,
+        orders=[
+            LaneOrder(
+                [shard.runs for shard in pool.shards],
+                lanes=config.lanes,
+                key=(config.seed, pool.name),
+                first_document=pool.first_document,
+            )
+            for pool in corpus.pools
+        ],
+        mixture=make_mixture({pool.name: weights.get(pool.name) for pool in corpus.pools}, changes, lanes=config.lanes),
+        packing=config.packing,
+        shape=Shape(config.sequence_length, fill_id),
+        seed=config.seed,
+    )
 
 
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _identity(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+def _identity(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, global_batch_size: int | None
+) -> str:
     """Hash of all that decides which token stands where."""
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
-    identity = json.dumps([1, corpus.fingerprint, tokenizer_digest(tokenizer), *settings])
+    mixture = [
+        [[name, source.weight, source.epochs] for name, source in sorted(config.sources.items())],
+        [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
+    ]
+    identity = json.dumps([2, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

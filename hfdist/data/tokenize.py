@@ -1,38 +1,85 @@
-"""Text to token ids, one document at a time, and the identity of a tokenizer."""
+"""Text to token ids, and the identity of a tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+# Text of every kind that tokenizers treat in their own ways: to see whether two ways of calling one agree.
+_SAMPLE = " Hello  world!\n\n\tdef f(x): return x**2  # naïve 日本語 🙂 e\u0301 <|endoftext|></s><s> 12345\r\n"
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
-    """Give a document's tokens with one end-of-text token behind; without text: none.
+
+class Encoder:
+    """A tokenizer as documents need it: each with one end-of-text token behind.
 
     A beginning-of-text token stands in front only where the tokenizer itself puts one.
     """
-    if not text:
-        return np.empty(0, dtype=np.int32)
-    # verbose: documents may be longer than the model's positions, since they are cut afterwards.
-    # split_special_tokens: the text of a document cannot forge the end of one.
-    ids = tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"]
-    if not ids or ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-    return np.array(ids, dtype=np.int32)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._end = tokenizer.eos_token_id
+        self._backend = _plain_backend(tokenizer)
+        if self._backend is not None:
+            # A text that is a special token must not forge the end of a document.
+            self._backend.encode_special_tokens = True
+            if self._quick([_SAMPLE]) != self._slow([_SAMPLE]):
+                self._backend = None
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Give the tokens of documents, each of shape [tokens]; without text: none."""
+        written = [text for text in texts if text]
+        many = self._slow(written) if self._backend is None else self._quick(written)
+        ids = iter(many)
+        return [self._finish(next(ids)) if text else np.empty(0, dtype=np.int32) for text in texts]
+
+    def _quick(self, texts: Sequence[str]) -> list[list[int]]:
+        # The wrapper of transformers spends as long on masks and offsets as the tokenizer on tokens.
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+
+    def _slow(self, texts: Sequence[str]) -> list[list[int]]:
+        # verbose: documents may be longer than the model's positions, since they are cut afterwards.
+        return [self._tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"] for text in texts]
+
+    def _finish(self, ids: list[int]) -> NDArray[np.int32]:
+        if not ids or ids[-1] != self._end:
+            ids.append(self._end)
+        return np.array(ids, dtype=np.int32)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
+    """Give one document's tokens: see `Encoder`."""
+    return Encoder(tokenizer).encode([text])[0]
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and (backend.truncation is not None or backend.padding is not None):
-        # `encode` uses neither, and the first call of the tokenizer switches both off: they must not tell apart.
-        backend = type(backend).from_str(backend.to_str())
-        backend.no_truncation()
-        backend.no_padding()
+    backend = _plain_backend(tokenizer)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def text_digest(text: str) -> int:
+    """Hash of a text in [0, 2**64): equal documents fall on one side of the held-out split, in every file."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"hfdist-eval").digest()
+    return int.from_bytes(digest, "little")
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None.
+
+    The first call of a tokenizer switches both off: they must not tell two tokenizers apart.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hfdist.data.pack import IGNORED
+from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 
 

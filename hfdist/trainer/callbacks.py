@@ -39,9 +39,12 @@ class MetricsWriter(TrainerCallback):
             return
         kept = [line for line in read_metrics(self._path) if line["step"] <= state.global_step]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w", encoding="utf-8")
+        # Beside the old file first: a run that is killed in between must find the lines again.
+        unfinished = self._path.with_suffix(".tmp")
+        self._file = unfinished.open("w", encoding="utf-8")
         for line in kept if state.global_step > 0 else []:
             self._write(line)
+        unfinished.replace(self._path)
 
     def on_log(
         self,
@@ -51,9 +54,10 @@ class MetricsWriter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Write training lines (with `loss`) and evaluation lines (with `eval_loss`)."""
-        if self._file is not None and logs is not None and ("loss" in logs or "eval_loss" in logs):
-            self._write({"step": state.global_step} | logs)
+        """Write training lines (with `loss`), evaluation lines (with `eval_loss`), and what was read (`data/...`)."""
+        is_written = any(key in ("loss", "eval_loss") or key.startswith("data/") for key in logs or ())
+        if self._file is not None and is_written:
+            self._write({"step": state.global_step} | (logs or {}))
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._file is not None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from hfdist.data.pack import IGNORED
+from hfdist.data.packing.sequence import IGNORED
 from hfdist.topology import Topology
 
 

@@ -15,6 +15,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data import HeldOut
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.plot import plot_losses
+from hfdist.trainer.saving import data_reports
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,11 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
     run_dir = Path(run.run.dir)
     folder = run_dir / MODEL
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
+    for pool in data_reports(trainer):
+        logger.info(
+            "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
+            *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
+        )
     loss = None if held_out is None else _last_held_out_loss(trainer)
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfdist.data.pack import IGNORED
+from hfdist.data.packing.sequence import IGNORED
 
 
 def num_target_tokens(labels: torch.Tensor) -> torch.Tensor:

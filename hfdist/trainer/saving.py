@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.checkpoint import export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
-from hfdist.checkpoint.exchange import gather_json
-from hfdist.data import Cursor, TokenStream
+from hfdist.checkpoint.exchange import gather_json, on_all_ranks
+from hfdist.data import Cursor, PoolReport, TokenStream, report
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
 
@@ -22,6 +22,8 @@ TRAINER_STATE = "trainer_state.json"
 def save(trainer: Any) -> Path:
     """Write `<output_dir>/checkpoints/step-N` and remove the oldest beyond `save_total_limit`. Call on all ranks."""
     folder = Path(trainer.args.output_dir) / CHECKPOINTS
+    # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
+    on_all_ranks(lambda: _write_ledger(trainer.train_dataset))
 
     def write_files(path: Path) -> None:
         _write_model_files(trainer, path)
@@ -37,6 +39,11 @@ def save(trainer: Any) -> Path:
     if trainer.args.save_total_limit is not None:
         prune(folder, keep=trainer.args.save_total_limit)
     return saved
+
+
+def _write_ledger(dataset: Any) -> None:
+    if isinstance(dataset, TokenStream) and dataset.ledger is not None:
+        dataset.ledger.flush()
 
 
 def export(trainer: Any, folder: Path) -> None:
@@ -58,21 +65,37 @@ def restore(trainer: Any, path: Path) -> None:
 
 
 def _state(trainer: Any) -> dict[str, Any]:
-    scaler = trainer.accelerator.scaler
+    scaler, cursor = trainer.accelerator.scaler, merged_cursor(trainer)
     return {
         "schedule_steps": trainer.lr_scheduler.last_epoch,
         "engine": trainer.engine.numbers(),
         "loss_scaler": None if scaler is None else scaler.state_dict(),
-        "cursor": _cursor(trainer),
+        "cursor": None if cursor is None else cursor.to_json(),
     }
 
 
-def _cursor(trainer: Any) -> dict[str, Any] | None:
-    """Where the whole stream stands: each data rank knows only its own lanes."""
+def merged_cursor(trainer: Any) -> Cursor | None:
+    """Where the whole stream stands, since each data rank knows only its own lanes. Call on all ranks."""
     if not isinstance(trainer.train_dataset, TokenStream):
         return None
     cursors = gather_json(trainer.train_dataset.state_dict())
-    return Cursor.merge([Cursor.from_json(cursor) for cursor in cursors]).to_json()
+    return Cursor.merge([Cursor.from_json(cursor) for cursor in cursors])
+
+
+def data_reports(trainer: Any) -> list[PoolReport]:
+    """How much of each pool of documents the run has read. Call on all ranks."""
+    cursor = merged_cursor(trainer)
+    return [] if cursor is None else report(cursor, trainer.train_dataset.plan)
+
+
+def data_figures(trainer: Any) -> dict[str, float]:
+    """The same as figures to log: `data/NAME/share` and so on. Call on all ranks."""
+    return {
+        f"data/{pool.name}/{name}": value
+        for pool in data_reports(trainer)
+        for name, value in pool._asdict().items()
+        if name != "name"
+    }
 
 
 def _write_model_files(trainer: Any, path: Path) -> None:

@@ -22,7 +22,16 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.compose import to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
-from hfdist.data import Corpus, HeldOut, TokenStream, build_held_out, cache_dir, open_corpus
+from hfdist.data import (
+    LEDGER,
+    Corpus,
+    HeldOut,
+    Ledger,
+    TokenStream,
+    build_held_out,
+    cache_dir,
+    open_corpus,
+)
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
@@ -100,7 +109,17 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
         held_out = build_held_out(corpus, tokenizer, config.data)
-    stream = TokenStream(corpus, tokenizer, config.data, data_rank=topology.data_rank, data_size=topology.data_size)
+    stream = TokenStream(
+        corpus,
+        tokenizer,
+        config.data,
+        data_rank=topology.data_rank,
+        data_size=topology.data_size,
+        global_batch_size=config.train.global_batch_size,
+    )
+    if topology.rank == topology.replica(topology.data_rank)[0]:
+        # Ranks of one model replica read the same: one of them writes it down.
+        stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out)
 
 

@@ -120,6 +120,9 @@ class DistributedTrainerMixin(_Trainer):
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         if resume_from_checkpoint is not None:
             saving.restore(self, Path(resume_from_checkpoint))
+        elif isinstance(self.train_dataset, TokenStream):
+            # A run that was killed before its first checkpoint may have written for it.
+            self.train_dataset.cut_ledger()
         self.throughput.start(
             step=self.state.global_step,
             tokens=self.state.num_input_tokens_seen,
@@ -168,9 +171,13 @@ class DistributedTrainerMixin(_Trainer):
         super()._run_epoch(*more, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Count the tokens on the way."""
+        """Count the tokens on the way, and stop where the data end."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.engine is not None and self.strategy is not None:
+            if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_end and num_items == 0:
+                # Agreed by all ranks, since targets are counted over all. Nothing is left to take a step with.
+                self.control.should_training_stop = True
+                return [], num_items
             read = sum(batch["input_ids"].numel() for batch in samples)
             self.throughput.add(read * self.strategy.topology.data_size)
             self.state.num_input_tokens_seen = self.throughput.tokens
@@ -282,6 +289,8 @@ class DistributedTrainerMixin(_Trainer):
         with self.throughput.paused():
             self.store_flos()
             saving.save(self)
+        if isinstance(self.train_dataset, TokenStream):
+            self.log(saving.data_figures(self))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""

@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hfdist.errors import DataError
+
+MOST_ROW_BYTES = 64 << 20
+# What each lane may hold of its block. Lanes take turns in runs of their own, so a shared cache of decoded runs would
+# need room for all of them, and those of many writers hold a million rows.
+HELD_BYTES = 2 << 20
+MOST_ROWS_AT_ONCE = 1024
+_SHOWN_BYTES = 80
+
+
+class ContentError(DataError):
+    """What a row or a file holds cannot be read as documents; what happens then is `data.on_bad_rows`."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that gives no text, and why; what happens then is `data.on_bad_rows`."""
+
+    error: DataError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A document as tokens."""
+
+    tokens: NDArray[np.int32]
+    """With the end-of-text token behind; shape [tokens]. May be a read-only view."""
+    text_digest: int
+    """`tokenize.text_digest` of its text: decides whether it is held out."""
 
 
 class Shard(Protocol):
@@ -22,37 +55,78 @@ class Shard(Protocol):
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 
-    def read(self, rows: Sequence[int]) -> list[str]:
-        """Give the texts of some rows, in the order asked for.
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give the texts of some rows of one run, in the order asked for.
 
         Raises:
-            DataError: names the file and the row.
+            DataError: the file has changed since it was opened, or cannot be read at all.
         """
 
 
-def check_column(column: str, present: Sequence[str], *, where: str) -> None:
-    """Check that a table has the text column.
+class TokenShard(Shard, Protocol):
+    """A shard that holds tokens instead of text."""
 
-    Raises:
-        DataError: lists the columns that it has.
-    """
-    if column not in present:
-        near = difflib.get_close_matches(column, present, n=1, cutoff=0.0)
-        raise DataError(
-            f"there is no column {column!r}",
-            where=where,
-            allowed=", ".join(present),
-            hint=f"data.sources.NAME.text={near[0]}" if near else None,
-        )
+    def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
+        """Give the documents of some rows of one run, in the order asked for."""
 
 
-def check_text(value: Any, *, where: str) -> str:
-    """Give `value` if it is text; half of a surrogate pair, which JSON allows and UTF-8 does not, becomes `?`.
+def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
+    """How many rows of the mean size to read together, so that a lane holds about `HELD_BYTES`."""
+    return min(max(HELD_BYTES * num_rows // max(num_bytes, 1), 1), MOST_ROWS_AT_ONCE)
 
-    Raises:
-        DataError: null or another type.
-    """
+
+def missing_column(column: str, present: Sequence[str], *, where: str) -> ContentError:
+    """Say that there is no such column, which there are, and which one was probably meant."""
+    near = difflib.get_close_matches(column, present, n=1, cutoff=0.0)
+    return ContentError(
+        f"there is no column {column!r}",
+        where=where,
+        allowed=", ".join(present),
+        hint=f"data.sources.NAME.text={near[0]}" if near else None,
+    )
+
+
+def check_size(size_bytes: int, *, where: str) -> BadRow | None:
+    """Refuse a row that would not fit into memory many times over."""
+    if size_bytes <= MOST_ROW_BYTES:
+        return None
+    return BadRow(
+        ContentError("the row is too large", where=where, found=f"{size_bytes:,} bytes", allowed=f"{MOST_ROW_BYTES:,}")
+    )
+
+
+def check_text(value: Any, *, where: str) -> str | BadRow:
+    """Give `value` if it is text; half of a surrogate pair, which JSON allows and UTF-8 does not, becomes `?`."""
     if not isinstance(value, str):
-        found = "null" if value is None else f"{type(value).__name__}: {value!r}"
-        raise DataError("the text column holds no text", where=where, found=found, allowed="a string")
+        found = "null" if value is None else f"{type(value).__name__}: {value!r:.{_SHOWN_BYTES}}"
+        return BadRow(ContentError("the text column holds no text", where=where, found=found, allowed="a string"))
     return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+
+
+def decode_text(data: bytes | memoryview, *, where: str, first_byte: int = 0, errors: str = "strict") -> str | BadRow:
+    """Give bytes, the first of which has that number, as text; `errors="replace"` takes those that are not UTF-8."""
+    try:
+        return str(data, "utf-8", errors)
+    except UnicodeDecodeError as error:
+        found = error.object[error.start : error.end]
+        place = f"{where}, byte {first_byte + error.start} of the text"
+        return BadRow(ContentError("not UTF-8", where=place, found=found))
+
+
+def damage(what: str, error: Exception, *, where: str) -> ContentError:
+    """Say what a library found wrong with a file.
+
+    Raises:
+        DataError: the network, or this machine, could not read it; nothing is known about what it holds.
+    """
+    if isinstance(error.__cause__, DataError):
+        raise error.__cause__
+    # A seek to a place that a damaged file names is an invalid argument.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise DataError(f"cannot be read: {error.strerror}", where=where) from error
+    return ContentError(f"{what}: {first_line(error)}", where=where)
+
+
+def first_line(error: Exception) -> str:
+    """What a library says, without its traceback."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -2,85 +2,128 @@
 
 from __future__ import annotations
 
-import glob
+import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
-from itertools import takewhile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hfdist.config.data import SourceConfig, SourceKind
-from hfdist.data.sources.base import Shard
-from hfdist.data.sources.hub import HubShard
+from hfdist.config.data import DataConfig, SourceKind
+from hfdist.data.sources.arrow import ArrowShard
+from hfdist.data.sources.base import ContentError, Shard
+from hfdist.data.sources.hub import open_hub
 from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.parquet import ParquetShard
+from hfdist.data.sources.problems import Problems
 from hfdist.data.sources.text import TextShard
-from hfdist.errors import ConfigError
+from hfdist.data.sources.tokenfile import open_token_shards
+from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.find import find_files
+from hfdist.data.storage.identity import identify_all
+from hfdist.data.storage.localfile import LocalFile
+from hfdist.errors import DataError
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 # Not part of the library itself, or not there on every installation.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+# Footers of files behind a network are waited for, not computed.
+_OPENED_AT_ONCE = 16
 
 
-def find_shards(name: str, config: SourceConfig, cache_dir: Path) -> Sequence[Shard]:
-    """Open the shards of one source.
+def find_shards(name: str, data: DataConfig, cache_dir: Path, problems: Problems) -> Sequence[Shard]:
+    """Open the shards of the source `name`; bad ones are handed to `problems`.
 
     Raises:
         ConfigError: the config names something that does not exist.
-        DataError: a file that is damaged or lacks the text column.
+        DataError: a file cannot be reached, or none of them can be read.
+        ContentError: a bad file, where `data.on_bad_rows` is to stop.
     """
+    config = data.sources[name]
+    key = f"data.sources.{name}.path"
+    cache = FileCache(cache_dir, data.file_cache_bytes)
     match config.kind:
         case SourceKind.stdlib:
-            return _standard_library()
+            return _standard_library(cache)
         case SourceKind.hub:
-            return [HubShard(name, config)]
+            return [open_hub(name, config)]
+        case SourceKind.tokens:
+            assert config.path is not None  # checked with the config
+            return open_token_shards(config.path, key)
         case SourceKind.files:
-            return _files(name, config, cache_dir)
+            assert config.path is not None
+            files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
+            shards = _open_all(files, config.text, cache, problems)
+            if not shards:
+                first = problems.bad_files[-len(files)]
+                raise DataError(
+                    "no file of the source can be read",
+                    where=key,
+                    found=f"{len(files)} left out; the first: {first.url}: {first.reason}",
+                )
+            return shards
 
 
-def _standard_library() -> list[Shard]:
+def _standard_library(cache: FileCache) -> list[Shard]:
     """The installed Python standard library's own source: real text on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts))
+    files: list[DataFile] = []
+    for folder, below, names in os.walk(root):
+        # Whatever else is installed may be ten times as much.
+        below[:] = set(below) - _SKIPPED_FOLDERS
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        files += [LocalFile(path, path.relative_to(root).as_posix()) for path in paths]
+    files.sort(key=lambda file: file.name)
     # Some of its tests are deliberately badly encoded.
-    return [TextShard(path, path.relative_to(root).as_posix(), errors="replace") for path in sorted(paths)]
+    pairs = zip(files, identify_all(files, ""), strict=True)
+    return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
 
 
-def _files(name: str, config: SourceConfig, cache_dir: Path) -> list[Shard]:
-    assert config.path is not None  # checked with the config
-    key = f"data.sources.{name}.path"
-    pattern = Path(config.path).expanduser()
-    if pattern.is_dir():
-        root, paths = pattern, sorted(p for p in pattern.rglob("*") if _is_data(p, pattern))
-        searched = f"{pattern}/**/*{{{','.join(SUFFIXES)}}}"
+def _open_all(files: Sequence[DataFile], column: str, cache: FileCache, problems: Problems) -> list[Shard]:
+    """Open files and hand the bad ones to `problems`, in order."""
+
+    def try_open(file: DataFile, identity: str) -> Shard | ContentError:
+        try:
+            return _open(file, identity, column, cache)
+        except ContentError as error:
+            return error
+
+    identities = identify_all(files, column)
+    shards: list[Shard] = []
+    first_by_identity: dict[str, DataFile] = {}
+    with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+        for file, opened in zip(files, pool.map(try_open, files, identities), strict=True):
+            if isinstance(opened, ContentError):
+                problems.leave_out(file.url, opened)
+                continue
+            first = first_by_identity.setdefault(opened.identity, file)
+            # Text files are documents, which may repeat, as rows may.
+            is_document = isinstance(opened, TextShard) and opened.runs == (1,)
+            if first is not file and not is_document and _digest(first) == _digest(file):
+                problems.leave_out(file.url, ContentError("the file is there twice", where=file.url, found=first.url))
+                continue
+            shards.append(opened)
+    return shards
+
+
+def _open(file: DataFile, identity: str, column: str, cache: FileCache) -> Shard:
+    if not file.size_bytes:
+        raise ContentError("the file is empty", where=file.url)
+    shard: Shard
+    if file.name.endswith(".parquet"):
+        shard = ParquetShard(file, identity, column)
+    elif file.name.endswith((".arrow", ".feather")):
+        shard = ArrowShard(file, identity, column, cache)
+    elif file.name.endswith(".txt"):
+        shard = TextShard(file, identity, cache)
     else:
-        paths = sorted(Path(p) for p in glob.glob(str(pattern), recursive=True) if Path(p).is_file())
-        # Names are relative to the part without wildcards, so that a corpus may move.
-        root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parent.parts))
-        searched = str(pattern)
-    if not paths:
-        raise ConfigError(
-            "no file is there",
-            where=key,
-            found=searched,
-            allowed=f"a file, a folder, or a glob (quote it) of {', '.join(SUFFIXES)}",
-        )
-    return [_open(path, path.relative_to(root).as_posix(), key, config.text, cache_dir) for path in paths]
+        shard = JsonLinesShard(file, identity, column, cache)
+    if not sum(shard.runs):
+        raise ContentError("the file has no rows", where=file.url)
+    return shard
 
 
-def _is_data(path: Path, folder: Path) -> bool:
-    # Hidden folders hold caches and checkpoints of notebooks; some writers name folders like files.
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.name.endswith(SUFFIXES) and not hidden and path.is_file()
-
-
-def _open(path: Path, name: str, key: str, column: str, cache_dir: Path) -> Shard:
-    if not os.access(path, os.R_OK):
-        raise ConfigError("the file cannot be read: permission denied", where=key, found=str(path))
-    if path.name.endswith(".parquet"):
-        return ParquetShard(path, name, column)
-    if path.name.endswith(".txt"):
-        return TextShard(path, name)
-    if path.name.endswith(SUFFIXES):
-        return JsonLinesShard(path, name, column, cache_dir)
-    raise ConfigError("a kind of file that cannot be read", where=key, found=str(path), allowed=", ".join(SUFFIXES))
+def _digest(file: DataFile) -> bytes:
+    with file.local() as path, path.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").digest()

@@ -1,55 +1,53 @@
-"""A dataset that the `datasets` library opens: a Hub id or a folder, memory-mapped."""
+"""Datasets that the `datasets` library opens: a Hub id, a folder of data files, or a folder that it saved."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+from pathlib import Path
 
 import datasets
 
 from hfdist.config.data import SourceConfig
-from hfdist.data.sources.base import check_column, check_text
-from hfdist.errors import ConfigError, DataError
+from hfdist.data.sources.base import ContentError, first_line
+from hfdist.data.sources.dataset import DatasetShard
+from hfdist.errors import ConfigError
 
-_SAMPLED_ROWS = 64
+
+def open_hub(name: str, config: SourceConfig) -> DatasetShard:
+    """Open one split.
+
+    Raises:
+        ConfigError: no such dataset or split.
+        ContentError: it lacks the text column.
+    """
+    assert config.path is not None  # checked with the config
+    folder = Path(config.path).expanduser()
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            dataset = _saved(folder, config)
+        else:
+            dataset = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
+    # RuntimeError: a dataset that is a script, which the library no longer runs. KeyError, TypeError: a damaged
+    # description.
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"the dataset cannot be opened: {first_line(error)}",
+            where=f"data.sources.{name}.path",
+            found=config.path,
+            hint="check path, subset and split; for a gated one, `hf auth login`",
+        ) from error
+    version = f"{config.subset}/{config.split}@{config.revision}"
+    return DatasetShard(f"{config.path}/{version}", dataset, config.text)
 
 
-class HubShard:
-    """The rows of one split."""
-
-    def __init__(self, name: str, config: SourceConfig) -> None:
-        assert config.path is not None  # checked with the config
-        key = f"data.sources.{name}"
-        try:
-            self._rows = datasets.load_dataset(config.path, config.subset, split=config.split, revision=config.revision)
-        # RuntimeError: a dataset that is a script, which the library no longer runs.
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise ConfigError(
-                f"the dataset cannot be opened: {(str(error) or type(error).__name__).splitlines()[0]}",
-                where=f"{key}.path",
-                found=config.path,
-                hint="check path, subset and split; for a gated one, `hf auth login`",
-            ) from error
-        self._where = f"{config.path}, split {config.split}"
-        check_column(config.text, self._rows.column_names, where=self._where)
-        kind = self._rows.features[config.text]
-        if getattr(kind, "dtype", None) not in ("string", "large_string"):
-            raise DataError("the text column holds no text", where=f"{self._where}, column {config.text}", found=kind)
-        # The other columns may hold images or audio, which would be decoded with each row.
-        self._rows = self._rows.select_columns([config.text])
-        self._column = config.text
-        self.name = f"{config.path}/{config.subset}/{config.split}@{config.revision}"
-        self.runs: Sequence[int] = (len(self._rows),)
-        self.rows_at_once = 1
-        self.identity = self._sampled_identity()
-
-    def _sampled_identity(self) -> str:
-        """Hash of some rows: the library's own fingerprint holds times of files, which differ between machines."""
-        step = max(1, len(self._rows) // _SAMPLED_ROWS)
-        sample = self.read(range(0, len(self._rows), step))
-        return hashlib.blake2b(json.dumps([self._column, sample]).encode(), digest_size=12).hexdigest()
-
-    def read(self, rows: Sequence[int]) -> list[str]:
-        """Give the texts of rows."""
-        return [check_text(self._rows[row][self._column], where=f"{self._where}, row {row}") for row in rows]
+def _saved(folder: Path, config: SourceConfig) -> datasets.Dataset:
+    """Open what `save_to_disk` wrote: a dataset, or several by the names of their splits."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
+        if config.split not in splits:
+            raise ValueError(f"there is no split {config.split!r}, but {', '.join(splits)}")
+        folder = folder / config.split
+    for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]:
+        if Path(entry["filename"]).name != entry["filename"]:
+            raise ContentError("a saved dataset names a file outside its folder", where=str(folder), found=entry)
+    return datasets.Dataset.load_from_disk(str(folder), keep_in_memory=False)

@@ -2,111 +2,113 @@
 
 from __future__ import annotations
 
-import hashlib
+import codecs
+import io
 import json
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
-from filelock import FileLock
 from numpy.typing import NDArray
 
-from hfdist.data.files import identify, write_atomically
-from hfdist.data.sources.base import check_column, check_text
-from hfdist.errors import DataError
+from hfdist.data.sources.base import (
+    BadRow,
+    ContentError,
+    check_size,
+    check_text,
+    decode_text,
+    missing_column,
+    rows_held_at_once,
+)
+from hfdist.data.sources.rowindex import cached_index
+from hfdist.data.sources.unpack import open_unpacked, whole_unpacked
+from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.filecache import FileCache
 
-_CHUNK_BYTES = 1 << 20
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_PIECE_BYTES = 1 << 20
+_SAMPLED_ROWS = 16
+_SAMPLED_BYTES = 1 << 20
+_SHOWN_BYTES = 80
 
 
 class JsonLinesShard:
-    """One file of JSON objects, a line each."""
+    """One file of JSON objects, a line each. Blank lines are no rows."""
 
-    def __init__(self, path: Path, name: str, column: str, cache_dir: Path) -> None:
-        self.name = name
-        self.identity = identify(path, column)
-        self._original, self._column = path, column
-        self._path, self._starts = _open_cached(path, cache_dir)
+    def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
+        self.name = file.name
+        self.identity = identity
+        self._file, self._column, self._cache = file, column, cache
+        self._starts = cached_index(cache.folder, file, identity, self._index)
         self.runs: Sequence[int] = [len(self._starts) - 1]
-        self.rows_at_once = 1
-        if self.runs[0]:
-            check_column(column, list(self._object(0)), where=str(path))
+        self.rows_at_once = rows_held_at_once(int(self._starts[-1]), self.runs[0])
 
-    def read(self, rows: Sequence[int]) -> list[str]:
-        """Give the texts of lines. Blank lines are no rows."""
-        return [self._text(row) for row in rows]
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give the texts of lines."""
+        with whole_unpacked(self._file, int(self._starts[-1]), self._cache) as path, path.open("rb") as file:
+            return [self._text(file, row) for row in rows]
 
-    def _text(self, row: int) -> str:
-        value = self._object(row)
-        place = f"{self._original}, row {row}"
+    def _index(self) -> NDArray[np.int64]:
+        """Find the lines, and check that the column is in one of the first."""
+        with open_unpacked(self._file) as file:
+            self._starts = _line_starts(file)
+        with open_unpacked(self._file) as file:
+            head = file.read(_SAMPLED_BYTES)
+        whole_rows = int(np.searchsorted(self._starts, len(head), side="right")) - 1
+        objects = [self._object(io.BytesIO(head), row) for row in range(min(whole_rows, _SAMPLED_ROWS))]
+        sampled = [value for value in objects if isinstance(value, dict)]
+        if sampled and not any(self._column in value for value in sampled):
+            raise missing_column(self._column, list(sampled[0]), where=self._file.url)
+        return self._starts
+
+    def _text(self, file: BinaryIO, row: int) -> str | BadRow:
+        value = self._object(file, row)
+        if isinstance(value, BadRow):
+            return value
+        where = f"{self._file.url}, row {row}"
         if self._column not in value:
-            check_column(self._column, list(value), where=place)
-        return check_text(value[self._column], where=place)
+            return BadRow(missing_column(self._column, list(value), where=where))
+        return check_text(value[self._column], where=where)
 
-    def _object(self, row: int) -> dict[str, Any]:
+    def _object(self, file: BinaryIO, row: int) -> dict[str, Any] | BadRow:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
-        with self._path.open("rb") as file:
-            file.seek(start)
-            line = file.read(stop - start)
-        where = f"{self._original}, row {row}, byte {start} of the text"
+        where = f"{self._file.url}, row {row}"
+        too_large = check_size(stop - start, where=where)
+        if too_large is not None:
+            return too_large
+        file.seek(start)
+        line = decode_text(file.read(stop - start), where=where, first_byte=start)
+        if isinstance(line, BadRow):
+            return line
+        where = f"{where}, byte {start} of the text"
         try:
-            value = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError("not UTF-8", where=where, found=line[error.start : error.end]) from error
-        except json.JSONDecodeError as error:
-            found = line[:80].decode("utf-8", "replace")
-            raise DataError(f"not JSON: {error.msg}, column {error.colno}", where=where, found=found) from error
+            value = json.loads(line)
+        # Too deep a nesting, and a number of too many digits, which is another ValueError.
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            return BadRow(ContentError(f"not JSON: {reason}", where=where, found=line[:_SHOWN_BYTES]))
         if not isinstance(value, dict):
-            raise DataError("a line is not a JSON object", where=where, found=value, allowed='{"text": ...}')
+            found = line[:_SHOWN_BYTES]
+            return BadRow(
+                ContentError("a line is not a JSON object", where=where, found=found, allowed='{"text": ...}')
+            )
         return value
 
 
-def _open_cached(path: Path, cache_dir: Path) -> tuple[Path, NDArray[np.int64]]:
-    """Give the plain file and its line starts (with the end behind them), from the cache where they are there."""
-    status = path.stat()
-    identity = json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    folder = cache_dir / "jsonl"
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-    index, plain = stem.with_suffix(".npy"), path
-    codec = _CODECS.get(path.suffix)
-    with FileLock(f"{stem}.lock"):
-        if codec is not None:
-            plain = stem.with_suffix(".jsonl")
-            if not plain.is_file():
-                write_atomically(plain, lambda out: _unpack(path, codec, out))
-        if not index.is_file():
-            starts = _line_starts(plain)
-            write_atomically(index, lambda out: np.save(out, starts, allow_pickle=False))
-    return plain, np.load(index, mmap_mode="r", allow_pickle=False)
-
-
-def _unpack(path: Path, codec: str, out: BinaryIO) -> None:
-    # Arrow's reader, because zstandard's takes a file that is cut off for one that ends there.
-    with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, codec) as unpacked:
-        while chunk := _next_chunk(unpacked, path):
-            out.write(chunk)
-
-
-def _next_chunk(unpacked: pa.NativeFile, path: Path) -> bytes:
-    try:
-        chunk: bytes = unpacked.read(_CHUNK_BYTES)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"the compressed file is damaged or cut off: {error}", where=str(path)) from error
-    return chunk
-
-
-def _line_starts(path: Path) -> NDArray[np.int64]:
+def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
+    """Give the first byte of each line that is not blank, and the end behind them; shape [lines + 1]."""
     # An array: eight bytes a line, where a list takes forty.
-    starts, place = array("q"), 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.isspace():
-                starts.append(place)
-            place += len(line)
+    starts, place, line_start, is_blank = array("q"), 0, 0, True
+    if file.peek().startswith(codecs.BOM_UTF8):
+        place = line_start = len(file.read(len(codecs.BOM_UTF8)))
+    # In pieces, because a file may be one line that is larger than memory.
+    while piece := file.readline(_PIECE_BYTES):
+        if is_blank and not piece.isspace():
+            starts.append(line_start)
+            is_blank = False
+        place += len(piece)
+        if piece.endswith(b"\n"):
+            line_start, is_blank = place, True
     # A blank line belongs to the row before it: JSON allows white space behind a value.
     starts.append(place)
     return np.frombuffer(starts, dtype=np.int64)

@@ -11,8 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+from pyarrow import feather, ipc
 
-from hfdist.config.data import DataConfig, SourceConfig, SourceKind
+from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
+from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.find import find_shards
+from hfdist.data.sources.problems import Problems
 from hfdist.models.tokenizer import train_bpe
 
 
@@ -64,9 +68,26 @@ def write_jsonl_zst(folder: Path) -> str:
     return str(folder)
 
 
+def write_arrow(folder: Path) -> str:
+    """A stream of batches of uneven size, as `datasets` writes it."""
+    table = pa.table({"id": list(range(len(texts()))), "text": list(texts())})
+    with ipc.new_stream(folder / "rows.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=17)
+    return str(folder)
+
+
+def write_feather(folder: Path) -> str:
+    """A file with a footer, compressed."""
+    table = pa.table({"id": list(range(len(texts()))), "text": list(texts())})
+    feather.write_feather(table, str(folder / "rows.feather"), compression="zstd", chunksize=17)
+    return str(folder)
+
+
 WRITERS = {
     "txt": write_txt,
     "parquet": write_parquet,
+    "arrow": write_arrow,
+    "feather": write_feather,
     "jsonl": write_jsonl,
     "jsonl.gz": write_jsonl_gz,
     "jsonl.zst": write_jsonl_zst,
@@ -81,3 +102,21 @@ def files_config(path: str, cache_dir: Path, **settings) -> DataConfig:
         cache_dir=str(cache_dir),
         **{**defaults, **settings},
     )
+
+
+def open_shards(path: str, cache_dir: Path, **settings) -> list[Shard]:
+    """Open files as a run does."""
+    config = files_config(path, cache_dir, **{**settings, "on_bad_rows": BadRows(settings.get("on_bad_rows", "error"))})
+    return list(find_shards("files", config, cache_dir, Problems(config.on_bad_rows)))
+
+
+def read_all(shards: list[Shard]) -> list[str | BadRow]:
+    """Every row, in the portions that a lane would ask for."""
+    texts = []
+    for shard in shards:
+        first = 0
+        for run in shard.runs:
+            for start in range(first, first + run, shard.rows_at_once):
+                texts += shard.read(range(start, min(start + shard.rows_at_once, first + run)))
+            first += run
+    return texts

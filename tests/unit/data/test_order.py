@@ -1,13 +1,14 @@
 """The order of documents: a bijection, dealt to lanes, visited exactly once an epoch."""
 
 import collections
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.order import LaneOrder, Permutation, block_sizes, lanes_of_rank, workers_that_fit
+from hfdist.data.order import LaneOrder, Permutation, lanes_of_rank, workers_that_fit
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**40))
@@ -31,47 +32,95 @@ def test_one_index_and_many_agree():
     assert [permutation.at(i) for i in range(50)] == permutation(np.arange(50)).tolist()
 
 
-@given(
-    runs=st.lists(st.integers(1, 60), min_size=1, max_size=40),
-    lanes=st.integers(1, 12),
-    seed=st.integers(0, 1000),
-    epoch=st.integers(0, 3),
-)
-@settings(max_examples=100, deadline=None)
-def test_each_epoch_of_the_lanes_visits_each_document_once(runs, lanes, seed, epoch):
-    order = LaneOrder(block_sizes(runs, lanes=lanes), lanes=lanes, seed=seed)
+def lane_order(*shards, lanes, key=0):
+    return LaneOrder(shards, lanes=lanes, key=(key,))
+
+
+shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=5)
+
+
+@given(shards=shards, lanes=st.integers(1, 12), seed=st.integers(0, 1000), epoch=st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_each_epoch_of_the_lanes_visits_each_document_once(shards, lanes, seed, epoch):
+    order = lane_order(*shards, lanes=lanes, key=seed)
     seen = collections.Counter(
         order.document(epoch, lane, position)
         for lane in range(lanes)
         for position in range(order.lane_length(epoch, lane))
     )
-    assert seen == dict.fromkeys(range(sum(runs)), 1)
+    assert seen == dict.fromkeys(range(sum(map(sum, shards))), 1)
+    for lane in range(lanes):
+        alone = [order.document(epoch, lane, position) for position in range(order.lane_length(epoch, lane))]
+        assert order.documents(epoch, lane).tolist() == alone
+
+
+@given(
+    runs=st.lists(st.integers(1, 400), min_size=1, max_size=8), lanes=st.integers(1, 6), position=st.integers(0, 200)
+)
+@settings(max_examples=60, deadline=None)
+def test_neighbours_are_the_next_documents_of_the_lane_and_lie_in_one_run(runs, lanes, position):
+    order = lane_order(runs, lanes=lanes, key=5)
+    if position >= order.lane_length(1, 0):
+        return
+    together = order.neighbours(1, 0, position)
+    assert together == [order.document(1, 0, position + step) for step in range(len(together))]
+    ends = np.cumsum(runs)
+    assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
 
 
 def test_epochs_and_seeds_differ():
     def lane(seed, epoch):
-        order = LaneOrder(block_sizes([500], lanes=4), lanes=4, seed=seed)
-        return [order.document(epoch, 0, position) for position in range(order.lane_length(epoch, 0))]
+        return lane_order([500], lanes=4, key=seed).documents(epoch, 0).tolist()
 
     assert lane(0, 0) == lane(0, 0)
     assert lane(0, 0) != lane(0, 1)
     assert lane(0, 0) != lane(1, 0)
 
 
-def test_blocks_stay_inside_their_run_and_are_many():
-    sizes = block_sizes([100, 7, 1000], lanes=4)
-    assert sum(sizes) == 1107
-    ends = np.cumsum(sizes)
-    assert {100, 107, 1107} <= set(ends.tolist())
-    assert len(sizes) >= 4 * 16
-    # A million rows in one run: blocks are at most 1,024 rows.
-    assert max(block_sizes([1_000_000], lanes=4)) == 1024
+def test_documents_are_numbered_from_the_first_of_their_pool():
+    order = LaneOrder([[5], [7]], lanes=3, key=("x",), first_document=100)
+    assert sorted(order.documents(0, lane).tolist() for lane in range(3)) != [[]]
+    assert sorted(np.concatenate([order.documents(0, lane) for lane in range(3)])) == list(range(100, 112))
+
+
+def test_blocks_lie_inside_their_run_and_lanes_are_as_long_as_each_other():
+    order = lane_order([100, 7], [1000], lanes=4)
+    lengths = [order.lane_length(0, lane) for lane in range(4)]
+    assert sum(lengths) == 1107
+    assert max(lengths) - min(lengths) < 1107 / 16
+    # A million rows in one run: at most 1,024 are read together.
+    large = lane_order([1_000_000], lanes=4)
+    assert max(len(large.neighbours(0, lane, 0)) for lane in range(4)) == 1024
 
 
 def test_each_lane_has_a_document_where_there_are_as_many():
     for documents in (12, 13, 40):
-        order = LaneOrder(block_sizes([documents], lanes=12), lanes=12, seed=0)
+        order = lane_order([documents], lanes=12)
         assert all(order.lane_length(epoch, lane) >= 1 for epoch in range(3) for lane in range(12))
+
+
+class TestLargeCorpora:
+    """Ten million rows: a hundred shards of a hundred row groups."""
+
+    @pytest.fixture
+    def order(self):
+        return lane_order(*([[1000] * 100] * 100), lanes=8)
+
+    def test_a_lane_stays_in_its_share_of_the_shards_and_in_few_at_a_time(self, order):
+        documents = order.documents(0, 3)
+        assert len(documents) == 10_000_000 / 8
+        assert len(set((documents // 100_000).tolist())) <= 100 / 8 + 2
+        assert max(len(set(part // 100_000)) for part in np.array_split(documents, 20)) <= 3
+
+    def test_another_epoch_gives_it_other_shards(self, order):
+        first, second = (set((order.documents(epoch, 3) // 100_000).tolist()) for epoch in (0, 1))
+        assert len(first & second) < 7
+
+    def test_any_place_is_found_at_once(self):
+        start = time.perf_counter()
+        lane_order(*([[1000] * 100] * 100), lanes=48).neighbours(7, 20, 150_000)
+        # Without reading a table of ten million rows: milliseconds.
+        assert time.perf_counter() - start < 1
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3, 4, 6, 12])

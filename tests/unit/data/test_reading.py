@@ -11,38 +11,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hfdist.config.data import DataConfig, SourceConfig, SourceKind
-from hfdist.data import TokenStream, open_corpus
-from hfdist.data.order import LaneOrder, block_sizes
+from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.data import Cursor, TokenStream, open_corpus
 from hfdist.data.sources import parquet
+from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE
+from hfdist.data.sources.hub import open_hub
 from hfdist.data.tokenize import encode, tokenizer_digest
-from hfdist.errors import CheckpointError, DataError, ResourceError
-from tests.unit.data.corpora import files_config, jsonl_bytes, texts, tokenizer, write_parquet, write_txt
+from hfdist.errors import CheckpointError, ResourceError
+from tests.unit.data.corpora import (
+    files_config,
+    jsonl_bytes,
+    open_shards,
+    read_all,
+    texts,
+    tokenizer,
+    write_parquet,
+    write_txt,
+)
 
 
 @pytest.fixture
 def folders(tmp_path):
     (tmp_path / "data").mkdir()
     return tmp_path / "data", tmp_path / "cache"
-
-
-@given(
-    runs=st.lists(st.integers(1, 400), min_size=1, max_size=8), lanes=st.integers(1, 6), position=st.integers(0, 200)
-)
-@settings(max_examples=60, deadline=None)
-def test_neighbours_are_the_next_documents_of_the_lane_and_lie_in_one_run(runs, lanes, position):
-    order = LaneOrder(block_sizes(runs, lanes=lanes), lanes=lanes, seed=5)
-    if position >= order.lane_length(1, 0):
-        return
-    together = order.neighbours(1, 0, position)
-    assert together == [order.document(1, 0, position + step) for step in range(len(together))]
-    ends = np.cumsum(runs)
-    assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
 
 
 def numbered(folder, num_rows, *, row_group_size, size=1):
@@ -55,23 +49,22 @@ def numbered(folder, num_rows, *, row_group_size, size=1):
 def test_rows_of_a_large_row_group_come_in_the_order_asked_for(folders):
     data, cache = folders
     rows = numbered(data, 7000, row_group_size=5000)
-    corpus = open_corpus(files_config(str(data), cache))
+    (shard,) = open_shards(str(data), cache)
     for asked in ([4999, 0, 1023, 1024, 3000], [2], [6999, 5000, 6000], [1025, 1024]):
-        assert corpus.texts(asked) == [rows[n] for n in asked]
+        assert shard.read(asked) == [rows[n] for n in asked]
 
 
 def test_long_rows_are_read_in_portions_and_short_ones_by_the_thousand(folders):
     data, cache = folders
     rows = numbered(data, 200, row_group_size=200, size=100_000)
-    corpus = open_corpus(files_config(str(data), cache))
-    portion = corpus.texts(range(200))
-    assert 1 <= len(portion) < 200
-    assert portion == rows[: len(portion)]
+    (shard,) = open_shards(str(data), cache)
+    assert 1 <= shard.rows_at_once < 200
     # The estimate is of the file's mean row, so allow for the spread around it.
-    assert sum(map(len, portion)) < 2 * parquet._HELD_BYTES
+    assert sum(map(len, rows[: shard.rows_at_once])) < 2 * HELD_BYTES
 
     numbered(data, 3000, row_group_size=3000)
-    assert len(open_corpus(files_config(str(data), cache)).texts(range(3000))) == parquet._MOST_ROWS
+    (shard,) = open_shards(str(data), cache)
+    assert shard.rows_at_once == MOST_ROWS_AT_ONCE
 
 
 def test_a_lane_decodes_a_row_group_about_once_a_block(folders, monkeypatch):
@@ -80,12 +73,12 @@ def test_a_lane_decodes_a_row_group_about_once_a_block(folders, monkeypatch):
     config = files_config(str(data), cache, lanes=4)
     stream = TokenStream(open_corpus(config), tokenizer(), config)
     decodes = []
-    decode = parquet.ParquetShard._decode
+    decode = parquet.ParquetShard._decode_rows
     monkeypatch.setattr(
-        parquet.ParquetShard, "_decode", lambda *args, **named: decodes.append(1) or decode(*args, **named)
+        parquet.ParquetShard, "_decode_rows", lambda *args, **named: decodes.append(1) or decode(*args, **named)
     )
     sequences = iter(stream)
-    while stream.state_dict()["places"][0][2] < 300:
+    while Cursor.from_json(stream.state_dict()).lanes[0].pools[0].place.position < 300:
         next(sequences)
     # 4 lanes, 300 documents each, in blocks of 4000 // (4 * 16) = 62 rows.
     assert len(decodes) <= 4 * 6
@@ -93,41 +86,21 @@ def test_a_lane_decodes_a_row_group_about_once_a_block(folders, monkeypatch):
 
 def test_every_document_is_mixed_in_once_whatever_the_lanes(folders):
     data, cache = folders
-    rows = numbered(data, 5000, row_group_size=900)
-    mixed = list(open_corpus(files_config(str(data), cache)).mixed())
-    assert sorted(mixed) == sorted(rows)
-    assert mixed == list(open_corpus(files_config(str(data), cache, lanes=3)).mixed())
-    moved = [abs(rows.index(text) - place) for place, text in enumerate(mixed[:200])]
-    assert np.mean(moved) > 1000
-
-
-def test_a_parquet_text_that_is_not_utf8_is_named(folders):
-    data, cache = folders
-    column = pa.array([b"fine"] * 30 + [b"\xff\xfe"]).view(pa.string())
-    pq.write_table(pa.table({"text": column}), data / "a.parquet")
-    corpus = open_corpus(files_config(str(data), cache))
-    assert corpus.text(29) == "fine"
-    with pytest.raises(DataError, match=r"(?s)not UTF-8.*a\.parquet, row 30"):
-        corpus.text(30)
+    numbered(data, 5000, row_group_size=900)
+    blocks = list(open_corpus(files_config(str(data), cache)).mixed_blocks())
+    mixed = [document for block in blocks for document in block]
+    assert sorted(mixed) == list(range(5000))
+    assert blocks == list(open_corpus(files_config(str(data), cache, lanes=3)).mixed_blocks())
+    assert np.mean(np.abs(np.array(mixed[:200]) - np.arange(200))) > 1000
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
-class TestCompressed:
-    def test_parts_one_behind_the_other_are_all_read(self, folders, suffix, compress):
-        data, cache = folders
-        raw = jsonl_bytes()
-        middle = raw.index(b"\n", len(raw) // 2) + 1
-        (data / f"rows.jsonl.{suffix}").write_bytes(compress(raw[:middle]) + compress(raw[middle:]))
-        corpus = open_corpus(files_config(str(data), cache))
-        assert [corpus.text(n) for n in range(corpus.num_documents)] == list(texts())
-
-    @pytest.mark.parametrize("missing_bytes", [3, 200, 5000])
-    def test_a_cut_file_is_refused_and_not_taken_for_a_short_one(self, folders, suffix, compress, missing_bytes):
-        data, cache = folders
-        (data / f"rows.jsonl.{suffix}").write_bytes(compress(jsonl_bytes())[:-missing_bytes])
-        with pytest.raises(DataError, match=rf"(?s)damaged or cut off.*rows\.jsonl\.{suffix}"):
-            open_corpus(files_config(str(data), cache))
-        assert not list((cache / "jsonl").glob("*.jsonl"))
+def test_compressed_parts_one_behind_the_other_are_all_read(folders, suffix, compress):
+    data, cache = folders
+    raw = jsonl_bytes()
+    middle = raw.index(b"\n", len(raw) // 2) + 1
+    (data / f"rows.jsonl.{suffix}").write_bytes(compress(raw[:middle]) + compress(raw[middle:]))
+    assert read_all(open_shards(str(data), cache)) == list(texts())
 
 
 def test_folders_named_like_files_are_searched_and_hidden_ones_are_not(folders):
@@ -144,7 +117,8 @@ def test_folders_named_like_files_are_searched_and_hidden_ones_are_not(folders):
 def test_a_corpus_may_move_though_its_glob_has_wildcards_in_folders(tmp_path):
     for name in ("one", "two"):
         (tmp_path / "here" / name).mkdir(parents=True)
-        write_parquet(tmp_path / "here" / name)
+        rows = [f"{name}, {text}" for text in texts()]
+        pq.write_table(pa.table({"text": rows}), tmp_path / "here" / name / "part-0.parquet")
     cache = tmp_path / "cache"
     before = open_corpus(files_config(str(tmp_path / "here/*/part-*.parquet"), cache))
     shutil.move(tmp_path / "here", tmp_path / "there")
@@ -154,16 +128,14 @@ def test_a_corpus_may_move_though_its_glob_has_wildcards_in_folders(tmp_path):
 
 
 def test_only_the_text_column_of_a_hub_dataset_is_decoded(folders):
-    data, cache = folders
     # An image that is none: reading the whole row would fail.
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     images = pa.array([{"bytes": b"no image", "path": None}] * 20, type=kind)
     table = pa.table({"text": [f"text {n}" for n in range(20)], "image": images})
     features = '{"info": {"features": {"text": {"dtype": "string", "_type": "Value"}, "image": {"_type": "Image"}}}}'
-    pq.write_table(table.replace_schema_metadata({"huggingface": features}), data / "a.parquet")
-    source = SourceConfig(kind=SourceKind.hub, path=str(data))
-    corpus = open_corpus(DataConfig(sources={"hub": source}, lanes=2, cache_dir=str(cache)))
-    assert corpus.text(7) == "text 7"
+    pq.write_table(table.replace_schema_metadata({"huggingface": features}), folders[0] / "a.parquet")
+    shard = open_hub("x", SourceConfig(kind=SourceKind.hub, path=str(folders[0])))
+    assert shard.read([7]) == ["text 7"]
 
 
 def test_a_tokenizer_keeps_its_identity_when_it_is_used():
@@ -188,10 +160,12 @@ class TestCursor:
     @pytest.mark.parametrize(
         "places",
         [
-            [[0, 0, 0, 0], [1, 0, 0, 0]],
-            [[lane, 0, 10**9, 0] for lane in range(3)],
-            [[lane, 0, -1, 0] for lane in range(3)],
-            [[lane, -1, 0, 0] for lane in range(3)],
+            [[0, "0", [0, 0, 0, 0, 0]], [1, "0", [0, 0, 0, 0, 0]]],
+            [[lane, "0", [0, 10**9, 0, 0, 0]] for lane in range(3)],
+            [[lane, "0", [0, -1, 0, 0, 0]] for lane in range(3)],
+            [[lane, "0", [-1, 0, 0, 0, 0]] for lane in range(3)],
+            [[lane, "x", [0, 0, 0, 0, 0]] for lane in range(3)],
+            [[lane, "0"] for lane in range(3)],
         ],
     )
     def test_a_place_that_cannot_be_is_refused(self, stream, places):
@@ -203,7 +177,8 @@ class TestCursor:
             stream.load_state_dict(stream.state_dict() | {"samples": -12})
 
     def test_an_offset_behind_the_document_is_refused_instead_of_read_as_something_else(self, stream):
-        stream.load_state_dict(stream.state_dict() | {"places": [[lane, 0, 0, 10**6] for lane in range(3)]})
+        places = [[lane, "0", [0, 0, 10**6, 0, 0]] for lane in range(3)]
+        stream.load_state_dict(stream.state_dict() | {"places": places})
         with pytest.raises(CheckpointError, match="behind the end of a document"):
             next(iter(stream))
 

@@ -1,0 +1,1 @@
+"""What is computed once and kept on this machine, for all ranks, epochs and runs."""

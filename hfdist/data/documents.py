@@ -1,0 +1,149 @@
+"""Documents as tokens: from token files, from the cache, or read and tokenized now."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.config.data import BadRows, DataConfig
+from hfdist.data.cache.tokens import TokenCache, shard_key
+from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.records import Fate
+from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
+from hfdist.data.tokenize import Encoder, text_digest, tokenizer_digest
+from hfdist.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# Tokenized together: enough to be quick, few enough that a first batch does not wait for a whole block.
+_BATCH_ROWS = 32
+_BATCH_CHARACTERS = 1 << 20
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document, and what is to become of it."""
+
+    number: int
+    tokens: NDArray[np.int32]
+    """Empty unless the fate is `trained` or `quarantined`. Shape [tokens]."""
+    fate: Fate
+    error: DataError | None = None
+    """Why it is bad."""
+
+
+class Documents:
+    """Reads documents of a corpus, in any order.
+
+    Args:
+        corpus: the documents.
+        tokenizer: must have an end-of-text token.
+        cache: of tokens.
+        on_bad_rows: `data.on_bad_rows`.
+        held_out: give the held-out documents, and pass over the others.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: TokenCache,
+        on_bad_rows: BadRows,
+        *,
+        held_out: bool = False,
+    ) -> None:
+        self.corpus = corpus
+        self._cache, self._on_bad_rows, self._wants_held_out = cache, on_bad_rows, held_out
+        self._encoder = Encoder(tokenizer)
+        self._tokenizer_digest = tokenizer_digest(tokenizer)
+
+    def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
+        """Give documents of one run in the order asked for, in portions that are cheap to make together.
+
+        Raises:
+            DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
+        """
+        shard, rows = self.corpus.locate(neighbours)
+        numbers = iter(neighbours)
+        for portion in self._rows(shard, rows):
+            yield [self._judge(next(numbers), row) for row in portion]
+
+    def _judge(self, number: int, row: TokenRow | BadRow) -> Document:
+        if isinstance(row, BadRow):
+            if self._on_bad_rows is BadRows.error and number not in self.corpus.quarantined:
+                raise self._with_way_out(row.error, number)
+            return Document(number, _NOTHING, Fate.bad, row.error)
+        if len(row.tokens) == 0:
+            return Document(number, _NOTHING, Fate.empty)
+        if self.corpus.is_held_out(row.text_digest) != self._wants_held_out:
+            return Document(number, _NOTHING, Fate.held_out)
+        fate = Fate.quarantined if number in self.corpus.quarantined else Fate.trained
+        return Document(number, row.tokens, fate)
+
+    def _with_way_out(self, error: DataError, number: int) -> DataError:
+        return DataError(
+            error.what,
+            where=error.where,
+            found=error.found,
+            allowed=error.allowed,
+            hint=error.hint or f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'",
+        )
+
+    def _rows(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
+        if hasattr(shard, "read_tokens"):
+            for start in range(0, len(rows), shard.rows_at_once):
+                yield cast(TokenShard, shard).read_tokens(rows[start : start + shard.rows_at_once])
+            return
+        key = shard_key(shard.identity, self._tokenizer_digest)
+        known = self._cache.get(key, rows)
+        if len(known) == len(rows):
+            yield [known[row] for row in rows]
+            return
+        start = 0
+        for texts in self._texts(shard, [row for row in rows if row not in known]):
+            new = self._tokenize(texts)
+            self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
+            # As far as the new ones reach, with the known ones between them.
+            stop = start
+            ready: list[TokenRow | BadRow] = []
+            while stop < len(rows) and (rows[stop] in known or rows[stop] in new):
+                ready.append(known.get(rows[stop]) or new[rows[stop]])
+                stop += 1
+            start = stop
+            yield ready
+
+    def _texts(self, shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:
+        """Texts in batches to tokenize; read together as the shard likes it."""
+        batch: dict[int, str | BadRow] = {}
+        num_characters = 0
+        for start in range(0, len(rows), shard.rows_at_once):
+            together = rows[start : start + shard.rows_at_once]
+            for row, text in zip(together, shard.read(together), strict=True):
+                batch[row] = text
+                num_characters += len(text) if isinstance(text, str) else 0
+                if len(batch) == _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
+                    yield batch
+                    batch, num_characters = {}, 0
+        if batch:
+            yield batch
+
+    def _tokenize(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
+        good = {row: text for row, text in texts.items() if isinstance(text, str)}
+        many = self._encoder.encode(list(good.values()))
+        made: dict[int, TokenRow | BadRow] = {row: text for row, text in texts.items() if isinstance(text, BadRow)}
+        for (row, text), tokens in zip(good.items(), many, strict=True):
+            made[row] = TokenRow(tokens, text_digest(text))
+        return made
+
+
+def open_token_cache(config: DataConfig) -> TokenCache:
+    """Open the tokens that this machine keeps: by its name, as SQLite's locks do not reach to another machine."""
+    return TokenCache(cache_dir(config) / f"tokens-{platform.node()}.sqlite", max_bytes=config.token_cache_bytes)

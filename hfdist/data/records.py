@@ -1,0 +1,69 @@
+"""What a sequence was made of: one record for each piece of a document, and for each document passed over."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Fate(IntEnum):
+    """What became of a document."""
+
+    trained = 0
+    held_out = 1
+    """On the other side of the held-out split."""
+    empty = 2
+    """It has no text."""
+    bad = 3
+    """It cannot be read, and `data.on_bad_rows` leaves such rows out."""
+    quarantined = 4
+    """Named in `data.quarantine`: its tokens keep their places, without their values and targets."""
+
+
+RECORD = np.dtype(
+    [
+        ("sequence", "<i8"),  # counted in the lane
+        ("document", "<i8"),  # canonical number
+        ("first_token", "<i4"),
+        ("num_tokens", "<i4"),  # 0: passed over
+        ("of_tokens", "<i4"),  # all that the document has
+        ("epoch", "<u2"),
+        ("pool", "u1"),
+        ("fate", "u1"),
+    ]
+)
+"""32 bytes, the form of the ledger's files."""
+
+Records = NDArray[np.void]
+"""Shape [pieces], of dtype RECORD."""
+
+
+class Piece(NamedTuple):
+    """A record before its sequence and pool are known."""
+
+    document: int
+    epoch: int
+    fate: Fate
+    first_token: int = 0
+    num_tokens: int = 0
+    of_tokens: int = 0
+
+
+def make_records(pieces: list[Piece]) -> Records:
+    """Give records; sequence and pool are 0."""
+    records = np.zeros(len(pieces), dtype=RECORD)
+    if pieces:
+        columns = zip(*pieces, strict=True)
+        for name, column in zip(Piece._fields, columns, strict=True):
+            records[name] = column
+    return records
+
+
+def chain(digest: int, records: Records) -> int:
+    """Digest of a lane's records so far, from that before `records`; both in [0, 2**64)."""
+    joined = digest.to_bytes(8, "little") + records.tobytes()
+    return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")

@@ -1,0 +1,95 @@
+"""Arrow files, as `datasets` and Feather write them: record batches found once, then read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import ipc
+
+from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
+from hfdist.data.sources.columns import check_schema, texts_at
+from hfdist.data.sources.rowindex import cached_index
+from hfdist.data.sources.whole import whole_file
+from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.filecache import FileCache
+
+# A file is a stream between a mark of eight bytes and a footer.
+_FILE_MARK = b"ARROW1\0\0"
+_END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+class ArrowShard:
+    """One file of either format. It is memory-mapped, so only the pages of the text column are ever read."""
+
+    def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
+        self.name = file.name
+        self.identity = identity
+        self._file, self._column = file, column
+        index = cached_index(cache.folder, file, identity, self._index)
+        self._offsets = index[0]
+        self.runs: Sequence[int] = index[1].tolist()
+        self._ends = np.cumsum(index[1])
+        self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
+
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give rows of the text column; all in one record batch."""
+        batch = int(np.searchsorted(self._ends, rows[0], side="right"))
+        first = int(self._ends[batch]) - self.runs[batch]
+        try:
+            with whole_file(self._file) as path, self._open(path) as (source, reader):
+                column = _checked(_batch_at(int(self._offsets[batch]), source, reader).column(0))
+                texts = texts_at(column, [row - first for row in rows], rows, where=self._file.url)
+        except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
+            where = f"{self._file.url}, record batch {batch}"
+            texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
+        return texts
+
+    def _index(self) -> NDArray[np.int64]:
+        """Find where each record batch starts and how many rows it has; shape [2, batches]."""
+        batches: list[tuple[int, int]] = []
+        try:
+            with whole_file(self._file) as path, self._open(path) as (source, reader):
+                place = source.tell()
+                for batch in reader:
+                    batches.append((place, batch.num_rows))
+                    place = source.tell()
+                # A stream that is cut between two batches looks as if it ended there.
+                source.seek(place)
+                if source.read(len(_END_MARK)) != _END_MARK:
+                    raise EOFError("it ends before its end mark")
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise damage("not a whole arrow file", error, where=self._file.url) from error
+        return np.array([batch for batch in batches if batch[1]], dtype=np.int64).reshape(-1, 2).T.copy()
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[tuple[pa.MemoryMappedFile, ipc.RecordBatchStreamReader]]:
+        """Map the file and read its schema; the reader goes on from wherever the mapped file is set."""
+        with pa.memory_map(str(path)) as source:
+            start = len(_FILE_MARK) if source.read(len(_FILE_MARK)) == _FILE_MARK else 0
+            source.seek(start)
+            schema = ipc.read_schema(source)
+            place = check_schema(schema, self._column, where=self._file.url)
+            source.seek(start)
+            yield source, ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=[place]))
+
+
+def _batch_at(offset: int, source: pa.MemoryMappedFile, reader: ipc.RecordBatchStreamReader) -> pa.RecordBatch:
+    """Read the record batch there; where dictionaries stand between batches, by way of all before it."""
+    if not any("dictionary<" in str(kind) for kind in reader.schema.types):
+        source.seek(offset)
+    while source.tell() < offset:
+        reader.read_next_batch()
+    return reader.read_next_batch()
+
+
+def _checked(column: pa.Array) -> pa.Array:
+    """Give the column once its offsets are known to lie inside its buffers: Arrow itself trusts them."""
+    binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    # As bytes, because one row that is no UTF-8 does not spoil the others.
+    (column.view(binary[column.type]) if column.type in binary else column).validate(full=True)
+    return column

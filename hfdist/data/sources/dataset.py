@@ -1,0 +1,53 @@
+"""A dataset of the `datasets` library as one shard: given from Python, or opened by `hub.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import pyarrow as pa
+from datasets import Dataset
+
+from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
+from hfdist.data.sources.columns import check_schema, texts_at
+
+_SAMPLED_ROWS = 64
+
+
+class DatasetShard:
+    """The rows of a dataset, in memory or memory-mapped."""
+
+    def __init__(self, name: str, dataset: Dataset, column: str) -> None:
+        """Check the column.
+
+        Args:
+            name: of the shard, and of the place in messages.
+            dataset: of known length, not a stream.
+            column: the one that holds the text.
+
+        Raises:
+            ContentError: there is no such column, or it holds no text.
+        """
+        check_schema(dataset.features.arrow_schema, column, where=name)
+        self.name = name
+        self.runs: Sequence[int] = (len(dataset),)
+        # The other columns may hold images or audio, which would be decoded with each row.
+        self._rows = dataset.select_columns([column]).with_format("arrow")
+        self._column = column
+        sample = self.read(range(0, len(dataset), max(1, len(dataset) // _SAMPLED_ROWS)))
+        texts = [None if isinstance(text, BadRow) else text for text in sample]
+        self.rows_at_once = rows_held_at_once(sum(len(text or "") for text in texts), len(texts))
+        # The library's own fingerprint holds times of files, which differ between machines.
+        identity = json.dumps([column, len(dataset), texts])
+        self.identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give the texts of rows."""
+        if not rows:
+            return []
+        try:
+            column = self._rows[list(rows)][self._column].combine_chunks()
+        except (pa.ArrowException, OSError) as error:
+            return [BadRow(damage("the dataset is damaged", error, where=self.name))] * len(rows)
+        return texts_at(column, range(len(rows)), rows, where=self.name)

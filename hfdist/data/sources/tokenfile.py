@@ -1,0 +1,336 @@
+"""Token files: what `recipes/pretokenize.py` has written, read in place.
+
+    <folder>/meta.json             all about the files; written last
+             tokenizer/            the tokenizer that made them
+             00000.tokens          documents end to end, little-endian uint16 or uint32
+             00000.index.npy       int64, shape [rows + 1]: where each document begins
+             00000.digests.npy     uint64, shape [rows]: `tokenize.text_digest` of each text
+
+A file holds one shard of the corpus, or several small ones, row for row and in runs as they were, so that a run that
+reads tokens has the order of one that reads the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hfdist.data.sources.base import BadRow, TokenRow
+from hfdist.errors import ConfigError, DataError
+
+VERSION = 1
+META = "meta.json"
+TOKENIZER = "tokenizer"
+_MOST_META_BYTES = 1 << 30
+_MOST_ROWS_AT_ONCE = 1024
+_HELD_BYTES = 8 << 20
+_NPY_HEADER_BYTES = 128
+
+
+@dataclass(frozen=True)
+class OriginShard:
+    """A shard of the corpus that was tokenized."""
+
+    source: str
+    shard: str
+    identity: str
+    runs: list[int]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What meta.json says about one token file."""
+
+    name: str
+    rows: int
+    tokens: int
+    digest: str
+    """Of all three files."""
+    origins: list[OriginShard]
+    """In order; their runs sum to `rows`."""
+    bad_rows: list[int]
+    """Rows that could not be read, which are empty documents here."""
+
+    def origin(self, row: int) -> tuple[OriginShard, int]:
+        """Give the shard and the row from which a document was made."""
+        for origin in self.origins:
+            num_rows = sum(origin.runs)
+            if row < num_rows:
+                return origin, row
+            row -= num_rows
+        raise IndexError(row)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says."""
+
+    tokenizer_digest: str
+    dtype: str
+    """Of the tokens: uint16 or uint32."""
+    files: list[FileRecord]
+
+
+class TokenFileShard:
+    """One token file. Memory-mapped on first use, in each process."""
+
+    def __init__(self, folder: Path, record: FileRecord, dtype: str, tokenizer: SavedTokenizer) -> None:
+        """Check that the files are there, and as large as they must be.
+
+        Raises:
+            DataError: names the file.
+        """
+        self.name = record.name
+        self.identity = record.digest
+        self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
+        mean_bytes = 4 * record.tokens / max(record.rows, 1)
+        self.rows_at_once = min(max(int(_HELD_BYTES / max(mean_bytes, 1)), 1), _MOST_ROWS_AT_ONCE)
+        self._record, self._dtype, self._tokenizer = record, np.dtype(dtype).newbyteorder("<"), tokenizer
+        paths = paths_of(folder, record.name)
+        self._tokens_path, self._index_path, self._digests_path = paths
+        for path, size_bytes in zip(paths, sizes_of(record, dtype), strict=True):
+            _check_size(path, size_bytes)
+
+    def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
+        """Give documents in the order asked for: neighbours cost a copy of what lies between the first and the last."""
+        first, last = min(rows), max(rows)
+        offsets = self._offsets[first : last + 2].tolist()
+        digests = self._digests[first : last + 1].tolist()
+        start = offsets[0]
+        tokens = self._tokens[start : offsets[-1]].astype(np.int32)
+        tokens.flags.writeable = False
+        return [
+            TokenRow(tokens[offsets[row - first] - start : offsets[row - first + 1] - start], digests[row - first])
+            for row in rows
+        ]
+
+    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
+        """Give texts, decoded by the saved tokenizer.
+
+        Raises:
+            DataError: it cannot be loaded.
+        """
+        return [self._tokenizer.decode(row.tokens) for row in self.read_tokens(rows)]
+
+    def origin(self, row: int) -> tuple[str, str, int]:
+        """Tell the source, the shard and the row from which a document was made."""
+        origin, row = self._record.origin(row)
+        return origin.source, origin.shard, row
+
+    @cached_property
+    def _tokens(self) -> NDArray[Any]:
+        if self._record.tokens == 0:
+            return np.empty(0, dtype=self._dtype)
+        # As a plain array: slices of a memmap cost ten times as much.
+        return np.asarray(np.memmap(self._tokens_path, self._dtype, "r"))
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        offsets = _load(self._index_path, "<i8", self._record.rows + 1)
+        if offsets[0] != 0 or offsets[-1] != self._record.tokens or (np.diff(offsets) < 0).any():
+            raise DataError("the index is damaged", where=str(self._index_path), hint=_WRITE_AGAIN)
+        return offsets
+
+    @cached_property
+    def _digests(self) -> NDArray[np.uint64]:
+        return _load(self._digests_path, "<u8", self._record.rows)
+
+
+class SavedTokenizer:
+    """The tokenizer beside the token files, loaded when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def decode(self, tokens: NDArray[np.int32]) -> str:
+        """Give the text of a document, without the tokens that mark its ends.
+
+        Raises:
+            DataError: the tokenizer cannot be loaded.
+        """
+        # Those in its text were split, so that only the ends are special.
+        return str(self._loaded.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _loaded(self) -> PreTrainedTokenizerBase:
+        return load_saved(self._folder)
+
+
+def load_saved(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that is saved in a folder. None of its code is run.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a parser raises on a damaged file
+        raise DataError(
+            "the saved tokenizer cannot be loaded", where=str(folder), found=str(error).split("\n")[0]
+        ) from error
+
+
+def open_token_shards(path: str, key: str) -> list[TokenFileShard]:
+    """Open the token files of a folder, in order, all checked.
+
+    Args:
+        path: the folder.
+        key: of the config, which names it.
+
+    Raises:
+        ConfigError: it is no folder of token files.
+        DataError: it is not finished, damaged, or of another version.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            "there is no such folder of token files", where=key, found=path, hint="python recipes/pretokenize.py ..."
+        )
+    meta = read_meta(folder)
+    tokenizer = SavedTokenizer(folder / TOKENIZER)
+    return [TokenFileShard(folder, record, meta.dtype, tokenizer) for record in meta.files]
+
+
+def check_tokenizer(path: str, digest: str) -> None:
+    """Check that token files were made with the tokenizer of a run.
+
+    Args:
+        path: their folder.
+        digest: `tokenizer_digest` of the run's.
+
+    Raises:
+        ConfigError: with another one.
+        DataError: see `open_token_shards`.
+    """
+    made_with = read_meta(Path(path).expanduser()).tokenizer_digest
+    if made_with != digest:
+        raise ConfigError(
+            f"the token files in {path} were made with another tokenizer",
+            where="model.tokenizer",
+            found=f"one with the digest {digest}",
+            allowed=f"the one with the digest {made_with}",
+            hint=f"model.tokenizer.name={path}/{TOKENIZER}",
+        )
+
+
+def read_meta(folder: Path) -> Meta:
+    """Read and check meta.json.
+
+    Raises:
+        DataError: it is missing, damaged, or of another version.
+    """
+    path = folder / META
+    if not path.is_file():
+        raise DataError(
+            "the folder holds no token files, or they are not finished", where=str(path), found="nothing",
+            hint="the same recipes/pretokenize.py command again goes on where it stopped",
+        )  # fmt: skip
+    if path.stat().st_size > _MOST_META_BYTES:
+        raise DataError("the file is too large", where=str(path), allowed=f"{_MOST_META_BYTES} bytes")
+    values = read_json(path)
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != VERSION:
+        raise DataError(
+            "the token files are of another version", where=str(path), found=f"version {version}",
+            allowed=f"version {VERSION}", hint=_WRITE_AGAIN,
+        )  # fmt: skip
+    try:
+        return _parse_meta(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError("the file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+
+
+def parse_record(values: Any, number: int) -> FileRecord:
+    """Make the record of the token file `number` from JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one.
+    """
+    origins = [OriginShard(**origin) for origin in values["origins"]]
+    record = FileRecord(**{**values, "origins": origins})
+    # Made here and compared: a name from a file never becomes a path.
+    if record.name != name_of(number):
+        raise ValueError(f"file {number} is called {record.name!r}")
+    runs = [rows for origin in origins for rows in origin.runs]
+    for count in (record.rows, record.tokens, *runs, *record.bad_rows):
+        if type(count) is not int or count < 0:
+            raise ValueError(f"file {number} has {count!r} where a number must be")
+    texts = [record.digest, *(text for origin in origins for text in (origin.source, origin.shard, origin.identity))]
+    if sum(runs) != record.rows or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"what is said about file {number} does not agree")
+    return record
+
+
+def name_of(number: int) -> str:
+    """Name of a token file, without suffixes."""
+    return f"{number:05d}"
+
+
+def paths_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Tokens, index and digests of a token file."""
+    return folder / f"{name}.tokens", folder / f"{name}.index.npy", folder / f"{name}.digests.npy"
+
+
+def sizes_of(record: FileRecord, dtype: str) -> tuple[int, int, int]:
+    """Size of each of `paths_of`, in bytes."""
+    item_bytes = np.dtype(dtype).itemsize
+    return item_bytes * record.tokens, _NPY_HEADER_BYTES + 8 * (record.rows + 1), _NPY_HEADER_BYTES + 8 * record.rows
+
+
+def read_json(path: Path) -> Any:
+    """Read a small file of ours.
+
+    Raises:
+        DataError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError("the file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+
+
+_WRITE_AGAIN = "delete the folder and run recipes/pretokenize.py again"
+
+
+def _parse_meta(values: dict[str, Any]) -> Meta:
+    if values["dtype"] not in ("uint16", "uint32") or not isinstance(values["tokenizer_digest"], str):
+        raise ValueError(f"tokens of type {values['dtype']!r}")
+    files = [parse_record(record, number) for number, record in enumerate(values["files"])]
+    return Meta(values["tokenizer_digest"], values["dtype"], files)
+
+
+def _check_size(path: Path, size_bytes: int) -> None:
+    found = path.stat().st_size if path.is_file() else None
+    if found != size_bytes:
+        raise DataError(
+            "a token file is missing" if found is None else "a token file is damaged",
+            where=str(path),
+            found=None if found is None else f"{found} bytes",
+            allowed=f"{size_bytes} bytes",
+            hint=_WRITE_AGAIN,
+        )
+
+
+def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
+    """Map an array of a known shape.
+
+    Raises:
+        DataError: it is another one.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError("a token file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+    if array.dtype != np.dtype(dtype) or array.shape != (length,):
+        raise DataError(
+            "a token file is damaged", where=str(path), found=f"{array.dtype}, shape {array.shape}", hint=_WRITE_AGAIN
+        )
+    return np.asarray(array)

@@ -1,0 +1,195 @@
+"""Copies of remote files, shared by all processes of a machine, within a number of bytes.
+
+The locks are the system's, on the files themselves, so that they end with a process however it ends:
+
+    KEY.part    exclusive: somebody fetches it;  free: what a killed process left, removed by the next that fetches
+    KEY         shared: somebody reads it;       free: the one that was used longest ago goes when room is needed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from hfdist.data.storage.network import Network
+from hfdist.data.storage.retries import DISK_FULL
+from hfdist.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+
+class Fetchable(Protocol):
+    """What the cache asks of a remote file."""
+
+    url: str
+    size_bytes: int
+    key: str
+    """Tells address and version apart; a file name."""
+
+    def fetch_into(self, file: BinaryIO) -> None:
+        """Write the whole content from the start of `file` on."""
+
+
+class FileCache:
+    """One folder of copies.
+
+    Args:
+        folder: on a disk of this machine.
+        max_bytes: for all copies together; more only while all of them are read at once.
+        network: how remote stores are asked.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, network: Network | None = None) -> None:
+        self.folder = folder
+        self.network = network or Network()
+        self._files = folder / "files"
+        self._max_bytes = max_bytes
+
+    @contextlib.contextmanager
+    def fetch(self, remote: Fetchable) -> Iterator[Path]:
+        """Give a whole copy, fetched where it is not here yet, that stays at least as long as the context.
+
+        Raises:
+            DataError: it cannot be fetched, or has changed.
+            ResourceError: it is larger than the cache, or the disk is full.
+        """
+        if remote.size_bytes > self._max_bytes:
+            raise ResourceError(
+                "a file is larger than the cache",
+                where=remote.url,
+                found=f"{remote.size_bytes} bytes; data.file_cache_bytes={self._max_bytes}",
+                hint=f"data.file_cache_bytes={remote.size_bytes} or more",
+            )
+        self._files.mkdir(parents=True, exist_ok=True)
+        path = self._files / remote.key
+        descriptor = None
+        while descriptor is None:
+            descriptor = self._pin(path, remote) or self._download(path, remote)
+        try:
+            # When it was used last, for the eviction. Not the system's own stamp, which may lag by milliseconds.
+            # Another user's copy keeps its time.
+            with contextlib.suppress(PermissionError):
+                os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
+            yield path
+        finally:
+            os.close(descriptor)
+
+    def _pin(self, path: Path, remote: Fetchable) -> int | None:
+        descriptor = _lock(path, fcntl.LOCK_SH, os.O_RDONLY)
+        if descriptor is None:
+            return None
+        if os.fstat(descriptor).st_size != remote.size_bytes:
+            logger.warning("%s: the copy in the cache is damaged, and is fetched again", remote.url)
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def _download(self, path: Path, remote: Fetchable) -> int | None:
+        """Fetch into a new file, and give it pinned; None once another process has fetched it, or has given up."""
+        part = path.with_name(f"{path.name}.part")
+        descriptor = _lock(part, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDWR | os.O_CREAT)
+        if descriptor is None:
+            other = _lock(part, fcntl.LOCK_SH, os.O_RDONLY)
+            if other is not None:
+                os.close(other)
+            return None
+        if path.exists():
+            # It came between the look for it and this lock.
+            part.unlink()
+            os.close(descriptor)
+            return None
+        try:
+            self._make_room(descriptor, remote)
+            # The lock ends when the last descriptor of this opening is closed.
+            with os.fdopen(os.dup(descriptor), "r+b") as file:
+                remote.fetch_into(file)
+                file.flush()
+                os.fsync(descriptor)
+            os.rename(part, path)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise self._no_space(remote) from error
+            raise
+        return descriptor
+
+    def _make_room(self, descriptor: int, remote: Fetchable) -> None:
+        """Evict until `remote` fits, and let its file count with its whole size from now on.
+
+        Raises:
+            ResourceError: the disk has too little space.
+        """
+        with _locked(self.folder / "evict.lock"):
+            os.ftruncate(descriptor, 0)
+            files = []
+            for entry in os.scandir(self._files):
+                with contextlib.suppress(FileNotFoundError):
+                    files.append((entry.stat(), Path(entry)))
+            total_bytes = remote.size_bytes + sum(status.st_size for status, _ in files)
+            # Parts that nobody is fetching go first, whether there is room or not.
+            for status, path in sorted(files, key=lambda file: (file[1].suffix != ".part", file[0].st_mtime_ns)):
+                if (path.suffix == ".part" or total_bytes > self._max_bytes) and _remove_unless_locked(path):
+                    total_bytes -= status.st_size
+            if total_bytes > self._max_bytes:
+                logger.warning(
+                    "the files that are read at once take %d bytes, more than data.file_cache_bytes=%d",
+                    total_bytes,
+                    self._max_bytes,
+                )
+            if shutil.disk_usage(self._files).free < remote.size_bytes:
+                raise self._no_space(remote)
+            os.ftruncate(descriptor, remote.size_bytes)
+
+    def _no_space(self, remote: Fetchable) -> ResourceError:
+        free_bytes = shutil.disk_usage(self._files).free
+        return ResourceError(
+            "no space on the disk for a copy",
+            where=remote.url,
+            found=f"{remote.size_bytes} bytes needed, {free_bytes} free in {self._files}",
+            hint="free some, lower data.file_cache_bytes, or data.cache_dir=... on another disk",
+        )
+
+
+def _lock(path: Path, operation: int, flags: int) -> int | None:
+    """Open and lock; None where the file is not there, was removed or renamed meanwhile, or LOCK_NB finds it locked."""
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, operation)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _remove_unless_locked(path: Path) -> bool:
+    descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDONLY)
+    if descriptor is None:
+        return False
+    path.unlink(missing_ok=True)
+    os.close(descriptor)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

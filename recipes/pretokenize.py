@@ -1,0 +1,41 @@
+"""Tokenize a corpus once, into `<run.dir>/tokens`, so that runs read tokens instead of text. Takes one process.
+
+python recipes/pretokenize.py data=files 'data.sources.files.path="/texts/*.parquet"' data.workers=8 run.name=texts
+"""
+
+from hfdist.config.command import recipe
+from hfdist.config.run import RunConfig
+
+
+@recipe(primary="pretrain")
+def main(config: RunConfig) -> None:
+    """Open the corpus, find or train its tokenizer, and write the token files."""
+    # Imported here, so that --help and a misspelt key need no torch.
+    from pathlib import Path
+
+    from hfdist.data import cache_dir, open_corpus
+    from hfdist.data.pretokenize import check_one_process, pretokenize, say_what_was_made
+    from hfdist.models.tokenizer import load_tokenizer
+    from hfdist.topology import Topology
+    from hfdist.trainer.logs import set_up_logging
+
+    check_one_process()
+    set_up_logging(Topology())
+    corpus = open_corpus(config.data)
+    tokenizer = load_tokenizer(
+        config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
+    )
+    folder = Path(config.run.dir) / "tokens"
+    made = pretokenize(
+        corpus.shards,
+        tokenizer,
+        folder,
+        workers=config.data.workers,
+        on_bad_rows=config.data.on_bad_rows,
+        progress=config.report.progress,
+    )
+    say_what_was_made(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)
+
+
+if __name__ == "__main__":
+    main()

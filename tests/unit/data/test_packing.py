@@ -1,0 +1,167 @@
+"""Packing on literals, and its laws on documents of any length."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfdist.data.cursor import Place
+from hfdist.data.documents import Document
+from hfdist.data.packing.concat import concat
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape
+from hfdist.data.packing.windows import best_fit, fill_bins, one_each
+from hfdist.data.records import Fate
+from hfdist.errors import CheckpointError
+
+FILL = 99
+
+
+def document(number, *ids, fate=Fate.trained):
+    return Document(number, np.array(ids, dtype=np.int32), fate)
+
+
+def placed(documents, epoch=0):
+    return [Placed(epoch, position, one) for position, one in enumerate(documents)]
+
+
+def numbered(lengths, fate=lambda n: Fate.trained):
+    """Documents whose tokens tell the document and the place in it."""
+    return [
+        document(n, *(1000 * n + k for k in range(length)), fate=fate(n) if length else Fate.empty)
+        for n, length in enumerate(lengths)
+    ]
+
+
+def pack(packing, documents, length, offset=0, portion=3):
+    items = placed(documents)
+    portions = (items[start : start + portion] for start in range(0, len(items), portion))
+    if packing is concat:
+        return list(concat(portions, offset, Shape(length, FILL)))
+    return list(packing(portions, offset, Shape(length, FILL), ("key",)))
+
+
+def test_two_documents_in_one_sequence():
+    (sequence,) = pack(concat, [document(5, 7, 8, 9), document(6, 4, 5, 6)], 6)
+    assert sequence.rows.tolist() == [
+        [7, 8, 9, 4, 5, 6],
+        [0, 1, 2, 0, 1, 2],
+        [IGNORED, 8, 9, IGNORED, 5, 6],
+    ]
+    assert sequence.next_place == Place(0, 2, 0)
+    assert sequence.records[["document", "first_token", "num_tokens", "of_tokens"]].tolist() == [
+        (5, 0, 3, 3),
+        (6, 0, 3, 3),
+    ]
+
+
+def test_a_document_goes_on_in_the_next_sequence_with_new_positions_and_all_its_targets():
+    first, second = pack(concat, [document(0, 3, 4, 5, 6, 7, 8, 9)], 4)
+    assert first.rows[LABELS].tolist() == [IGNORED, 4, 5, 6]
+    assert first.next_place == Place(0, 0, 4)
+    # Filled up, where the documents end.
+    assert second.rows.tolist() == [[7, 8, 9, FILL], [0, 1, 2, 0], [7, 8, 9, IGNORED]]
+    assert second.num_tokens == 3
+
+
+def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
+    documents = [document(0, 1, 2), document(1, 3, 4, 5, fate=Fate.quarantined), document(2, 6, 7, 8)]
+    (with_it,) = pack(concat, documents, 8)
+    assert with_it.rows.tolist() == [
+        [1, 2, FILL, FILL, FILL, 6, 7, 8],
+        [0, 1, 0, 1, 2, 0, 1, 2],
+        [IGNORED, 2, IGNORED, IGNORED, IGNORED, IGNORED, 7, 8],
+    ]
+
+
+def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
+    documents = [document(0, 1, 2), document(1, fate=Fate.held_out), document(2, 3, 4), document(3, fate=Fate.bad)]
+    documents += [document(4, 5, 6)]
+    first, second = pack(concat, documents, 4)
+    assert first.records["document"].tolist() == [0, 1, 2]
+    assert first.records["fate"].tolist() == [Fate.trained, Fate.held_out, Fate.trained]
+    assert second.records["document"].tolist() == [3, 4]
+    assert second.records["num_tokens"].tolist() == [0, 2]
+
+
+lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=60)
+
+
+@given(lengths=lengths, length=st.sampled_from([4, 8, 16]), portion=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("packing", [concat, best_fit, one_each])
+def test_every_token_comes_once_as_its_record_says_with_the_right_targets(packing, lengths, length, portion):
+    documents = numbered(lengths)
+    sequences = pack(packing, documents, length, portion=portion)
+    seen = []
+    for sequence in sequences:
+        filled = 0
+        for record in sequence.records:
+            first, num_tokens = int(record["first_token"]), int(record["num_tokens"])
+            span = slice(filled, filled + num_tokens)
+            tokens = documents[record["document"]].tokens[first : first + num_tokens]
+            assert sequence.rows[INPUT_IDS, span].tolist() == tokens.tolist()
+            assert sequence.rows[POSITION_IDS, span].tolist() == list(range(num_tokens))
+            targets = tokens.tolist()
+            if first == 0 and num_tokens:
+                targets[0] = IGNORED
+            assert sequence.rows[LABELS, span].tolist() == targets
+            seen += tokens.tolist()
+            filled += num_tokens
+        assert sequence.num_tokens == filled
+        assert (sequence.rows[LABELS, filled:] == IGNORED).all()
+    kept = [one.tokens[:length] if packing is one_each else one.tokens for one in documents]
+    assert sorted(seen) == sorted(np.concatenate(kept).tolist())
+    recorded = [int(number) for sequence in sequences for number in sequence.records["document"]]
+    assert set(recorded) == set(range(len(documents)))
+
+
+@given(lengths=lengths, length=st.sampled_from([4, 8]), stop=st.integers(1, 20), portion=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("packing", [concat, best_fit, one_each])
+def test_packing_goes_on_from_the_place_of_any_sequence(packing, lengths, length, stop, portion):
+    documents = numbered(lengths)
+    sequences = pack(packing, documents, length)
+    if stop >= len(sequences):
+        return
+    place = sequences[stop - 1].next_place
+    items = placed(documents)[place.position :]
+    portions = (items[start : start + portion] for start in range(0, len(items), portion))
+    more = () if packing is concat else (("key",),)
+    rest = list(packing(portions, place.offset, Shape(length, FILL), *more))
+    assert len(rest) == len(sequences) - stop
+    for ours, theirs in zip(rest, sequences[stop:], strict=True):
+        assert np.array_equal(ours.rows, theirs.rows)
+        assert ours.next_place == theirs.next_place
+        assert ours.records.tolist() == theirs.records.tolist()
+
+
+def test_best_fit_cuts_only_what_is_longer_than_a_sequence_and_fills_well():
+    rng = np.random.default_rng(0)
+    documents = numbered(rng.integers(1, 150, size=3000).tolist())
+    sequences = pack(best_fit, documents, 100, portion=32)
+    for sequence in sequences:
+        for record in sequence.records:
+            assert record["of_tokens"] > 100 or record["num_tokens"] == record["of_tokens"]
+    # Leaving out the first, small windows.
+    assert np.mean([sequence.num_tokens for sequence in sequences[300:]]) > 99.0
+
+
+def test_best_fit_takes_the_fullest_sequence_that_has_room():
+    bins = fill_bins(placed(numbered([6, 5, 4, 3, 2])), 10)
+    assert [sorted(piece[2] for piece in pieces) for pieces in bins] == [[4, 6], [2, 3, 5]]
+
+
+def test_documents_of_like_length_come_at_the_same_time_in_all_lanes():
+    rng = np.random.default_rng(0)
+    lanes = [pack(one_each, numbered(rng.integers(1, 200, size=64).tolist()), 512) for _ in range(4)]
+    together = np.array([[sequence.num_tokens for sequence in lane] for lane in lanes])
+    assert together.shape == (4, 64)
+    assert together.std(axis=0).mean() < 0.25 * together.std()
+    # But lengths do not rise or fall along the way.
+    assert abs(np.corrcoef(together[0], np.arange(64))[0, 1]) < 0.4
+
+
+@pytest.mark.parametrize("packing", [concat, best_fit])
+def test_a_cursor_behind_the_end_is_damaged(packing):
+    with pytest.raises(CheckpointError, match="behind the end"):
+        pack(packing, [document(0, 1, 2, 3)] * 64, 4, offset=500)

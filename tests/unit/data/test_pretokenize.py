@@ -1,0 +1,293 @@
+"""Token files hold the documents of the corpus in its order, survive interruption, and are checked before use."""
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from hfdist.config.data import BadRows
+from hfdist.data.pretokenize import check_one_process, pretokenize
+from hfdist.data.sources.base import BadRow
+from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
+from hfdist.data.tokenize import Encoder, text_digest, tokenizer_digest
+from hfdist.errors import ConfigError, DataError, ResourceError
+from hfdist.models.tokenizer import train_bpe
+from tests.unit.data.corpora import texts, tokenizer
+
+KEY = "data.sources.tokens.path"
+
+
+class Texts:
+    """A shard in memory: texts, or reasons why there is none."""
+
+    def __init__(self, name, rows, *, runs=None, seconds=0.0):
+        self.name, self.identity = name, f"identity of {name}"
+        self.runs = runs or [len(rows)]
+        self.rows_at_once = 3
+        self._rows, self._seconds = list(rows), seconds
+
+    def read(self, rows):
+        time.sleep(self._seconds)
+        return [self._rows[row] for row in rows]
+
+
+def corpus():
+    """Large and small shards, several runs, an empty shard, and an empty text."""
+    many = [f"{text}\n# {n}" for n in range(7) for text in texts()]
+    return [
+        ("a", Texts("large", many[:500], runs=[200, 1, 299])),
+        ("a", Texts("small", ["", *many[500:530]], runs=[20, 11])),
+        ("a", Texts("nothing", [], runs=[])),
+        ("b", Texts("small", many[530:])),
+    ]
+
+
+def write(shards, folder, *, workers=0, on_bad_rows=BadRows.error, encoder=None):
+    return pretokenize(shards, encoder or tokenizer(), folder, workers=workers, on_bad_rows=on_bad_rows)
+
+
+def all_texts(shards):
+    return [text for _, shard in shards for text in shard.read(range(sum(shard.runs)))]
+
+
+def all_rows(opened):
+    return [row for shard in opened for row in shard.read_tokens(range(sum(shard.runs)))] if opened else []
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in (".tokens", ".npy")}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder of token files, and what was said of it. Not to be changed."""
+    folder = tmp_path_factory.mktemp("made") / "tokens"
+    return folder, write(corpus(), folder, workers=2)
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """One that may be changed."""
+    return shutil.copytree(made[0], tmp_path / "tokens")
+
+
+def test_token_files_hold_the_documents_of_the_corpus_in_its_order(made):
+    folder, said = made
+    opened = open_token_shards(str(folder), KEY)
+    wanted = all_texts(corpus())
+    rows = all_rows(opened)
+    for text, row, tokens in zip(wanted, rows, Encoder(tokenizer()).encode(wanted), strict=True):
+        assert row.tokens.dtype == np.int32
+        assert row.tokens.tolist() == tokens.tolist()
+        assert row.text_digest == text_digest(text)
+    # In the same runs too, on which the order of a stream rests.
+    assert [n for shard in opened for n in shard.runs] == [n for _, shard in corpus() for n in shard.runs]
+    assert (said.documents, said.tokens) == (len(wanted), sum(len(row.tokens) for row in rows))
+    assert said.size_bytes == sum(len(content) for content in contents(folder).values())
+    # Small shards share a file.
+    assert sorted(contents(folder))[::3] == ["00000.digests.npy", "00001.digests.npy"]
+
+
+def test_rows_are_given_as_asked_and_know_where_they_come_from(made):
+    large, shared = open_token_shards(str(made[0]), KEY)
+    asked = [7, 5, 11, 6]
+    every = large.read_tokens(range(20))
+    assert [row.tokens.tolist() for row in large.read_tokens(asked)] == [every[n].tokens.tolist() for n in asked]
+    assert large.read(asked) == corpus()[0][1].read(asked)
+    assert shared.read([31, 0, 30]) == all_texts(corpus())[500:][31:32] + all_texts(corpus())[500::30][:2]
+    assert [shared.origin(n) for n in (0, 30, 31)] == [("a", "small", 0), ("a", "small", 30), ("b", "small", 0)]
+    assert shared.identity != large.identity
+
+
+def test_a_block_is_read_in_a_millisecond(made):
+    (large, _) = open_token_shards(str(made[0]), KEY)
+    asked = np.random.default_rng(0).permutation(500).tolist()
+    large.read_tokens(asked)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        large.read_tokens(asked)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 1e-3
+
+
+def test_the_number_of_workers_changes_nothing(made, tmp_path):
+    write(corpus(), tmp_path / "alone")
+    assert contents(tmp_path / "alone") == contents(made[0])
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path):
+    words = Tokenizer(WordLevel({f"w{n}": n for n in range(70_000)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    large = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
+    write([("a", Texts("rows", ["w69999 w2", "w65536"]))], tmp_path, encoder=large)
+    (opened,) = open_token_shards(str(tmp_path), KEY)
+    assert [row.tokens.tolist() for row in opened.read_tokens([0, 1])] == [[69999, 2, 1], [65536, 1]]
+    assert opened.read([1, 0]) == ["w65536", "w69999 w2"]
+
+
+def run_and_say(folder):
+    shards = [("a", Texts(f"shard {n}", texts()[:45] * 3, seconds=0.01)) for n in range(8)]
+    write(shards, folder)
+
+
+def test_what_was_killed_goes_on_where_it_stopped(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    folder = tmp_path / "tokens"
+    worker = fork.Process(target=run_and_say, args=(folder,))
+    worker.start()
+    while not (folder / "00001.json").is_file():
+        assert worker.is_alive()
+        time.sleep(0.002)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    with pytest.raises(DataError, match="not finished") as caught:
+        open_token_shards(str(folder), KEY)
+    assert "pretokenize" in caught.value.hint
+    # One of them is spoilt: it is written again, the other is kept.
+    (folder / "00001.tokens").write_bytes(b"")
+    kept = (folder / "00000.tokens").stat().st_mtime_ns
+    run_and_say(folder)
+    assert (folder / "00000.tokens").stat().st_mtime_ns == kept
+    run_and_say(tmp_path / "whole")
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert (folder / "meta.json").read_bytes() == (tmp_path / "whole" / "meta.json").read_bytes()
+    assert not [path.name for path in folder.iterdir() if path.suffix in (".json", ".partial")][1:]
+
+
+def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):
+    before = contents(copied)
+    again = write(corpus(), copied)
+    assert again.new_tokens == 0
+    assert again.documents == len(all_texts(corpus()))
+    with pytest.raises(ConfigError, match="another corpus"):
+        write(corpus()[1:], copied)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        write(corpus(), copied, encoder=train_bpe(texts(), 300))
+    assert contents(copied) == before
+
+
+def bad_rows():
+    reason = DataError("not UTF-8", where="part-0, row 1")
+    return [("a", Texts("part-0", ["one", BadRow(reason), "three"])), ("b", Texts("part-1", [BadRow(reason), "two"]))]
+
+
+def test_bad_rows_stop_it(tmp_path):
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        write(bad_rows(), tmp_path, workers=1)
+    assert caught.value.where == "part-0, row 1"
+    assert "data.on_bad_rows=skip" in caught.value.hint
+
+
+def test_or_become_empty_documents(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        said = write(bad_rows(), tmp_path, on_bad_rows=BadRows.skip)
+    (opened,) = open_token_shards(str(tmp_path), KEY)
+    assert opened.read(range(5)) == ["one", "", "three", "", "two"]
+    assert [len(row.tokens) for row in all_rows([opened])][1::2] == [0, 0]
+    assert said.files[0].bad_rows == [1, 3]
+    assert "part-0, row 1: not UTF-8" in caplog.text
+
+
+class Deadly(Texts):
+    """Reading it kills."""
+
+    def read(self, rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_an_error(tmp_path):
+    with pytest.raises(ResourceError):
+        write([("a", Deadly("rows", ["x"]))], tmp_path, workers=1)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="one process") as caught:
+        check_one_process()
+    assert "data.workers=4" in caught.value.hint
+
+
+def test_tokens_are_not_tokenized_again(made, tmp_path):
+    with pytest.raises(ConfigError, match="tokens already"):
+        write([("tokens", shard) for shard in open_token_shards(str(made[0]), KEY)], tmp_path)
+
+
+def test_a_run_must_have_the_tokenizer_of_the_files(made):
+    check_tokenizer(str(made[0]), tokenizer_digest(tokenizer()))
+    other = tokenizer_digest(train_bpe(texts(), 300))
+    with pytest.raises(ConfigError, match="another tokenizer") as caught:
+        check_tokenizer(str(made[0]), other)
+    assert other in caught.value.found
+    assert tokenizer_digest(tokenizer()) in caught.value.allowed
+    assert caught.value.hint == f"model.tokenizer.name={made[0]}/tokenizer"
+
+
+def edit_meta(folder, edit):
+    path = folder / "meta.json"
+    values = json.loads(path.read_text())
+    edit(values)
+    path.write_text(json.dumps(values))
+
+
+DAMAGE = {
+    "no meta": (lambda f: (f / "meta.json").unlink(), "meta.json"),
+    "no JSON": (lambda f: (f / "meta.json").write_text("{"), "meta.json"),
+    "nested JSON": (lambda f: (f / "meta.json").write_text("[" * 100_000), "meta.json"),
+    "not ours": (lambda f: (f / "meta.json").write_text('{"version": 1}'), "meta.json"),
+    "of the future": (lambda f: edit_meta(f, lambda m: m.update(version=2)), "meta.json"),
+    "pickled": (lambda f: edit_meta(f, lambda m: m.update(dtype="object")), "meta.json"),
+    "elsewhere": (lambda f: edit_meta(f, lambda m: m["files"][0].update(name="../../00000")), "meta.json"),
+    "absolute": (lambda f: edit_meta(f, lambda m: m["files"][0].update(name="/etc/passwd")), "meta.json"),
+    "negative": (lambda f: edit_meta(f, lambda m: m["files"][0].update(tokens=-1)), "meta.json"),
+    "huge": (lambda f: edit_meta(f, lambda m: m["files"][0].update(tokens=10**15)), "00000.tokens"),
+    "more rows": (lambda f: edit_meta(f, lambda m: m["files"][0].update(rows=501)), "meta.json"),
+    "unknown key": (lambda f: edit_meta(f, lambda m: m["files"][1].update(code="x")), "meta.json"),
+    "text for a number": (lambda f: edit_meta(f, lambda m: m["files"][1].update(bad_rows=["1"])), "meta.json"),
+    "no tokens": (lambda f: (f / "00001.tokens").unlink(), "00001.tokens"),
+    "cut off": (lambda f: os.truncate(f / "00000.tokens", 1000), "00000.tokens"),
+    "cut index": (lambda f: os.truncate(f / "00001.index.npy", 200), "00001.index.npy"),
+}
+
+
+@pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_found_when_the_folder_is_opened(copied, damage, name):
+    damage(copied)
+    with pytest.raises(DataError) as caught:
+        open_token_shards(str(copied), KEY)
+    assert caught.value.where == str(copied / name)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([0, *[5] * 499, 10**12], dtype="<i8"),
+        np.array([0, *range(500, 0, -1)], dtype="<i8"),
+        np.zeros((501, 1), dtype="<i8"),
+        np.zeros(501, dtype="<f8"),
+    ],
+    ids=["behind the end", "backwards", "shape", "type"],
+)
+def test_a_damaged_index_is_found_when_it_is_read(copied, array):
+    np.save(copied / "00000.index.npy", array)
+    large, _ = open_token_shards(str(copied), KEY)
+    with pytest.raises(DataError) as caught:
+        large.read_tokens([1])
+    assert caught.value.where == str(copied / "00000.index.npy")
+
+
+def test_no_folder_names_the_key(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        open_token_shards(str(tmp_path / "nowhere"), KEY)
+    assert caught.value.where == KEY
