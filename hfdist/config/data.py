@@ -64,7 +64,7 @@ class WeightChange:
     """New weights from a step on."""
 
     step: int = limited(1, at_least=1)
-    """The first step (counted from 0) that reads with them."""
+    """How many steps are done before they hold."""
     weights: dict[str, float] = field(default_factory=dict)
     """Of every source, by name; 0 pauses one."""
 

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 
 from hfdist.config.data import DataConfig, SourceConfig
-from hfdist.data.order import Permutation, cut_runs
+from hfdist.data.order import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
@@ -101,9 +101,7 @@ class Corpus:
         most_rows = min(max(self.num_documents // _MIXED_BLOCKS, 1), _LARGEST_MIXED_BLOCK_ROWS)
         sizes = np.array(cut_runs([rows for _, shard in self.shards for rows in shard.runs], most_rows), dtype=np.int64)
         firsts = np.cumsum(sizes) - sizes
-        order = Permutation(len(sizes), "mixed")
-        for index in range(len(sizes)):
-            block = order.at(index)
+        for block in permutation(len(sizes), "mixed"):
             yield range(int(firsts[block]), int(firsts[block] + sizes[block]))
 
     def training_texts(self, max_bytes: int) -> Iterator[str]:

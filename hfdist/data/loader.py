@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
 from hfdist.errors import HfdistError, ResourceError
 
 if TYPE_CHECKING:
     from hfdist.data.stream import TokenStream
+
+
+_TOGETHER = 8
 
 
 class StreamLoader:
@@ -28,47 +32,65 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Start the workers; they end with the iterator."""
-        config = self.dataset.config
-        num_workers = workers_that_fit(config.workers, len(self.dataset.lanes))
-        sequences = iter(
-            DataLoader(
-                _Worker(self.dataset),
-                batch_size=None,
-                num_workers=num_workers,
-                prefetch_factor=config.prefetch if num_workers else None,
-                collate_fn=as_it_is,
-                # A generator of its own, so that dropout's random state is not touched.
-                generator=torch.Generator(),
-                multiprocessing_context="fork" if num_workers else None,
-            )
-        )
+        sequences = self._sequences()
         try:
             while True:
-                packed = []
-                for _ in range(self._micro_batch_size):
-                    item = next_item(sequences)
-                    if isinstance(item, HfdistError):
-                        raise item
-                    packed.append(item)
-                yield self.dataset.hand_out(packed)
+                yield self.dataset.hand_out([next(sequences) for _ in range(self._micro_batch_size)])
         finally:
             # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
-            del sequences
+            sequences.close()
+
+    def _sequences(self) -> Generator[Packed]:
+        """All sequences of this data rank, in order."""
+        config = self.dataset.config
+        num_workers = workers_that_fit(config.workers, len(self.dataset.lanes))
+        if num_workers == 0:
+            yield from self.dataset.packed(0, 1)
+        loader = DataLoader(
+            _Worker(self.dataset),
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=-(-config.prefetch // _TOGETHER),
+            collate_fn=as_it_is,
+            # A generator of its own, so that dropout's random state is not touched.
+            generator=torch.Generator(),
+            multiprocessing_context="fork",
+        )
+        items = iter(loader)
+        try:
+            while True:
+                # Workers take turns sequence by sequence, and the items of each hold several.
+                turns = [next_item(items) for _ in range(num_workers)]
+                for place in range(_TOGETHER):
+                    for turn in turns:
+                        if place == len(turn) - 1 and isinstance(turn[place], HfdistError):
+                            raise turn[place]
+                        yield turn[place]
+        finally:
+            del items
 
 
 class _Worker(IterableDataset[Any]):
-    """What runs in a loader process. Errors for the reader travel as values, since torch would wrap them."""
+    """What runs in a loader process: gives lists of sequences, since each item costs as much as several sequences.
+
+    Errors for the reader travel as values, since torch would wrap them.
+    """
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[list[Packed | HfdistError]]:
         info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        assert info is not None
+        together: list[Packed | HfdistError] = []
         try:
-            yield from self._stream.packed(worker, num_workers)
+            for packed in self._stream.packed(info.id, info.num_workers):
+                together.append(packed)
+                if len(together) == _TOGETHER:
+                    yield together
+                    together = []
         except HfdistError as error:
-            yield error
+            yield [*together, error]
 
 
 def next_item(items: Iterator[Any]) -> Any:

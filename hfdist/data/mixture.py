@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order import Permutation
+from hfdist.data.order import permutation
 
 _CHUNK_SAMPLES = 1024
 
@@ -44,7 +44,7 @@ class Mixture:
     def __init__(self, phases: Sequence[Phase], *, lanes: int) -> None:
         self._phases = list(phases)
         self._lanes = lanes
-        self._rotations = lru_cache(maxsize=8)(lambda cycle: Permutation(lanes, "rotation", cycle).all())
+        self._rotations = lru_cache(maxsize=8)(lambda cycle: permutation(lanes, "rotation", cycle))
         self._chunk_samples = -(-_CHUNK_SAMPLES // lanes) * lanes
         self._chunk = lru_cache(maxsize=64)(self._compute_chunk)
 

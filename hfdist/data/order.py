@@ -20,47 +20,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 4
 _LARGEST_BLOCK_ROWS = 1024
 _BLOCKS_PER_LANE = 16
 _WINDOW_BLOCKS = 64
 
 
-class Permutation:
-    """A keyed bijection of range(n), evaluated at any index without a table.
-
-    A Feistel network permutes the next power of four; indices that fall outside range(n) walk on until they are in.
-    """
-
-    def __init__(self, size: int, *key: int | str) -> None:
-        self._size = size
-        half_bits = max(1, ((max(size, 2) - 1).bit_length() + 1) // 2)
-        self._shift = np.uint64(half_bits)
-        self._mask = np.uint64((1 << half_bits) - 1)
-        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
-        self._round_keys = np.frombuffer(digest, dtype="<u8")
-
-    def __call__(self, indices: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-        """Give the images of `indices`, each in range(n). Shape as given."""
-        values = np.asarray(indices, dtype=np.uint64)
-        result = self._encrypt(values)
-        while (outside := result >= self._size).any():
-            result = np.where(outside, self._encrypt(result), result)
-        return result.astype(np.int64)
-
-    def all(self) -> NDArray[np.int64]:
-        """Give the images of range(n), in order."""
-        return self(np.arange(self._size))
-
-    def at(self, index: int) -> int:
-        """Give the image of one index."""
-        return int(self(np.array([index]))[0])
-
-    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = values >> self._shift, values & self._mask
-        for key in self._round_keys:
-            left, right = right, left ^ (_mix(right + key) & self._mask)
-        return (left << self._shift) | right
+def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
+    """Give range(size) in the order that a key decides: sorted by the hashes of its numbers."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    start = np.uint64(int.from_bytes(digest, "little"))
+    return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -128,7 +97,7 @@ class LaneOrder:
         return rest
 
     def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
-        return self._firsts[block] + Permutation(int(self._sizes[block]), *self._key, epoch, block).all()
+        return self._firsts[block] + permutation(int(self._sizes[block]), *self._key, epoch, block)
 
     def _compute_lane_blocks(self, epoch: int, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Blocks of a lane, and where each ends, counted in the lane's documents."""
@@ -139,7 +108,7 @@ class LaneOrder:
         if self._moves_shards:
             for start in range(0, len(places), _WINDOW_BLOCKS):
                 window = places[start : start + _WINDOW_BLOCKS]
-                window[:] = window[Permutation(len(window), *self._key, epoch, lane, "window", start).all()]
+                window[:] = window[permutation(len(window), *self._key, epoch, lane, "window", start)]
         order = np.searchsorted(ends, places, side="right")
         unit = units[order]
         # Behind the unit's last block as many as are left of it.
@@ -148,7 +117,7 @@ class LaneOrder:
 
     def _compute_units(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Units in this epoch's order, and where each ends, counted in blocks."""
-        units = Permutation(len(self._unit_blocks), *self._key, epoch, "units").all()
+        units = permutation(len(self._unit_blocks), *self._key, epoch, "units")
         return units, np.cumsum(self._unit_blocks[units])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
 from hfdist.data.mixture import make_mixture
 from hfdist.data.order import LaneOrder, lanes_of_rank
-from hfdist.data.packing.sequence import Shape
+from hfdist.data.packing.sequence import Sequence, Shape
 from hfdist.data.records import chain
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenize import tokenizer_digest
@@ -72,6 +72,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
         self._states = dict.fromkeys(self.lanes, start)
         self._num_sequences = 0
+        """Handed out by this data rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor of this rank's lanes, after what was handed out (not what was read ahead)."""
@@ -172,19 +173,19 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
         """Stack sequences to a micro batch, and remember that they are gone."""
         for lane, pool, sequence in packed:
-            self._note(lane, pool, sequence)
+            if pool is not None:
+                self._note(lane, pool, sequence)
             self._num_sequences += 1
         return collate([sequence.rows for _, _, sequence in packed], self.plan.packing, self.plan.shape)
 
-    def _note(self, lane: int, pool: int | None, sequence: Any) -> None:
-        if pool is None:
-            return
+    def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         state, records = self._states[lane], sequence.records
-        records["sequence"] = self._count(lane)
+        # The lane's turn: each round of this rank serves each of its lanes once.
+        records["sequence"] = self._num_sequences // len(self.lanes)
         before = state.pools[pool]
         after = Progress(sequence.next_place, before.sequences + 1, before.tokens + sequence.num_tokens)
         pools = (*state.pools[:pool], after, *state.pools[pool + 1 :])
-        self._states[lane] = replace(state, digest=chain(state.digest, records), pools=pools)
+        self._states[lane] = LaneState(digest=chain(state.digest, records), pools=pools)
         if self.ledger is not None:
             self.ledger.add(lane, records, sequence.problems)
 

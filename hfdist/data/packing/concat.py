@@ -23,8 +23,8 @@ from hfdist.data.packing.sequence import (
 from hfdist.data.records import RECORD, Fate, Records
 from hfdist.errors import CheckpointError
 
-# Cut together: enough to make numpy's calls cheap, few enough that a huge document is not copied at once.
-_MOST_SEQUENCES = 256
+# Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
+_MOST_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def concat(portions: Iterator[list[Placed]], offset: int, shape: Shape) -> Itera
         CheckpointError: `offset` is behind the end of the document.
     """
     waiting: list[_Item] = []
-    num_tokens = 0
+    num_tokens, num_together = 0, 1
     for portion in portions:
         items = [_Item(placed, 0, len(placed.document.tokens)) for placed in portion]
         if offset > 0:
@@ -56,11 +56,15 @@ def concat(portions: Iterator[list[Placed]], offset: int, shape: Shape) -> Itera
             offset = 0
         waiting += items
         num_tokens += sum(item.length for item in items)
-        while num_tokens >= shape.length:
+        while num_tokens >= num_together * shape.length:
             num_sequences = min(num_tokens // shape.length, _MOST_SEQUENCES)
             taken, waiting = _split(waiting, num_sequences * shape.length)
             num_tokens -= num_sequences * shape.length
             yield from _cut(taken, num_sequences, shape)
+            num_together = min(2 * num_together, _MOST_SEQUENCES)
+    if num_sequences := num_tokens // shape.length:
+        taken, waiting = _split(waiting, num_sequences * shape.length)
+        yield from _cut(taken, num_sequences, shape)
     if waiting:
         last = waiting[-1].placed
         pieces = [(item.placed, item.first, item.length) for item in waiting if item.length]
@@ -120,8 +124,8 @@ def _rows(items: list[_Item], starts: NDArray[np.int64], num_sequences: int, sha
     num_tokens = num_sequences * shape.length
     ids = np.concatenate(parts, dtype=np.int32, casting="unsafe")
     labels = ids.copy()
-    places = np.arange(num_tokens)
-    begin = np.zeros(num_tokens, dtype=np.int64)
+    places = np.arange(num_tokens, dtype=np.int32)
+    begin = np.zeros(num_tokens, dtype=np.int32)
     for item, start in zip(items, starts.tolist(), strict=True):
         if item.length:
             begin[start] = start
@@ -145,9 +149,11 @@ def _records(
     lengths = np.diff(ends, prepend=0)
     starts = ends - lengths
     # Pieces begin where documents do and where sequences do; what is passed over lies between them.
-    inner = np.setdiff1d(np.arange(num_sequences) * length, starts[lengths > 0])
-    owner = np.concatenate([np.arange(len(items)), np.searchsorted(ends, inner, side="right")])
-    start = np.concatenate([starts, inner])
+    edges = np.arange(num_sequences) * length
+    holders = np.searchsorted(ends, edges, side="right")
+    is_inside = starts[holders] != edges
+    owner = np.concatenate([np.arange(len(items)), holders[is_inside]])
+    start = np.concatenate([starts, edges[is_inside]])
     is_piece = lengths[owner] > 0
     order = np.lexsort((is_piece, start))
     owner, start, is_piece = owner[order], start[order], is_piece[order]

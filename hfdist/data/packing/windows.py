@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hfdist.data.cursor import Place
-from hfdist.data.order import Permutation
+from hfdist.data.order import permutation
 from hfdist.data.packing.sequence import Placed, Sequence, Shape, assemble
 from hfdist.errors import CheckpointError
 
@@ -68,7 +68,7 @@ def best_fit(
 
     def arrange(window: _Window, epoch: int) -> list[Pieces]:
         bins = fill_bins(window.documents, shape.length)
-        order = Permutation(len(bins), *key, epoch, window.first_position, "bins").all()
+        order = permutation(len(bins), *key, epoch, window.first_position, "bins")
         return [sorted(bins[place], key=lambda piece: (piece[0].position, piece[1])) for place in order.tolist()]
 
     return _give(_windows(portions, is_full), arrange, first, shape)
@@ -92,7 +92,7 @@ def one_each(
     def arrange(window: _Window, epoch: int) -> list[Pieces]:
         by_length = sorted(window.documents, key=lambda placed: (len(placed.document.tokens), placed.position))
         # All lanes take the same quantile at the same time.
-        order = Permutation(_SORTED_DOCUMENTS, *key, epoch, "lengths").all().tolist()
+        order = permutation(_SORTED_DOCUMENTS, *key, epoch, "lengths").tolist()
         slots = {place * _SORTED_DOCUMENTS // len(by_length): placed for place, placed in enumerate(by_length)}
         return [[(slots[n], 0, min(len(slots[n].document.tokens), shape.length))] for n in order if n in slots]
 

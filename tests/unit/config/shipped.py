@@ -15,6 +15,7 @@ NEEDED = {
     ("model", "hub"): ["model.name=some/model"],
     ("data", "files"): ["data.sources.files.path=/texts/*.parquet"],
     ("data", "hub"): ["data.sources.hub.path=some/dataset"],
+    ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
     ("data", "tokens"): ["data.sources.tokens.path=some/tokens", "model.tokenizer.name=some/tokens/tokenizer"],
 }
 

@@ -67,21 +67,21 @@ def test_long_rows_are_read_in_portions_and_short_ones_by_the_thousand(folders):
     assert shard.rows_at_once == MOST_ROWS_AT_ONCE
 
 
-def test_a_lane_decodes_a_row_group_about_once_a_block(folders, monkeypatch):
+def test_a_lane_decodes_a_row_group_once_a_block(folders, monkeypatch):
     data, cache = folders
     numbered(data, 4000, row_group_size=4000)
     config = files_config(str(data), cache, lanes=4)
     stream = TokenStream(open_corpus(config), tokenizer(), config)
-    decodes = []
+    together = []
     decode = parquet.ParquetShard._decode_rows
     monkeypatch.setattr(
-        parquet.ParquetShard, "_decode_rows", lambda *args, **named: decodes.append(1) or decode(*args, **named)
+        parquet.ParquetShard, "_decode_rows", lambda *args: together.append(len(args[-1])) or decode(*args)
     )
     sequences = iter(stream)
     while Cursor.from_json(stream.state_dict()).lanes[0].pools[0].place.position < 300:
         next(sequences)
-    # 4 lanes, 300 documents each, in blocks of 4000 // (4 * 16) = 62 rows.
-    assert len(decodes) <= 4 * 6
+    # Blocks of 4000 // (4 * 16) = 62 rows.
+    assert np.mean(together) > 60
 
 
 def test_every_document_is_mixed_in_once_whatever_the_lanes(folders):

@@ -2,6 +2,7 @@
 
 import collections
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,7 +192,7 @@ class TestMixtures:
         assert total["a"].sequences == 120
         assert total["a"].share == 120 / 192
         assert total["a"].filled == 1.0
-        assert total["a"].epochs > total["b"].epochs
+        assert 0 < total["a"].epochs < 1
 
     def test_a_source_with_a_limit_ends_and_the_others_take_its_share(self, tmp_path, packing):
         config = memory_config(tmp_path, weights={"a": 1.0, "b": 1.0}, epochs={"a": 1}, packing=packing)
@@ -308,19 +309,11 @@ class TestWithoutTheTrainer:
         alone = sorted(batch["input_ids"].tolist() for batch in TokenStream(corpus, tokenizer(), config))
         assert rows == alone
 
-    def test_workers_that_do_not_divide_the_lanes_are_refused(self, corpus, config):
-        loader = DataLoader(
-            TokenStream(corpus, tokenizer(), config), batch_size=None, num_workers=5, multiprocessing_context="fork"
-        )
-        sequences = iter(loader)
-        try:
-            next(sequences)
-            message = ""
-        except Exception as error:
-            message = str(error)
-        # Else the workers would be waited for, five seconds each.
-        del sequences
-        assert "do not divide the lanes" in message
+    def test_workers_that_do_not_divide_the_lanes_are_refused(self, corpus, config, monkeypatch):
+        # What torch says in a worker. Real ones that fail are waited for by it, five seconds each.
+        monkeypatch.setattr("hfdist.data.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=5))
+        with pytest.raises(ConfigError, match="do not divide the lanes"):
+            next(iter(TokenStream(corpus, tokenizer(), config)))
 
 
 class TestHeldOut:

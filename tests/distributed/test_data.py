@@ -1,0 +1,62 @@
+"""Every packing and a mixture trains the same in every layout, and data that end stop all ranks at once."""
+
+import json
+
+import pytest
+
+from hfdist.trainer.callbacks import METRICS, read_metrics
+from tests.distributed.runs import eval_losses, losses, pretrain
+from tests.unit.data.corpora import texts
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Two files of documents: a long one and a short one."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, some in (("a", texts()[:60]), ("b", texts()[60:])):
+        rows = "".join(json.dumps({"text": text[: 300 + 20 * n]}) + "\n" for n, text in enumerate(some))
+        (folder / f"{name}.jsonl").write_text(rows)
+    return (
+        "data=mixture",
+        f"+data.sources.a.path={folder}/a.jsonl",
+        f"+data.sources.b.path={folder}/b.jsonl",
+        "data.lanes=8",
+        "data.eval_fraction=0.1",
+        "train.max_steps=6",
+    )
+
+
+MIXTURE = ("+data.sources.a.weight=3", "+data.sources.b.weight=1", "data.anneal=[{step: 3, weights: {a: 1, b: 1}}]")
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_a_packing_trains_the_same_in_every_layout(tmp_path, sources, cache_dir, packing):
+    settings = (*sources, *MIXTURE, f"data.packing={packing}")
+    alone = pretrain(tmp_path / "single", 1, "strategy=single", *settings)
+    for strategy, num_processes in (("ddp", 2), ("zero2", 2), ("pipeline", 2)):
+        run = pretrain(tmp_path / strategy, num_processes, f"strategy={strategy}", *settings)
+        assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources, cache_dir):
+    run = pretrain(
+        tmp_path, 2, "strategy=ddp", *sources, *MIXTURE, "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=2"
+    )
+    lines = [line for line in read_metrics(run / METRICS) if "data/a/share" in line]
+    assert [(line["step"], line["data/a/share"]) for line in lines] == [(3, 0.75), (6, (18 + 12) / 48)]
+    assert lines[-1]["data/b/tokens"] == 18 * 64
+    assert sorted(path.name for path in (run / "ledger").iterdir()) == [f"lane-{n:05d}.records" for n in range(8)]
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("ddp", 2), ("pipeline", 2)])
+def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, cache_dir, strategy, num_processes):
+    settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
+    settings = (*settings, "data.sequence_length=512", "train.eval_every=1000")
+    run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *settings)
+    steps = [line["step"] for line in read_metrics(run / METRICS) if "loss" in line]
+    assert 2 < len(steps) < 100
+    assert steps == list(range(1, len(steps) + 1))
+    assert eval_losses(run)
+    assert (run / "model" / "model.safetensors").is_file()
