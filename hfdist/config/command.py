@@ -63,7 +63,7 @@ def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Seq
                 return
             config = to_run_config(compose_untyped(request))
         except HfdistError as error:
-            _stop_everywhere(error)
+            stop_everywhere(error)
         try:
             main(config)
         except HfdistError as error:
@@ -158,7 +158,7 @@ def _flags_without_value(flags: argparse.Namespace) -> list[str]:
     return [name for name in ("help", "hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
 
 
-def _stop_everywhere(error: HfdistError) -> NoReturn:
+def stop_everywhere(error: HfdistError) -> NoReturn:
     """End after an error that every rank meets alike: one message, from rank 0."""
     if _rank() == 0:
         _say(str(error))

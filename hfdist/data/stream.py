@@ -229,5 +229,5 @@ def _identity(
         [[name, source.weight, source.epochs] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
-    identity = json.dumps([2, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
+    identity = json.dumps([3, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

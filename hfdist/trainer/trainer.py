@@ -286,11 +286,12 @@ class DistributedTrainerMixin(_Trainer):
             return
         # Before anything is written: a checkpoint must not hold what is not finite, nor push a good one out.
         self._check_finite(sum(gather_json(self._tr_loss.item())))
+        if isinstance(self.train_dataset, TokenStream):
+            # Before the checkpoint: a run that goes on from it does not say this again.
+            self.log(saving.data_figures(self))
         with self.throughput.paused():
             self.store_flos()
             saving.save(self)
-        if isinstance(self.train_dataset, TokenStream):
-            self.log(saving.data_figures(self))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""

@@ -13,12 +13,15 @@ from hfdist.config.audit import parse_request
 from hfdist.config.data import BadRows, Packing, WeightChange
 from hfdist.data import Cursor, Ledger
 from hfdist.data.audit.audit import audit
-from hfdist.data.audit.findings import Kind
+from hfdist.data.audit.documents import PoolAudit, Rules
+from hfdist.data.audit.findings import Kind, escape
 from hfdist.data.audit.ledger import read_ledger
-from hfdist.data.audit.steps import StepReader, escape
+from hfdist.data.audit.steps import StepReader
 from hfdist.data.cache.tokens import TokenCache
+from hfdist.data.cursor import Place
 from hfdist.data.documents import Documents
-from hfdist.data.records import Fate
+from hfdist.data.order import LaneOrder
+from hfdist.data.records import RECORD, Fate
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
@@ -30,20 +33,20 @@ ROWS = {
 }
 SETTINGS = {
     "one": {},
-    "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=20, weights={"a": 1.0, "b": 3.0})]},
+    "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=10, weights={"a": 1.0, "b": 3.0})]},
     "limits": {"weights": {"a": 1.0, "b": 3.0}, "epochs": {"a": 2, "b": 1}},
 }
 
 
 class Past:
-    """A run of 60 steps, saved now and then, killed twice, each time going on with other ranks; what is left of it."""
+    """A run of 30 steps, saved now and then, killed twice, each time going on with other ranks; what is left of it."""
 
     def __init__(self, folder, packing, name, start=None):
         self.config = memory_config(folder, packing=packing, sequence_length=64, **SETTINGS[name])
         self.corpus = memory_corpus(self.config, **ROWS)
         self.cursors = {}
         step, state = 0, start
-        for data_size, saves, killed_after in ((1, [15, 22], 3), (3, [31], 2), (4, [60], 0)):
+        for data_size, saves, killed_after in ((1, [7, 11], 3), (3, [16], 2), (4, [30], 0)):
             run = Run(
                 self.corpus,
                 self.config,
@@ -52,8 +55,9 @@ class Past:
                 ledger=lambda: Ledger(folder / "ledger", self.corpus, BadRows.error),
             )
             for save in saves:
-                for step in range(step + 1, save + 1):  # noqa: B020
+                for _ in range(save - step):
                     run.step()
+                step = save
                 run.flush()
                 state = run.state()
                 self.cursors[step + self.before(start)] = Cursor.from_json(state)
@@ -92,7 +96,7 @@ class TestTrueLedgers:
         run = past(packing, name)
         audited = run.audit()
         assert audited.passed, audited.findings
-        assert (audited.first_sample, audited.samples) == (0, 60 * GLOBAL_BATCH)
+        assert (audited.first_sample, audited.samples) == (0, 30 * GLOBAL_BATCH)
         assert audited.totals.tokens == sum(int(records["num_tokens"].sum()) for records in run.ledger)
         assert any(Fate.held_out in records["fate"] for records in run.ledger)
         assert max(int(records["epoch"].max()) for records in run.ledger) >= 1
@@ -101,9 +105,267 @@ class TestTrueLedgers:
         audited = past(packing, name).audit(cursors={})
         assert audited.passed, audited.findings
 
-    def test_a_run_from_anothers_checkpoint_passes_and_is_known(self, past, packing, name, tmp_path):
-        first = past(packing, name)
-        run = Past(tmp_path, packing, name, start=first.cursors[15].to_json())
-        audited = run.audit()
-        assert audited.passed, audited.findings
-        assert audited.first_sample == 15 * GLOBAL_BATCH
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_run_from_anothers_checkpoint_passes_and_is_known(past, packing, tmp_path):
+    run = Past(tmp_path, packing, "limits", start=past(packing, "limits").cursors[7].to_json())
+    audited = run.audit()
+    assert audited.passed, audited.findings
+    assert audited.first_sample == 7 * GLOBAL_BATCH
+    # What is missing behind its beginning is missing all the same.
+    lane = max(range(LANES), key=lambda n: len(run.ledger[n]))
+    ledger = [records.copy() for records in run.ledger]
+    ledger[lane] = ledger[lane][ledger[lane]["sequence"] != ledger[lane]["sequence"][-1] - 3]
+    assert not run.audit(ledger).passed
+
+
+LANE = 5
+
+
+def trained(records, place):
+    """Index of a whole document's record, `place` of them from the beginning."""
+    is_whole = (records["num_tokens"] == records["of_tokens"]) & (records["fate"] == Fate.trained)
+    return int(np.flatnonzero(is_whole)[place])
+
+
+def remove(records, at):
+    return np.delete(records, at), (Kind.never, at)
+
+
+def remove_one_that_is_held_out(records, at):
+    at = int(np.flatnonzero(records["fate"] == Fate.held_out)[1])
+    return np.delete(records, at), (Kind.never, at)
+
+
+def double(records, at):
+    return np.insert(records, at, records[at]), (Kind.again, at)
+
+
+def swap(records, at):
+    """A document and one far behind it in the same epoch and pool."""
+    own = (records["epoch"] == records["epoch"][at]) & (records["pool"] == records["pool"][at])
+    other = int(np.flatnonzero(own & (records["sequence"] > records["sequence"][at]))[-1])
+    records[[at, other]] = records[[other, at]]
+    return records, (Kind.numbering, None)
+
+
+def move_to_another_epoch(records, at):
+    records["epoch"][at] += 1
+    return records, (Kind.never, at)
+
+
+def name_an_epoch_far_away(records, at):
+    records["epoch"][at] = 60_000
+    return records, (Kind.never, at)
+
+
+def replace(records, at):
+    """By a document that is another lane's, or at another place of this one."""
+    document = records["document"][at].copy()
+    records["document"][at] += 1 if document % 80 < 79 else -1
+    return records, (Kind.never, document)
+
+
+def begin_later(records, at):
+    records["first_token"][at] += 1
+    records["num_tokens"][at] -= 1
+    return records, (Kind.in_part, at)
+
+
+def end_earlier(records, at):
+    records["num_tokens"][at] -= 1
+    return records, (Kind.in_part, at)
+
+
+def name_another_pool(records, at):
+    records["pool"][at] ^= 1
+    return records, (Kind.never, at)
+
+
+def name_a_pool_that_is_not_there(records, at):
+    records["pool"][at] = 7
+    return records, (Kind.unreadable, at)
+
+
+def name_a_document_that_is_not_there(records, at):
+    records["document"][at] = 10**9
+    return records, (Kind.unreadable, None)
+
+
+def remove_a_sequence(records, at):
+    return records[records["sequence"] != records["sequence"][at]], (Kind.numbering, None)
+
+
+def cut_the_tail(records, at):
+    return records[: -len(records) // 4], (Kind.numbering, None)
+
+
+DAMAGES = (remove, remove_one_that_is_held_out, double, swap, move_to_another_epoch, name_an_epoch_far_away, replace,
+           begin_later, end_earlier, name_another_pool, name_a_pool_that_is_not_there,
+           name_a_document_that_is_not_there, remove_a_sequence, cut_the_tail)  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+class TestDamage:
+    @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+    @pytest.mark.parametrize("has_checkpoints", [True, False])
+    def test_it_is_found_and_named(self, past, packing, damage, has_checkpoints):
+        run = past(packing, "weights")
+        ledger = [records.copy() for records in run.ledger]
+        at = trained(ledger[LANE], 4)
+        ledger[LANE], (kind, named) = damage(ledger[LANE], at)
+        findings = run.audit(ledger, None if has_checkpoints else {}).findings
+        assert kind in findings.counts, findings
+        names = " | ".join(findings.names[kind])
+        assert f"lane {LANE}" in names
+        if isinstance(named, int):
+            named = run.ledger[LANE]["document"][named]
+        if named is not None:
+            assert f"{run.corpus.origin(int(named))}, lane {LANE}" in names
+        if has_checkpoints:
+            assert Kind.digest in findings.counts
+        assert f"{kind.value}: {findings.counts[kind]}" in str(findings)
+
+    def test_documents_out_of_order_are_named(self, past, packing):
+        """Whole sequences change places: nothing is missing or doubled."""
+        run = past(packing, "one")
+        ledger = [records.copy() for records in run.ledger]
+        records = ledger[LANE]
+        whole = records["num_tokens"] == records["of_tokens"]
+        own = np.flatnonzero(whole & (records["epoch"] == 0) & (records["fate"] == Fate.trained))
+        ahead = np.flatnonzero(whole & (records["epoch"] == 1) & (records["fate"] == Fate.trained))
+        first, second = (int(own[0]), int(own[-1])) if packing is Packing.concat else (int(own[0]), int(ahead[0]))
+        for name in ("document", "num_tokens", "of_tokens", "epoch"):
+            records[name][[first, second]] = records[name][[second, first]]
+        findings = run.audit(ledger, {}).findings
+        named = run.corpus.origin(int(records["document"][second]))
+        assert any(name.startswith(f"{named}, lane {LANE}, sequence") for name in findings.names[Kind.misplaced])
+
+    def test_order_is_free_inside_a_window_only(self, packing):
+        order = LaneOrder([[5000]], lanes=1, key=(0,))
+        rules = Rules(packing, length=64, epochs=None, begins_inside=False)
+        window = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}[packing]
+        records = np.zeros(4096, dtype=RECORD)
+        records["sequence"] = np.arange(4096)
+        records["num_tokens"] = records["of_tokens"] = 10
+        plan = order.documents(0, 0)[:4096]
+        records["document"] = plan.reshape(-1, window)[:, ::-1].ravel()
+        assert PoolAudit(records, order, 0, rules, Place(0, 4096, 0)).check() == []
+        records["document"] = plan
+        records["document"][[100, 100 + window]] = plan[[100 + window, 100]]
+        (spots,) = PoolAudit(records, order, 0, rules, Place(0, 4096, 0)).check()
+        assert (spots.kind, sorted(spots.documents)) == (Kind.misplaced, sorted(plan[[100, 100 + window]]))
+        assert sorted(spots.sequences) == [100, 100 + window]
+
+    def test_a_changed_digest_or_place_of_a_checkpoint_is_named(self, past, packing):
+        run = past(packing, "one")
+        cursor = run.cursors[30]
+        state = cursor.lanes[LANE]
+        lanes = {**cursor.lanes, LANE: dataclasses.replace(state, digest=state.digest ^ 1)}
+        findings = run.audit(cursors={**run.cursors, 30: dataclasses.replace(cursor, lanes=lanes)}).findings
+        assert findings.names == {Kind.digest: [f"lane {LANE}, between steps 16 and 30"]}
+        (progress,) = state.pools
+        moved = progress._replace(place=progress.place._replace(offset=progress.place.offset + 1))
+        lanes = {**cursor.lanes, LANE: dataclasses.replace(state, pools=(moved,))}
+        findings = run.audit(cursors={30: dataclasses.replace(cursor, lanes=lanes)}).findings
+        assert list(findings.counts) == [Kind.cursor]
+
+
+def test_an_order_that_plans_a_document_twice_is_found(past):
+    run = past(Packing.concat, "one")
+    (order,) = run.plan.orders
+    double = SimpleNamespace(
+        lane_length=order.lane_length,
+        documents=lambda epoch, lane: np.where((d := order.documents(epoch, lane)) == 17, 18, d),
+    )
+    run.plan, plan = dataclasses.replace(run.plan, orders=[double]), run.plan
+    try:
+        findings = run.audit().findings
+    finally:
+        run.plan = plan
+    assert findings.names[Kind.unplanned][:2] == ["a:a:17", "a:a:18"]
+
+
+def test_other_data_are_refused(past):
+    run = past(Packing.concat, "one")
+    other = memory_corpus(run.config, **ROWS, c=["one more"])
+    run.identity, identity = Run(other, run.config, 1).state()["identity"], run.identity
+    try:
+        with pytest.raises(DataError, match="have changed since the run"):
+            run.audit()
+    finally:
+        run.identity = identity
+
+
+def test_a_run_without_a_ledger_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no ledger") as caught:
+        read_ledger(tmp_path / "ledger", LANES)
+    assert "checkpoint.every" in caught.value.hint
+
+
+class TestSteps:
+    @pytest.fixture
+    def reader(self, past, tmp_path):
+        run = past(Packing.best_fit, "weights")
+        documents = Documents(run.corpus, tokenizer(), TokenCache(tmp_path / "tokens", max_bytes=0), BadRows.error)
+        return StepReader(run.ledger, ["a", "b"], GLOBAL_BATCH, documents, tokenizer())
+
+    def test_a_step_is_what_its_batch_held(self, past, reader, tmp_path):
+        run = past(Packing.best_fit, "weights")
+        again = Run(run.corpus, run.config, 1)
+        batch = [again.step() for _ in range(7)][6]
+        lines = list(reader.describe(7, shows_all_text=True))
+        heads = [line for line in lines if line.startswith("sequence ")]
+        assert [line.split()[1] for line in heads] == [str(n) for n in range(72, 84)]
+        shown = "".join(line.removeprefix("      ") for line in lines if line.startswith("      "))
+        end = tokenizer().eos_token_id
+        read = [tokenizer().decode([i for i in row.tolist() if i != end]) for row in batch["input_ids"]]
+        assert shown.replace("<|endoftext|>", "") == "".join(read)
+        assert "data.quarantine=[" in lines[-1]
+
+    def test_text_is_shortened_to_a_line(self, reader):
+        lines = list(reader.describe(7, shows_all_text=False))
+        texts = [line for line in lines if line.startswith("      ")]
+        assert texts
+        assert all(len(line) <= 6 + 80 + 4 for line in texts)
+
+    @pytest.mark.parametrize("step", [0, 33])
+    def test_steps_that_are_not_there_are_refused(self, reader, step):
+        with pytest.raises(ConfigError, match="does not hold this step") as caught:
+            list(reader.describe(step, shows_all_text=False))
+        assert caught.value.allowed.startswith("1 to 30;")
+
+    def test_text_cannot_write_to_the_terminal(self):
+        assert escape("a\x1b[2J\nä") == "a\\x1b[2J\\nä"
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ([], ["which run?"]),
+            (["rum=runs/x"], ["there is no key `rum`", "run=runs/x"]),
+            (["run.dir=runs/x"], ["there is no key `run.dir`", "run=runs/x"]),
+            (["--step=3"], ["there is no key `--step`", "step=3"]),
+            (["runs/x"], ["this is not an override"]),
+            (["run=RUNS/demp"], ["there is no such run", "run=RUNS/demo"]),
+            (["run=RUNS/demo", "step=0"], ["this is no step", "whole number"]),
+            (["run=RUNS/demo", "step=1e3"], ["this is no step", "found:   1e3"]),
+            (["run=RUNS/demo", "text=full"], ["text is shown of a step only"]),
+            (["run=RUNS/demo", "step=1", "text=ful"], ["no such value", "text=full"]),
+        ],
+    )
+    def test_mistakes_are_named(self, tmp_path, arguments, words):
+        (tmp_path / "demo").mkdir()
+        (tmp_path / "demo" / "config.yaml").touch()
+        with pytest.raises(ConfigError) as caught:
+            parse_request([argument.replace("RUNS", str(tmp_path)) for argument in arguments])
+        for word in words:
+            assert word.replace("RUNS", str(tmp_path)) in str(caught.value)
+
+    def test_several_processes_are_refused(self, tmp_path, monkeypatch):
+        (tmp_path / "config.yaml").touch()
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="takes one process"):
+            parse_request([f"run={tmp_path}"])

@@ -1,0 +1,29 @@
+"""Prove that a run read every document exactly as often as planned, or show what a step was made of. One process.
+
+python recipes/audit.py run=runs/demo
+python recipes/audit.py run=runs/demo step=120 text=full
+"""
+
+import sys
+
+from hfdist.config.audit import AuditRequest, audit_recipe
+from hfdist.config.run import RunConfig
+
+
+@audit_recipe
+def main(request: AuditRequest, config: RunConfig) -> None:
+    """Open the run's data, ledger and checkpoints, and print what was asked for."""
+    # Imported here, so that --help and a misspelt key need no torch.
+    from hfdist.trainer.audit import describe_step, open_past_run, prove_once
+
+    run = open_past_run(request.run, config)
+    if request.step is None:
+        lines = prove_once(run)
+    else:
+        lines = describe_step(run, request.step, shows_all_text=request.shows_all_text)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    main()
