@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from hfdist.config.addresses import check_address, scheme_of
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind, WeightChange
 from hfdist.errors import ConfigError
 
@@ -50,6 +51,8 @@ def _check_source(key: str, source: SourceConfig) -> None:
         raise ConfigError(
             "the source has no path", where=f"{key}.path", found="null", allowed=allowed, hint=f"{key}.path={example}"
         )
+    if source.kind is SourceKind.files and source.path is not None and scheme_of(source.path) is not None:
+        check_address(source.path, key=f"{key}.path")
     for name in ("subset", "revision"):
         value = getattr(source, name)
         if value is not None and source.kind is not SourceKind.hub:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from hfdist.data.storage.addresses import redact
+from hfdist.config.addresses import redact
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.localfile import changed
 from hfdist.data.storage.network import Details, RangeError

@@ -76,3 +76,20 @@ def test_contradictions(overrides, where, words, hint):
 )
 def test_what_is_fine_stays_fine(overrides):
     compose_config(overrides)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("https://user:secret@host/x.parquet", "user or password"),
+        ("https://host/x.parquet?X-Amz-Signature=secret", "signature"),
+        ("gopher://host/x.parquet", "cannot be read"),
+    ],
+)
+def test_an_address_with_a_secret_is_refused_before_the_run_folder_is_written(path, words):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["data=files", f"data.sources.files.path='{path}'"])
+    error = caught.value
+    assert error.where == "data.sources.files.path"
+    assert words in error.what
+    assert "secret" not in str(error)
