@@ -9,6 +9,7 @@ from typing import Any
 
 from hfdist.checkpoint import export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks
+from hfdist.checkpoint.folder import step_name
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -44,6 +45,11 @@ def save(trainer: Any) -> Path:
 def _write_ledger(dataset: Any) -> None:
     if isinstance(dataset, TokenStream) and dataset.ledger is not None:
         dataset.ledger.flush()
+
+
+def is_saved(trainer: Any) -> bool:
+    """Whether there is a checkpoint of this very step."""
+    return (Path(trainer.args.output_dir) / CHECKPOINTS / step_name(trainer.state.global_step)).is_dir()
 
 
 def export(trainer: Any, folder: Path) -> None:

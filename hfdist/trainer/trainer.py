@@ -177,6 +177,7 @@ class DistributedTrainerMixin(_Trainer):
             if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_end and num_items == 0:
                 # Agreed by all ranks, since targets are counted over all. Nothing is left to take a step with.
                 self.control.should_training_stop = True
+                self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
                 return [], num_items
             read = sum(batch["input_ids"].numel() for batch in samples)
             self.throughput.add(read * self.strategy.topology.data_size)

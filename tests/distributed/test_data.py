@@ -54,9 +54,13 @@ def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources
 def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, cache_dir, strategy, num_processes):
     settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
     settings = (*settings, "data.sequence_length=512", "train.eval_every=1000")
-    run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *settings)
+    settings = (*settings, "checkpoint=default", "checkpoint.every=1000", f"strategy={strategy}")
+    run = pretrain(tmp_path, num_processes, *settings)
     steps = [line["step"] for line in read_metrics(run / METRICS) if "loss" in line]
     assert 2 < len(steps) < 100
     assert steps == list(range(1, len(steps) + 1))
     assert eval_losses(run)
     assert (run / "model" / "model.safetensors").is_file()
+    before = losses(run)
+    # The last step was saved, so the same command again has nothing left to do.
+    assert losses(pretrain(tmp_path, 1, *settings[:-1], "strategy=single")) == before
