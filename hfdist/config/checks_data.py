@@ -27,14 +27,25 @@ def check_data(data: DataConfig) -> None:
             "there is nothing to read",
             where="data.sources",
             found="no source",
-            hint="data=stdlib (no download), or data=files data.sources.files.path='texts/*.txt'",
+            hint="data=stdlib (no download), data=files data.sources.files.path='texts/*.txt', "
+            "or data=mixture '+data.sources.web={path: \"web/*.parquet\", weight: 1}' for each source",
         )
     for name, source in data.sources.items():
         _check_source(f"data.sources.{name}", source)
-    _check_weights(data.sources)
-    _check_anneal(data)
+    check_mixture(data)
     for entry in data.quarantine:
         _check_quarantined(entry, data.sources)
+
+
+def check_mixture(data: DataConfig) -> None:
+    """Check how sources are mixed.
+
+    Raises:
+        ConfigError: weights or limits that do not go together.
+    """
+    _check_weights(data.sources)
+    _check_epochs(data.sources)
+    _check_anneal(data)
 
 
 def _check_source(key: str, source: SourceConfig) -> None:
@@ -74,6 +85,18 @@ def _check_weights(sources: dict[str, SourceConfig]) -> None:
             found="null",
             allowed="a number > 0 for every source, or null for all (documents mixed as they are)",
             hint=f"data.sources.{without[0]}.weight=1",
+        )
+
+
+def _check_epochs(sources: dict[str, SourceConfig]) -> None:
+    limits = {name: source.epochs for name, source in sources.items()}
+    if len(set(limits.values())) > 1 and any(source.weight is None for source in sources.values()):
+        raise ConfigError(
+            "sources that are mixed as they are cannot end at different times",
+            where="data.sources.*.epochs",
+            found=", ".join(f"{name}: {'null' if limit is None else limit}" for name, limit in limits.items()),
+            allowed="one limit for all, or a weight for every source",
+            hint=" ".join(f"data.sources.{name}.weight=1" for name in sources),
         )
 
 

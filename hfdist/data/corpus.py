@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 
+from hfdist.config.checks_data import check_mixture
 from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.data.order import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
@@ -61,10 +62,12 @@ class Corpus:
         self.num_documents = int(rows.sum())
         self.pools = self._make_pools(shards_by_source, config)
         self._held_out_below = round(config.eval_fraction * 2**64)
-        self.quarantined = frozenset(self._find(entry) for entry in config.quarantine)
+        self.quarantined = self._find(config.quarantine)
         """Documents that `data.quarantine` names."""
         self.fingerprint = self._identity(config.eval_fraction)
         """Changes when a file's size, ends or rows, the column, or the split changes."""
+        self.local_fingerprint = _digest([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
+        """For this machine's caches: also changes with any file's time of change, or another version of it."""
 
     def text(self, document: int) -> str:
         """Give a document.
@@ -126,37 +129,42 @@ class Corpus:
         return shard, document - start
 
     def _make_pools(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> list[Pool]:
-        is_weighted = any(source.weight is not None for source in config.sources.values())
-        limits = {name: config.sources[name].epochs for name in self.source_names if name in config.sources}
-        if not is_weighted and len(set(limits.values())) <= 1:
-            limit = next(iter(limits.values()), None)
-            return [Pool("all", 0, tuple(shard for _, shard in self.shards), limit)]
+        sources = config.sources
+        if any(source.weight is None for source in sources.values()):
+            (epochs,) = {source.epochs for source in sources.values()}
+            return [Pool("all", 0, tuple(shard for _, shard in self.shards), epochs)]
         pools, first_document = [], 0
         for name in self.source_names:
             shards = tuple(shards_by_source[name])
-            pools.append(Pool(name, first_document, shards, limits.get(name)))
+            pools.append(Pool(name, first_document, shards, sources[name].epochs))
             first_document += sum(sum(shard.runs) for shard in shards)
         return pools
 
-    def _find(self, entry: str) -> int:
-        source, _, rest = entry.partition(":")
-        name, _, row = rest.rpartition(":")
-        first_document = 0
-        for owner, shard in self.shards:
-            num_rows = sum(shard.runs)
-            if (owner, shard.name) == (source, name) and int(row) < num_rows:
-                return first_document + int(row)
-            first_document += num_rows
-        raise ConfigError(
-            "there is no such row",
-            where="data.quarantine",
-            found=entry,
-            allowed="SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0",
-        )
+    def _find(self, entries: Sequence[str]) -> frozenset[int]:
+        numbers = {(source, shard.name): number for number, (source, shard) in enumerate(self.shards)}
+        found = set()
+        for entry in entries:
+            source, _, rest = entry.partition(":")
+            name, _, row = rest.rpartition(":")
+            number = numbers.get((source, name))
+            num_rows = 0 if number is None else sum(self.shards[number][1].runs)
+            if number is None or int(row) >= num_rows:
+                raise ConfigError(
+                    "there is no such row",
+                    where="data.quarantine",
+                    found=entry,
+                    allowed="SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0",
+                )
+            found.add(int(self._ends[number]) - num_rows + int(row))
+        return frozenset(found)
 
     def _identity(self, eval_fraction: float) -> str:
         shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
-        return hashlib.blake2b(json.dumps([shards, eval_fraction]).encode(), digest_size=12).hexdigest()
+        return _digest([shards, eval_fraction])
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
 
 
 def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None) -> Corpus:
@@ -167,17 +175,19 @@ def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None
         given: datasets in memory, by name; a source of that name in `config` gives column, weight and epochs.
 
     Raises:
-        ConfigError: a source that does not exist.
+        ConfigError: a source that does not exist, or weights that do not go together.
         DataError: a damaged file, no documents, or fewer than lanes.
     """
-    problems = Problems(config.on_bad_rows)
     given = given or {}
+    sources = {name: SourceConfig() for name in given} | config.sources
+    config = replace(config, sources=sources)
+    check_mixture(config)
+    problems = Problems(config.on_bad_rows)
     shards: dict[str, Sequence[Shard]] = {
-        name: find_shards(name, config, cache_dir(config), problems) for name in config.sources if name not in given
+        name: find_shards(name, config, cache_dir(config), problems) for name in sources if name not in given
     }
     for name, dataset in given.items():
-        column = config.sources[name].text if name in config.sources else SourceConfig().text
-        shards[name] = [DatasetShard(name, dataset, column)]
+        shards[name] = [DatasetShard(name, dataset, sources[name].text)]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
         num_documents = sum(sum(shard.runs) for shard in pool.shards)

@@ -98,17 +98,21 @@ class Documents:
         )
 
     def _rows(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
-        if hasattr(shard, "read_tokens"):
-            for start in range(0, len(rows), shard.rows_at_once):
-                yield cast(TokenShard, shard).read_tokens(rows[start : start + shard.rows_at_once])
-            return
-        key = shard_key(shard.identity, self._tokenizer_digest)
+        for start in range(0, len(rows), shard.rows_at_once):
+            together = rows[start : start + shard.rows_at_once]
+            if hasattr(shard, "read_tokens"):
+                yield cast(TokenShard, shard).read_tokens(together)
+            else:
+                yield from self._tokenized(shard, together)
+
+    def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
+        key = shard_key(shard.local_identity, self._tokenizer_digest)
         known = self._cache.get(key, rows)
         if len(known) == len(rows):
             yield [known[row] for row in rows]
             return
         start = 0
-        for texts in self._texts(shard, [row for row in rows if row not in known]):
+        for texts in _batches(shard, [row for row in rows if row not in known]):
             new = self._tokenize(texts)
             self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
             # As far as the new ones reach, with the known ones between them.
@@ -120,21 +124,6 @@ class Documents:
             start = stop
             yield ready
 
-    def _texts(self, shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:
-        """Texts in batches to tokenize; read together as the shard likes it."""
-        batch: dict[int, str | BadRow] = {}
-        num_characters = 0
-        for start in range(0, len(rows), shard.rows_at_once):
-            together = rows[start : start + shard.rows_at_once]
-            for row, text in zip(together, shard.read(together), strict=True):
-                batch[row] = text
-                num_characters += len(text) if isinstance(text, str) else 0
-                if len(batch) == _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
-                    yield batch
-                    batch, num_characters = {}, 0
-        if batch:
-            yield batch
-
     def _tokenize(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
         good = {row: text for row, text in texts.items() if isinstance(text, str)}
         many = self._encoder.encode(list(good.values()))
@@ -142,6 +131,20 @@ class Documents:
         for (row, text), tokens in zip(good.items(), many, strict=True):
             made[row] = TokenRow(tokens, text_digest(text))
         return made
+
+
+def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:
+    """Texts, read together and in batches to tokenize."""
+    batch: dict[int, str | BadRow] = {}
+    num_characters = 0
+    for row, text in zip(rows, shard.read(rows), strict=True):
+        batch[row] = text
+        num_characters += len(text) if isinstance(text, str) else 0
+        if len(batch) == _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = {}, 0
+    if batch:
+        yield batch
 
 
 def open_token_cache(config: DataConfig) -> TokenCache:

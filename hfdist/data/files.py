@@ -32,6 +32,9 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             write(file)
+            # Its name must not reach the disk before its bytes: a machine that stops would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

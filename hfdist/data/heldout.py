@@ -47,8 +47,8 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     """
     if config.eval_fraction == 0:
         return None
-    settings = [config.sequence_length, config.eval_sequences]
-    identity = json.dumps([2, corpus.fingerprint, tokenizer_digest(tokenizer), *settings])
+    settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined)]
+    identity = json.dumps([3, corpus.local_fingerprint, tokenizer_digest(tokenizer), *settings])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)

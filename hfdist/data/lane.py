@@ -17,8 +17,8 @@ from hfdist.data.packing.sequence import Placed, Shape, assemble
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.errors import DataError
 
-# Epochs that may pass without one training document: a lane may draw only held-out or empty ones for a while.
-_MOST_BARREN_EPOCHS = 100
+# Documents that may pass, and a whole epoch, without one to train on: a short lane may draw only held-out ones first.
+_MOST_BARREN_DOCUMENTS = 1000
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -36,6 +36,11 @@ class Plan:
     shape: Shape
     seed: int
 
+    def is_finished(self, pool: int, lane: int, place: Place) -> bool:
+        """Whether a lane has come to the end of a pool: nothing is left of the last epoch that it may have."""
+        limit = self.pools[pool].epochs
+        return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
+
 
 class Lane:
     """Reads, tokenizes and packs the documents of one lane.
@@ -49,8 +54,11 @@ class Lane:
 
     def __init__(self, plan: Plan, documents: Documents, *, lane: int, pools: Sequence[Progress]) -> None:
         self._plan, self._documents, self._lane = plan, documents, lane
-        self._sequences = {pool: self._pack(pool, progress.place) for pool, progress in enumerate(pools)}
-        """Of the pools that have not come to their end."""
+        self._sequences = {
+            pool: self._pack(pool, progress.place)
+            for pool, progress in enumerate(pools)
+            if not plan.is_finished(pool, lane, progress.place)
+        }
 
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence.
@@ -61,14 +69,15 @@ class Lane:
         Raises:
             DataError: bad data, or none to train on.
         """
-        while (pool := self._plan.mixture.pick(sample, tuple(self._sequences))) is not None:
-            packed = next(self._sequences[pool], None)
-            if packed is not None:
-                records = packed.records
-                records["pool"] = pool
-                return self._lane, pool, packed
+        pool = self._plan.mixture.pick(sample, tuple(self._sequences))
+        if pool is None:
+            return self._lane, None, assemble([], [], self._plan.shape, Place())
+        packed = next(self._sequences[pool])
+        # With its last sequence, not when more is asked for: a lane that goes on from here must pick as this one does.
+        if self._plan.is_finished(pool, self._lane, packed.next_place):
             del self._sequences[pool]
-        return self._lane, None, assemble([], [], self._plan.shape, Place())
+        packed.records["pool"] = pool
+        return self._lane, pool, packed
 
     def _pack(self, pool: int, place: Place) -> Iterator[sequence.Sequence]:
         plan, portions = self._plan, self._portions(pool, place)
@@ -87,14 +96,13 @@ class Lane:
         epoch, position = place.epoch, place.position
         num_barren = 0
         while limit is None or epoch < limit:
-            num_barren += 1
             while position < order.lane_length(epoch, self._lane):
                 for documents in self._documents.read(order.neighbours(epoch, self._lane, position)):
-                    if any(len(document.tokens) for document in documents):
-                        num_barren = 0
+                    is_barren = not any(len(document.tokens) for document in documents)
+                    num_barren = num_barren + len(documents) if is_barren else 0
                     yield [Placed(epoch, position + n, document) for n, document in enumerate(documents)]
                     position += len(documents)
-            if num_barren > _MOST_BARREN_EPOCHS:
+            if num_barren >= max(_MOST_BARREN_DOCUMENTS, order.lane_length(epoch, self._lane)):
                 raise DataError(
                     "a lane has no training documents",
                     where=f"lane {self._lane}, {self._plan.pools[pool].name}",

@@ -1,13 +1,14 @@
 """What every sequence of a run was made of, on disk: one file a lane, so that each has one writer at a time.
 
-Written at each save, before the checkpoint that counts it. What a kill leaves behind the last checkpoint is cut off
-when the run goes on.
+Written at each save, before the checkpoint that counts it, and before it takes much memory. What a kill leaves behind
+the last checkpoint is cut off when the run goes on.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "ledger"
 _MOST_WARNINGS = 20
+_MOST_WAITING_BYTES = 4 << 20
 
 
 def records_file(folder: Path, lane: int) -> Path:
@@ -35,7 +37,7 @@ def bad_rows_file(folder: Path, lane: int) -> Path:
 
 
 class Ledger:
-    """Collects records of some lanes, and writes them when asked.
+    """Collects records of some lanes, and writes them when asked, or when they are many.
 
     Args:
         folder: of the run's ledger.
@@ -45,34 +47,40 @@ class Ledger:
 
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self._folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
-        self._records: dict[int, list[Records]] = {}
-        self._bad_rows: dict[int, list[str]] = {}
+        self._waiting: dict[Path, list[bytes]] = {}
+        """For each file, what is to be written."""
+        self._num_waiting_bytes = 0
         self.num_bad_rows = 0
         """Met since the start."""
 
     def add(self, lane: int, records: Records, problems: tuple[str, ...]) -> None:
         """Take the records of one sequence; bad rows are warned of."""
-        self._records.setdefault(lane, []).append(records)
+        self._wait(records_file(self._folder, lane), records.tobytes())
         bad = records[records["fate"] == Fate.bad]
         for record, problem in zip(bad, problems, strict=True):
             self.num_bad_rows += 1
             if self.num_bad_rows <= _MOST_WARNINGS:
                 logger.warning("left out: %s", problem)
             if self._on_bad_rows is BadRows.quarantine:
-                self._bad_rows.setdefault(lane, []).append(self._describe(record, problem))
+                self._wait(bad_rows_file(self._folder, lane), self._describe(record, problem))
+        if self._num_waiting_bytes > _MOST_WAITING_BYTES:
+            self.flush()
 
-    def _describe(self, record: np.void, problem: str) -> str:
+    def _wait(self, path: Path, content: bytes) -> None:
+        self._waiting.setdefault(path, []).append(content)
+        self._num_waiting_bytes += len(content)
+
+    def _describe(self, record: np.void, problem: str) -> bytes:
         row = str(self._corpus.origin(int(record["document"])))
-        return json.dumps({"sequence": int(record["sequence"]), "row": row, "problem": problem}, ensure_ascii=False)
+        line = json.dumps({"sequence": int(record["sequence"]), "row": row, "problem": problem})
+        return f"{line}\n".encode()
 
     def flush(self) -> None:
         """Write what was added, to the disk itself. Call it before the checkpoint that counts it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for lane, records in self._records.items():
-            _append(records_file(self._folder, lane), b"".join(part.tobytes() for part in records))
-        for lane, lines in self._bad_rows.items():
-            _append(bad_rows_file(self._folder, lane), "".join(f"{line}\n" for line in lines).encode())
-        self._records, self._bad_rows = {}, {}
+        for path, parts in self._waiting.items():
+            _append(path, b"".join(parts))
+        self._waiting, self._num_waiting_bytes = {}, 0
 
     def go_back(self, sequences: Mapping[int, int]) -> None:
         """Cut off what is behind a checkpoint.
@@ -80,7 +88,7 @@ class Ledger:
         Args:
             sequences: of each lane, how many the checkpoint counts.
         """
-        self._records, self._bad_rows = {}, {}
+        self._waiting, self._num_waiting_bytes = {}, 0
         for lane, count in sequences.items():
             path = records_file(self._folder, lane)
             if path.is_file():
@@ -105,10 +113,18 @@ def _num_bytes_before(path: Path, sequence: int) -> int:
     num_bytes = 0
     with path.open("rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["sequence"] >= sequence:
+            if _sequence_of(line) >= sequence:
                 break
             num_bytes += len(line)
     return num_bytes
+
+
+def _sequence_of(line: bytes) -> float:
+    """Of a line; infinity where it is not whole."""
+    try:
+        return int(json.loads(line)["sequence"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _append(path: Path, content: bytes) -> None:

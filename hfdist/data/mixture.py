@@ -53,18 +53,19 @@ class Mixture:
 
         Args:
             sample: number of the sequence in the run.
-            available: pools that the sequence's lane has not finished; the others' share goes to these.
+            available: pools that the sequence's lane has not finished; the others' share goes to these. Paused ones
+                have a share only where there is no other.
 
         Returns:
-            None: no pool is available, or only such as are paused.
+            None: no pool is available.
         """
-        if len(available) == 1 and len(self._phases) == 1:
-            return available[0]
+        if len(available) <= 1:
+            return available[0] if available else None
         number = max(n for n, phase in enumerate(self._phases) if phase.first_sample <= sample)
         weights = self._phases[number].weights
         weighted = tuple(pool for pool in available if weights[pool] > 0)
         if not weighted:
-            return None
+            weights, weighted = (1.0,) * len(weights), tuple(available)
         round_, slot = divmod(sample - self._phases[number].first_sample, self._lanes)
         cycle, turn_of_cycle = divmod(round_, self._lanes)
         turn = round_ * self._lanes + (slot + int(self._rotations(cycle)[turn_of_cycle])) % self._lanes

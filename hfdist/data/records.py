@@ -31,12 +31,12 @@ RECORD = np.dtype(
         ("first_token", "<i4"),
         ("num_tokens", "<i4"),  # 0: passed over
         ("of_tokens", "<i4"),  # all that the document has
-        ("epoch", "<u2"),
-        ("pool", "u1"),
-        ("fate", "u1"),
+        ("epoch", "<u4"),
+        ("pool", "<u2"),
+        ("fate", "<u2"),
     ]
 )
-"""32 bytes, the form of the ledger's files."""
+"""36 bytes, the form of the ledger's files."""
 
 Records = NDArray[np.void]
 """Shape [pieces], of dtype RECORD."""

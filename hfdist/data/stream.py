@@ -128,9 +128,18 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return full_rounds + (self.lanes.index(lane) < rest)
 
     @property
-    def may_end(self) -> bool:
-        """Whether every source has a limit of epochs."""
-        return all(pool.epochs is not None for pool in self.corpus.pools)
+    def may_lack_targets(self) -> bool:
+        """Whether a whole batch may have no target: the data end, or documents are taken out."""
+        return bool(self.corpus.quarantined) or all(pool.epochs is not None for pool in self.corpus.pools)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all lanes of this rank have handed out their last sequence."""
+        return all(
+            self.plan.is_finished(pool, lane, progress.place)
+            for lane, state in self._states.items()
+            for pool, progress in enumerate(state.pools)
+        )
 
     def loader(self, *, micro_batch_size: int) -> StreamLoader:
         """Give micro batches, read ahead by `data.workers` processes."""
@@ -152,6 +161,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             )
         num_ended = 0
         for packed in self.packed(worker, num_workers):
+            # Workers of a DataLoader know only of their own lanes, so that `has_ended` would never come.
             num_ended = 0 if packed[1] is not None else num_ended + 1
             if num_ended == len(self.lanes) // num_workers:
                 return
@@ -229,5 +239,5 @@ def _identity(
         [[name, source.weight, source.epochs] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
-    identity = json.dumps([3, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
+    identity = json.dumps([4, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

@@ -43,8 +43,7 @@ class Encoder:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
 
     def _slow(self, texts: Sequence[str]) -> list[list[int]]:
-        # verbose: documents may be longer than the model's positions, since they are cut afterwards.
-        return [self._tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"] for text in texts]
+        return [_call(self._tokenizer, text) for text in texts]
 
     def _finish(self, ids: list[int]) -> NDArray[np.int32]:
         if not ids or ids[-1] != self._end:
@@ -61,8 +60,14 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
     backend = _plain_backend(tokenizer)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id])
+    # Some classes do more than their vocabulary or their backend says.
+    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, _call(tokenizer, _SAMPLE)])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # verbose: documents may be longer than the model's positions, since they are cut afterwards.
+    return list(tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"])
 
 
 def text_digest(text: str) -> int:

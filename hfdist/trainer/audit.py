@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.checkpoint.folder import STEP_NAME
@@ -14,7 +15,7 @@ from hfdist.checkpoint.write import STATE_FILE
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, cache_dir, open_corpus
 from hfdist.data.audit.audit import Audited, audit
-from hfdist.data.audit.ledger import read_ledger
+from hfdist.data.audit.ledger import batches_of_steps, read_ledger
 from hfdist.data.audit.steps import StepReader
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.records import Records
@@ -106,8 +107,9 @@ def prove_once(run: PastRun) -> Iterator[str]:
 def _summarize(run: PastRun, audited: Audited) -> Iterator[str]:
     batch = run.config.train.global_batch_size
     num_sequences = audited.samples - audited.first_sample
-    first_step = audited.first_sample // batch
-    steps = f"steps {first_step + 1} to {-(-audited.samples // batch)}"
+    first_step, batches = batches_of_steps(run.ledger, batch)
+    num_steps = int(np.searchsorted(batches, -(-audited.samples // batch)))
+    steps = f"steps {first_step + 1} to {first_step + num_steps}"
     lanes = f"{num_sequences:,} sequences of {run.config.data.lanes} lanes"
     yield f"{run.folder}: {steps}, {lanes}, {audited.totals.tokens:,} tokens"
     if first_step:

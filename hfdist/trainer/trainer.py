@@ -171,17 +171,22 @@ class DistributedTrainerMixin(_Trainer):
         super()._run_epoch(*more, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Count the tokens on the way, and stop where the data end."""
-        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.engine is not None and self.strategy is not None:
-            if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_end and num_items == 0:
-                # Agreed by all ranks, since targets are counted over all. Nothing is left to take a step with.
-                self.control.should_training_stop = True
-                self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
-                return [], num_items
-            read = sum(batch["input_ids"].numel() for batch in samples)
-            self.throughput.add(read * self.strategy.topology.data_size)
-            self.state.num_input_tokens_seen = self.throughput.tokens
+        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
+        read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
+        samples, num_items = read()
+        if self.engine is None or self.strategy is None:
+            return samples, num_items
+        if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_lack_targets:
+            # Agreed by all ranks, since targets are counted over all.
+            while num_items == 0:
+                if all(gather_json(self.train_dataset.has_ended)):
+                    self.control.should_training_stop = True
+                    self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
+                    return [], num_items
+                samples, num_items = read()
+        num_tokens = sum(batch["input_ids"].numel() for batch in samples)
+        self.throughput.add(num_tokens * self.strategy.topology.data_size)
+        self.state.num_input_tokens_seen = self.throughput.tokens
         return samples, num_items
 
     def floating_point_ops(self, inputs: Batch) -> int:

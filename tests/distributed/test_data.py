@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from hfdist.config.compose import compose_config
+from hfdist.trainer.audit import describe_step, open_past_run, prove_once
 from hfdist.trainer.callbacks import METRICS, read_metrics
-from tests.distributed.runs import eval_losses, losses, pretrain
+from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
 from tests.unit.data.corpora import texts
 
 pytestmark = pytest.mark.distributed
@@ -64,3 +66,23 @@ def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, c
     before = losses(run)
     # The last step was saved, so the same command again has nothing left to do.
     assert losses(pretrain(tmp_path, 1, *settings[:-1], "strategy=single")) == before
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("ddp", 2)])
+def test_batches_without_targets_take_no_step_and_are_not_the_end(
+    tmp_path, sources, cache_dir, strategy, num_processes
+):
+    """With fewer sequences in a batch than lanes, some batches are only of lanes that have ended."""
+    settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
+    settings = (*settings, "data.sequence_length=512", "train.global_batch_size=2", "checkpoint=default")
+    settings = (*settings, "checkpoint.every=1000", f"strategy={strategy}")
+    folder = pretrain(tmp_path, num_processes, *settings)
+    run = open_past_run(folder, compose_config([*SMALL, f"run.dir={folder}", *settings]))
+    num_steps = len(losses(folder))
+    ((step, cursor),) = run.cursors.items()
+    assert step == num_steps
+    assert cursor.samples > 2 * num_steps
+    said = list(prove_once(run))
+    assert said[-1].startswith("AUDIT: passed")
+    assert f"steps 1 to {num_steps}, " in said[0]
+    assert any("tokens" in line for line in describe_step(run, num_steps, shows_all_text=False))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hfdist.data.records import RECORD
 from tests.e2e.test_command_line import ROOT, run, watched  # noqa: F401
 from tests.e2e.test_pretokenize import SMALL
 from tests.unit.data.corpora import texts
@@ -33,7 +34,7 @@ def test_a_run_is_audited(tmp_path):
     assert "'data.quarantine=[\"files:" in shown.stdout
 
     path = tmp_path / "runs" / "x" / "ledger" / "lane-00003.records"
-    path.write_bytes(path.read_bytes()[:-32])
+    path.write_bytes(path.read_bytes()[: -RECORD.itemsize])
     failed = run("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
     assert failed.returncode == 3
     assert failed.stdout.endswith("AUDIT: failed\n")

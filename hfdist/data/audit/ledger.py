@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.data.ledger import read_records
-from hfdist.data.records import Records
+from hfdist.data.records import Fate, Records
 from hfdist.errors import DataError
 
 
@@ -27,6 +28,25 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
             hint="checkpoint.every=... (with checkpoint=none a run writes none)",
         )
     return records
+
+
+def batches_of_steps(records: Sequence[Records], global_batch_size: int) -> tuple[int, NDArray[np.int64]]:
+    """Which global batch each step took: the next with a target, since one without takes no step.
+
+    Args:
+        records: of all lanes.
+        global_batch_size: sequences in a batch.
+
+    Returns:
+        First step of the ledger, and the batches from there on, both counted from 0; what a ledger that begins inside a
+        run does not hold is taken to have been steps.
+    """
+    with_target = []
+    for lane, own in enumerate(records):
+        # The first token of each piece is no target.
+        own = own[(own["fate"] == Fate.trained) & (own["num_tokens"] > 1)]
+        with_target.append(np.unique((own["sequence"] * len(records) + lane) // global_batch_size))
+    return first_sample(records) // global_batch_size, np.unique(np.concatenate(with_target))
 
 
 def first_sample(records: Sequence[Records]) -> int:

@@ -115,7 +115,7 @@ class Turns:
     Args:
         first_sample: number of the first sequence.
         pools: of each sequence from there on; `NO_POOL` where there are no records. Shape [sequences].
-        finished: of each lane, its pools that have come to their end within these sequences.
+        finished: of each lane, its pools that have come to their end within these sequences or before.
     """
 
     first_sample: int
@@ -136,10 +136,12 @@ def check_turns(turns: Turns, mixture: Mixture, *, lanes: int, num_pools: int, f
 
 
 def _out_of_turn(turns: Turns, mixture: Mixture, lanes: int, num_pools: int) -> Iterator[int]:
-    everything = tuple(range(num_pools))
-    available = dict.fromkeys(range(lanes), everything)
     last_samples = {
         (lane, pool): _last_sample(turns, lane, pool, lanes) for lane in range(lanes) for pool in turns.finished[lane]
+    }
+    available = {
+        lane: tuple(pool for pool in range(num_pools) if last_samples.get((lane, pool), 0) >= 0)
+        for lane in range(lanes)
     }
     if num_pools == 1 and not last_samples:
         yield from (turns.first_sample + np.flatnonzero(turns.pools != 0)).tolist()
@@ -147,12 +149,10 @@ def _out_of_turn(turns: Turns, mixture: Mixture, lanes: int, num_pools: int) -> 
     for sample, found in enumerate(turns.pools.tolist(), turns.first_sample):
         lane = sample % lanes
         pool = mixture.pick(sample, available[lane])
-        # A lane learns that a pool is finished when it asks for more of it.
-        while pool is not None and pool != found and sample > last_samples.get((lane, pool), sample):
-            available[lane] = tuple(other for other in available[lane] if other != pool)
-            pool = mixture.pick(sample, available[lane])
         if found != (NO_POOL if pool is None else pool):
             yield sample
+        if last_samples.get((lane, found)) == sample:
+            available[lane] = tuple(other for other in available[lane] if other != found)
 
 
 def _last_sample(turns: Turns, lane: int, pool: int, lanes: int) -> int:

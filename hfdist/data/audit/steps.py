@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.data.audit.findings import escape
-from hfdist.data.audit.ledger import end_sample, first_sample
+from hfdist.data.audit.ledger import batches_of_steps
 from hfdist.data.documents import Documents
 from hfdist.data.records import Fate, Records
 from hfdist.errors import ConfigError, DataError
@@ -46,8 +46,8 @@ class StepReader:
             ConfigError: the ledger does not hold that step.
             DataError: a row cannot be read, or has changed.
         """
-        first = first_sample(self.ledger) // self.global_batch_size + 1
-        last = -(-end_sample(self.ledger) // self.global_batch_size)
+        num_before, batches = batches_of_steps(self.ledger, self.global_batch_size)
+        first, last = num_before + 1, num_before + len(batches)
         if not first <= step <= last:
             raise ConfigError(
                 "the ledger does not hold this step",
@@ -56,7 +56,8 @@ class StepReader:
                 allowed=f"{first} to {last}; the ledger is written with each checkpoint",
             )
         row = None
-        for sample in range((step - 1) * self.global_batch_size, step * self.global_batch_size):
+        first_sample = int(batches[step - first]) * self.global_batch_size
+        for sample in range(first_sample, first_sample + self.global_batch_size):
             number, lane = divmod(sample, len(self.ledger))
             begin, end = np.searchsorted(self.ledger[lane]["sequence"], [number, number + 1]).tolist()
             records = self.ledger[lane][begin:end]

@@ -51,9 +51,9 @@ COMMIT;
 _Columns = tuple[int, int, int, int, bytes]
 
 
-def shard_key(identity: str, tokenizer_digest: str) -> str:
+def shard_key(local_identity: str, tokenizer_digest: str) -> str:
     """Give the name under which a shard's tokens are kept, made of all that decides them."""
-    text = json.dumps([_TOKENIZING, identity, tokenizer_digest])
+    text = json.dumps([_TOKENIZING, local_identity, tokenizer_digest])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -88,14 +88,13 @@ class TokenCache:
 
         Args:
             shard: its `shard_key`.
-            rows: neighbours, in any order: all between the first and the last are looked at.
+            rows: their numbers, in any order.
         """
         found: list[_Columns] = []
         if self._may_read and rows:
             with self._guard(writes=False):
-                found = self._find(shard, min(rows), max(rows))
-        wanted = set(rows)
-        return _decode(columns for columns in found if columns[0] in wanted)
+                found = self._find(shard, rows)
+        return _decode(found)
 
     def put(self, shard: str, rows: Mapping[int, TokenRow]) -> None:
         """Keep rows of a shard, all or, when there is no room, none.
@@ -120,8 +119,8 @@ class TokenCache:
             self._connection.close()
             self._connection = None
 
-    def _find(self, shard: str, first: int, last: int) -> list[_Columns]:
-        """Rows from `first` to `last`.
+    def _find(self, shard: str, rows: Sequence[int]) -> list[_Columns]:
+        """Those of the rows that are kept, in order of their numbers.
 
         Raises:
             sqlite3.DatabaseError: a row is not as it was written, among others.
@@ -132,8 +131,9 @@ class TokenCache:
             return []
         number, used = known
         found: list[_Columns] = connection.execute(
-            "SELECT row, text_digest, width, checksum, tokens FROM rows WHERE shard = ? AND row BETWEEN ? AND ?",
-            (number, first, last),
+            "SELECT row, text_digest, width, checksum, tokens FROM rows "
+            "WHERE shard = ? AND row IN (SELECT value FROM json_each(?))",
+            (number, json.dumps(list(rows))),
         ).fetchall()
         for row, digest, width, checksum, tokens in found:
             if _checksum(row, digest, width, tokens) != checksum:
@@ -303,7 +303,7 @@ def _checksum(row: int, digest: int, width: int, tokens: bytes) -> int:
     return zlib.crc32(tokens, (row ^ width ^ digest ^ digest >> 32) & 0xFFFFFFFF)
 
 
-def _decode(rows: Iterator[_Columns]) -> dict[int, TokenRow]:
+def _decode(rows: Sequence[_Columns]) -> dict[int, TokenRow]:
     decoded: dict[int, TokenRow] = {}
     for width, alike in groupby(rows, key=lambda columns: columns[2]):
         together = list(alike)

@@ -129,12 +129,12 @@ def _rows(items: list[_Item], starts: NDArray[np.int64], num_sequences: int, sha
     for item, start in zip(items, starts.tolist(), strict=True):
         if item.length:
             begin[start] = start
-            if item.first == 0:
-                labels[start] = IGNORED
+            labels[start] = IGNORED
             if item.placed.document.fate is Fate.quarantined:
                 ids[start : start + item.length] = shape.fill_id
                 labels[start : start + item.length] = IGNORED
     begin[:: shape.length] = places[:: shape.length]
+    labels[:: shape.length] = IGNORED
     positions = places - np.maximum.accumulate(begin)
     rows = np.empty((num_sequences, 3, shape.length), dtype=np.int32)
     for row, values in ((INPUT_IDS, ids), (POSITION_IDS, positions), (LABELS, labels)):

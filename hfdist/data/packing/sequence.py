@@ -3,7 +3,7 @@
 documents   a a a |  b b b b b | c c
 input_ids   a a a b | b b b b | c c ...
 position    0 1 2 0 | 0 1 2 3 | 0 1          restarts: models of transformers then mask across documents
-labels      . a a . | b b b b | . c          . is ignored: a first token is not predicted from another document
+labels      . a a . | . b b b | . c          . is ignored: nothing before it is of its document and its sequence
 """
 
 from __future__ import annotations
@@ -109,5 +109,4 @@ def put(rows: NDArray[np.int32], document: Document, first: int, shape: Shape) -
         rows[LABELS] = IGNORED
         return
     rows[INPUT_IDS] = rows[LABELS] = document.tokens[first : first + num_tokens]
-    if first == 0 and num_tokens > 0:
-        rows[LABELS, 0] = IGNORED
+    rows[LABELS, :1] = IGNORED

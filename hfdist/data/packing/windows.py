@@ -176,11 +176,15 @@ def _give(
             is_last = number == len(sequences) - 1
             place = window.next_place if is_last else Place(epoch, window.first_position, number + 1)
             pieces = sequences[number]
-            length = -(-sum(n for _, _, n in pieces) // _ROUNDED_TOKENS) * _ROUNDED_TOKENS if fits_length else None
+            length = _rounded(sum(n for _, _, n in pieces), shape) if fits_length else None
             yield assemble(pieces, passed if number == 0 else [], shape, place, length=length)
             if number == 0:
                 passed = []
         first = 0
     if passed:
-        length = _ROUNDED_TOKENS if fits_length else None
+        length = _rounded(1, shape) if fits_length else None
         yield assemble([], passed, shape, Place(passed[-1].epoch, passed[-1].position + 1), length=length)
+
+
+def _rounded(num_tokens: int, shape: Shape) -> int:
+    return min(-(-num_tokens // _ROUNDED_TOKENS) * _ROUNDED_TOKENS, shape.length)

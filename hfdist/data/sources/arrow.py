@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
 
-from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
+from hfdist.data.sources.base import BadRow, damage, local_identity, rows_held_at_once
 from hfdist.data.sources.columns import check_schema, texts_at
 from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.whole import whole_file
@@ -28,7 +28,7 @@ class ArrowShard:
 
     def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
         self.name = file.name
-        self.identity = identity
+        self.identity, self.local_identity = identity, local_identity(identity, file)
         self._file, self._column = file, column
         index = cached_index(cache.folder, file, identity, self._index)
         self._offsets = index[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.errors import DataError
+from hfdist.data.storage.datafile import DataFile
+from hfdist.errors import DataError, ResourceError
 
 MOST_ROW_BYTES = 64 << 20
 # What each lane may hold of its block. Lanes take turns in runs of their own, so a shared cache of decoded runs would
@@ -48,7 +50,9 @@ class Shard(Protocol):
     name: str
     """Path relative to the source, or an id."""
     identity: str
-    """Changes with what is read from it."""
+    """Of what is read from it, the same on every machine; told without reading all of it."""
+    local_identity: str
+    """For this machine's caches: with the address and the version of the file, also where size and ends stay alike."""
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
@@ -68,6 +72,11 @@ class TokenShard(Shard, Protocol):
 
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
         """Give the documents of some rows of one run, in the order asked for."""
+
+
+def local_identity(identity: str, file: DataFile) -> str:
+    """Give the `local_identity` of a shard that is a file."""
+    return json.dumps([identity, file.url, file.version])
 
 
 def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
@@ -117,10 +126,12 @@ def damage(what: str, error: Exception, *, where: str) -> ContentError:
     """Say what a library found wrong with a file.
 
     Raises:
-        DataError: the network, or this machine, could not read it; nothing is known about what it holds.
+        DataError, ResourceError: the network, or this machine, could not read it; what it holds is not known.
     """
     if isinstance(error.__cause__, DataError):
         raise error.__cause__
+    if isinstance(error, MemoryError):
+        raise ResourceError("there is not enough memory to read it", where=where, found=first_line(error)) from error
     # A seek to a place that a damaged file names is an invalid argument.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         raise DataError(f"cannot be read: {error.strerror}", where=where) from error

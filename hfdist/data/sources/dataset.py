@@ -38,9 +38,11 @@ class DatasetShard:
         sample = self.read(range(0, len(dataset), max(1, len(dataset) // _SAMPLED_ROWS)))
         texts = [None if isinstance(text, BadRow) else text for text in sample]
         self.rows_at_once = rows_held_at_once(sum(len(text or "") for text in texts), len(texts))
-        # The library's own fingerprint holds times of files, which differ between machines.
+        # The library's own fingerprint holds times of files, which differ between machines, so that it is for the
+        # caches only. It has no public name.
         identity = json.dumps([column, len(dataset), texts])
         self.identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+        self.local_identity = json.dumps([self.identity, dataset._fingerprint])
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
         """Give the texts of rows."""

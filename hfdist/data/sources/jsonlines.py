@@ -18,6 +18,7 @@ from hfdist.data.sources.base import (
     check_size,
     check_text,
     decode_text,
+    local_identity,
     missing_column,
     rows_held_at_once,
 )
@@ -37,7 +38,7 @@ class JsonLinesShard:
 
     def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
         self.name = file.name
-        self.identity = identity
+        self.identity, self.local_identity = identity, local_identity(identity, file)
         self._file, self._column, self._cache = file, column, cache
         self._starts = cached_index(cache.folder, file, identity, self._index)
         self.runs: Sequence[int] = [len(self._starts) - 1]

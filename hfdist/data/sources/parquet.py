@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hfdist.data.sources.base import BadRow, ContentError, damage, rows_held_at_once
+from hfdist.data.sources.base import BadRow, ContentError, damage, local_identity, rows_held_at_once
 from hfdist.data.sources.columns import check_schema, texts_at
 from hfdist.data.sources.unpack import expands_too_much
 from hfdist.data.sources.whole import whole_file
@@ -23,7 +23,7 @@ class ParquetShard:
 
     def __init__(self, file: DataFile, identity: str, column: str) -> None:
         self.name = file.name
-        self.identity = identity
+        self.identity, self.local_identity = identity, local_identity(identity, file)
         self._file, self._column = file, column
         try:
             # The handle is not kept: workers are forked, and would share its position.

@@ -13,7 +13,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from hfdist.data.files import write_atomically
-from hfdist.data.sources.base import ContentError
+from hfdist.data.sources.base import ContentError, local_identity
 from hfdist.data.storage.datafile import DataFile
 
 # Larger ones are mapped: a corpus may have more files than a process may have mappings.
@@ -31,7 +31,7 @@ def cached_index(
         ContentError: what `make` raised, now or earlier.
     """
     # Identity alone is of the ends of a file, so that another version is another entry.
-    key = hashlib.blake2b(json.dumps([identity, file.url, file.version]).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(local_identity(identity, file).encode(), digest_size=16).hexdigest()
     path, refusal = folder / "index" / f"{key}.npy", folder / "index" / f"{key}.json"
     index = _load(path)
     if index is not None:

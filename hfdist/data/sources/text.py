@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.sources.base import BadRow, decode_text
+from hfdist.data.sources.base import BadRow, decode_text, local_identity
 from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
@@ -25,7 +25,7 @@ class TextShard:
 
     def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
         self.name = file.name
-        self.identity = identity
+        self.identity, self.local_identity = identity, local_identity(identity, file)
         self.rows_at_once = 1
         self._file, self._errors = file, errors
         if file.size_bytes <= MOST_DOCUMENT_BYTES:

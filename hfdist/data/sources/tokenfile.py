@@ -89,7 +89,7 @@ class TokenFileShard:
             DataError: names the file.
         """
         self.name = record.name
-        self.identity = record.digest
+        self.identity = self.local_identity = record.digest
         self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
         mean_bytes = 4 * record.tokens / max(record.rows, 1)
         self.rows_at_once = min(max(int(_HELD_BYTES / max(mean_bytes, 1)), 1), _MOST_ROWS_AT_ONCE)
@@ -100,16 +100,13 @@ class TokenFileShard:
             _check_size(path, size_bytes)
 
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
-        """Give documents in the order asked for: neighbours cost a copy of what lies between the first and the last."""
-        first, last = min(rows), max(rows)
-        offsets = self._offsets[first : last + 2].tolist()
-        digests = self._digests[first : last + 1].tolist()
-        start = offsets[0]
-        tokens = self._tokens[start : offsets[-1]].astype(np.int32)
-        tokens.flags.writeable = False
+        """Give documents in the order asked for."""
+        numbers = np.array(rows, dtype=np.int64)
+        starts, stops = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
+        digests = self._digests[numbers].tolist()
         return [
-            TokenRow(tokens[offsets[row - first] - start : offsets[row - first + 1] - start], digests[row - first])
-            for row in rows
+            TokenRow(self._tokens[start:stop].astype(np.int32), digest)
+            for start, stop, digest in zip(starts, stops, digests, strict=True)
         ]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:

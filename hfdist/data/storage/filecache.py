@@ -114,7 +114,11 @@ class FileCache:
                 file.flush()
                 os.fsync(descriptor)
             os.rename(part, path)
+            # Not at one blow: another process may lock, and evict, in between. Then it is fetched again.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not _is_there(descriptor, path):
+                os.close(descriptor)
+                return None
         except BaseException as error:
             part.unlink(missing_ok=True)
             os.close(descriptor)
@@ -168,15 +172,22 @@ def _lock(path: Path, operation: int, flags: int) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, operation)
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
+        if _is_there(descriptor, path):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
+    except BlockingIOError:
         pass
     except BaseException:
         os.close(descriptor)
         raise
     os.close(descriptor)
     return None
+
+
+def _is_there(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_unless_locked(path: Path) -> bool:

@@ -61,6 +61,12 @@ def test_the_ends_of_ranges(key, good, bad):
 
 # overrides -> (where, what or allowed contains, hint contains)
 CONTRADICTIONS = [
+    (
+        ["data=mixture", "+data.sources.a={path: x, epochs: 1}", "+data.sources.b={path: y}"],
+        "data.sources.*.epochs",
+        "cannot end at different times",
+        "data.sources.a.weight=1 data.sources.b.weight=1",
+    ),
     (["model.type=null"], "model.name, model.type", "no model is named", "model=small"),
     (["model=hub"], "model.name, model.type", "no model is named", "model=hub model.name="),
     (["model.name=a/b"], "model.name, model.type", "two models", "model=hub model.name=a/b"),

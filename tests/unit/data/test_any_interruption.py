@@ -1,7 +1,7 @@
 """Whatever happens to a run, it reads what the uninterrupted run reads: nothing lost, nothing twice, in the same steps.
 
-Hypothesis steps, saves, kills and resizes a run with other numbers of workers, over two sources with weights, in every
-packing. `make interruptions` runs 2,000 examples.
+Hypothesis steps, saves, kills and resizes a run with other numbers of workers, over sources with weights and with
+limits, in every packing. `make interruptions` runs 2,000 examples.
 """
 
 from __future__ import annotations
@@ -28,15 +28,25 @@ SIZES_AND_WORKERS = [(1, 0), (2, 0), (3, 0), (4, 0), (6, 0)] * 4 + [(1, 1), (1, 
 _CACHE = tempfile.TemporaryDirectory(prefix="hfdist-test-")
 
 
+MIXTURES = {
+    "as they are": {},
+    "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=20, weights={"a": 1.0, "b": 3.0})]},
+    # Lanes finish the first two at different times, and then share out differently.
+    "limits": {"weights": {"a": 1.0, "b": 2.0, "c": 3.0}, "epochs": {"a": 1, "b": 2}},
+}
+TEXTS = {
+    "a": [f"{n} " * (1 + n % 23) for n in range(90)],
+    "b": [f"b{n}, " * (1 + n % 41) for n in range(70)],
+    "c": [f"c {n} " * (1 + n % 17) for n in range(120)],
+}
+
+
 @cache
-def setting(packing, *, is_weighted):
+def setting(packing, mixture):
     """Config, corpus and the uninterrupted run of it."""
-    weights = {"a": 2.0, "b": 1.0} if is_weighted else None
-    anneal = [WeightChange(step=20, weights={"a": 1.0, "b": 3.0})] if is_weighted else []
-    config = memory_config(_CACHE.name, packing=packing, weights=weights, anneal=anneal, sequence_length=64)
-    few = {"a": [f"{n} " * (1 + n % 23) for n in range(90)], "b": [f"b{n}, " * (1 + n % 41) for n in range(70)]}
-    corpus = memory_corpus(config, **few)
-    folder = Path(_CACHE.name) / f"reference-{packing.value}-{is_weighted}"
+    config = memory_config(_CACHE.name, packing=packing, sequence_length=64, **MIXTURES[mixture])
+    corpus = memory_corpus(config, **{name: TEXTS[name] for name in MIXTURES[mixture].get("weights", "ab")})
+    folder = Path(_CACHE.name) / f"reference-{packing.value}-{mixture}"
     run = Run(corpus, config, 1, ledger=lambda: Ledger(folder, corpus, BadRows.error))
     batches = [run.step() for _ in range(STEPS)]
     run.flush()
@@ -46,9 +56,9 @@ def setting(packing, *, is_weighted):
 class Interruptions(RuleBasedStateMachine):
     """A run that is saved, killed and resized."""
 
-    @initialize(packing=st.sampled_from(Packing), is_weighted=st.booleans())
-    def begin(self, packing, is_weighted):
-        self.config, self.corpus, self.reference, self.whole = setting(packing, is_weighted=is_weighted)
+    @initialize(packing=st.sampled_from(Packing), mixture=st.sampled_from(sorted(MIXTURES)))
+    def begin(self, packing, mixture):
+        self.config, self.corpus, self.reference, self.whole = setting(packing, mixture)
         self.folder = tempfile.TemporaryDirectory(prefix="hfdist-test-")
         self.saved, self.num_saved, self.num_done = None, 0, 0
         self.start(1, 0)
@@ -131,6 +141,6 @@ class TestManyInterruptions(Interruptions.TestCase):
 
 def test_the_reference_reads_several_epochs():
     for packing in Packing:
-        for is_weighted in (False, True):
-            folder = setting(packing, is_weighted=is_weighted)[3]
+        for mixture in MIXTURES:
+            folder = setting(packing, mixture)[3]
             assert max(int(np.max(read_records(folder, lane)["epoch"])) for lane in range(LANES)) >= 1

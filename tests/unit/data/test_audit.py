@@ -30,11 +30,13 @@ LANES = GLOBAL_BATCH = 12
 ROWS = {
     "a": ["", *(f"{n} " * (1 + n % 23) for n in range(89))],
     "b": [f"b{n}, " * (1 + n % 41) for n in range(69)] + ["long " * 300],
+    "c": [f"c {n} " * (1 + n % 17) for n in range(120)],
 }
 SETTINGS = {
     "one": {},
     "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=10, weights={"a": 1.0, "b": 3.0})]},
     "limits": {"weights": {"a": 1.0, "b": 3.0}, "epochs": {"a": 2, "b": 1}},
+    "one goes on": {"weights": {"a": 2.0, "b": 2.0, "c": 1.0}, "epochs": {"a": 2, "b": 1}},
 }
 
 
@@ -43,7 +45,7 @@ class Past:
 
     def __init__(self, folder, packing, name, start=None):
         self.config = memory_config(folder, packing=packing, sequence_length=64, **SETTINGS[name])
-        self.corpus = memory_corpus(self.config, **ROWS)
+        self.corpus = memory_corpus(self.config, **{key: ROWS[key] for key in SETTINGS[name].get("weights", "ab")})
         self.cursors = {}
         step, state = 0, start
         for data_size, saves, killed_after in ((1, [7, 11], 3), (3, [16], 2), (4, [30], 0)):
@@ -288,7 +290,7 @@ def test_an_order_that_plans_a_document_twice_is_found(past):
 
 def test_other_data_are_refused(past):
     run = past(Packing.concat, "one")
-    other = memory_corpus(run.config, **ROWS, c=["one more"])
+    other = memory_corpus(run.config, **{**ROWS, "c": ["one more"]})
     run.identity, identity = Run(other, run.config, 1).state()["identity"], run.identity
     try:
         with pytest.raises(DataError, match="have changed since the run"):

@@ -1,5 +1,7 @@
 """Whose turn it is: exact shares in every window, for every lane, from any sample on."""
 
+import collections
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,7 +45,13 @@ def test_weights_change_at_their_sample_and_zero_pauses():
     picks = [mixture.pick(sample, (0, 1)) for sample in range(360)]
     assert sum(picks[:120]) == 60
     assert picks[120:] == [0] * 120 + [1] * 120
-    assert mixture.pick(130, (1,)) is None
+
+
+def test_paused_sources_are_drawn_from_only_where_nothing_else_is_left():
+    mixture = Mixture([Phase(0, (1.0, 1.0, 1.0)), Phase(12, (1.0, 0.0, 0.0))], lanes=12)
+    assert {mixture.pick(sample, (0, 1, 2)) for sample in range(12, 240)} == {0}
+    assert collections.Counter(mixture.pick(sample, (1, 2)) for sample in range(12, 252)) == {1: 120, 2: 120}
+    assert mixture.pick(130, (1,)) == 1
 
 
 def test_the_share_of_a_finished_source_goes_to_the_others_in_proportion():

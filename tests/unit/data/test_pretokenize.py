@@ -31,7 +31,8 @@ class Texts:
     """A shard in memory: texts, or reasons why there is none."""
 
     def __init__(self, name, rows, *, runs=None, seconds=0.0):
-        self.name, self.identity = name, f"identity of {name}"
+        self.name = name
+        self.identity = self.local_identity = f"identity of {name}"
         self.runs = runs or [len(rows)]
         self.rows_at_once = 3
         self._rows, self._seconds = list(rows), seconds

@@ -1,6 +1,8 @@
 """Reading neighbours together: the same texts in the same order, within a bound of memory, whatever the files."""
 
+import collections
 import gzip
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -14,13 +16,14 @@ import zstandard
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.config.data import BadRows, SourceConfig, SourceKind
 from hfdist.data import Cursor, TokenStream, open_corpus
+from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.sources import parquet
-from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE
+from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.hub import open_hub
 from hfdist.data.tokenize import encode, tokenizer_digest
-from hfdist.errors import CheckpointError, ResourceError
+from hfdist.errors import CheckpointError, DataError, ResourceError
 from tests.unit.data.corpora import (
     files_config,
     jsonl_bytes,
@@ -148,6 +151,39 @@ def test_a_tokenizer_keeps_its_identity_when_it_is_used():
     assert before == tokenizer_digest(tokenizer())
     assert len(encode(other, texts()[40])) > 16
     assert tokenizer_digest(other) == before
+
+
+def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(folders):
+    data, cache = folders
+    path = data / "long.txt"
+    config = files_config(str(data), cache, lanes=1, eval_fraction=0)
+
+    def tokens_of(letter):
+        path.write_text("same " * 20_000 + letter * 50 + " same" * 20_000)
+        corpus = open_corpus(config)
+        documents = Documents(corpus, tokenizer(), open_token_cache(config), config.on_bad_rows)
+        (document,) = next(documents.read([0]))
+        return corpus.fingerprint, document.tokens.tolist()
+
+    (before, first), (after, second) = tokens_of("a"), tokens_of("b")
+    assert before == after
+    assert first != second
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+def test_a_long_lane_without_a_good_row_is_told_after_one_epoch(folders, epochs):
+    data, cache = folders
+    (data / "rows.jsonl").write_text('{"text": "good"}\n' + '{"text": 7}\n' * 3999)
+    config = files_config(str(data), cache, lanes=2, eval_fraction=0, on_bad_rows=BadRows.skip)
+    config.sources["files"].epochs = epochs
+    stream = TokenStream(open_corpus(config), tokenizer(), config)
+    with pytest.raises(DataError, match="a lane has no training documents"):
+        collections.deque(itertools.islice(stream, 100), maxlen=0)
+
+
+def test_too_little_memory_is_no_damage():
+    with pytest.raises(ResourceError, match=r"(?s)not enough memory.*a\.parquet"):
+        damage("the file is damaged", pa.ArrowMemoryError("malloc failed"), where="a.parquet")
 
 
 class TestCursor:

@@ -134,6 +134,29 @@ def test_every_training_document_is_read_exactly_once_an_epoch(corpus, config, p
         assert seen[document] == (0 if is_held_out else min(lengths[document], most))
 
 
+def test_second_epochs_and_second_runs_tokenize_nothing(tmp_path, monkeypatch):
+    config = memory_config(tmp_path)
+    corpus = memory_corpus(config)
+    first = Run(corpus, config, 2)
+    while min(state.pools[0].place.epoch for stream in first.streams for state in stream._states.values()) < 1:
+        last = first.step()
+
+    def refuse(self, texts):
+        raise AssertionError("it tokenizes again")
+
+    monkeypatch.setattr("hfdist.data.tokenize.Encoder.encode", refuse)
+    for _ in range(5):
+        first.step()
+    # Other lanes and another seed read other blocks: tokens are kept by row.
+    config.seed, config.lanes = 7, 4
+    second = Run(corpus, config, 4)
+    for _ in range(20):
+        second.step()
+    # Another held-out share, too, since what is kept is the hash of the text.
+    config.eval_fraction = 0.3
+    assert Run(memory_corpus(config), config, 1).step().keys() == last.keys()
+
+
 def test_targets_restart_with_documents(reference):
     for batch in reference[Packing.concat]:
         is_first = batch["position_ids"] == 0
@@ -213,6 +236,23 @@ class TestMixtures:
             expected = 0 if corpus.is_held_out(text_digest(text)) else len(encode(tokenizer(), text))
             assert tokens[document] == min(expected, most)
         assert (last["labels"] != -100).any(dim=1).all()
+
+    def test_weights_of_given_datasets_are_checked(self, tmp_path):
+        config = memory_config(tmp_path, weights={"a": 1.0})
+        with pytest.raises(ConfigError, match="some sources have a weight and some have none"):
+            memory_corpus(config)
+
+    def test_a_stream_knows_when_it_has_ended(self, tmp_path, packing):
+        """With fewer sequences in a batch than lanes, a batch of lanes that have ended is not yet the end."""
+        config = memory_config(tmp_path, epochs={"a": 1, "b": 1}, packing=packing)
+        run = Run(memory_corpus(config), config, 2, global_batch=2)
+        targets = []
+        while not all(stream.has_ended for stream in run.streams):
+            targets.append(bool((run.step()["labels"] != -100).any()))
+        assert targets[-1]
+        assert not all(targets)
+        for _ in range(6):
+            assert (run.step()["labels"] == -100).all()
 
     def test_data_with_limits_end_without_targets_on_all_ranks_alike(self, tmp_path, packing):
         config = memory_config(tmp_path, epochs={"a": 1, "b": 1}, packing=packing)
@@ -329,6 +369,15 @@ class TestHeldOut:
         assert tokenizer().decode(start) in text
         again = build_held_out(corpus, tokenizer(), config)
         assert all(torch.equal(held_out[k]["input_ids"], again[k]["input_ids"]) for k in range(len(again)))
+
+    def test_it_is_packed_anew_without_what_is_quarantined(self, tmp_path):
+        config = memory_config(tmp_path, eval_sequences=10_000)
+        corpus = memory_corpus(config)
+        before = build_held_out(corpus, tokenizer(), config)
+        number = next(n for n in range(60) if corpus.is_held_out(text_digest(corpus.text(n))))
+        config.quarantine = [str(corpus.origin(number))]
+        after = build_held_out(memory_corpus(config), tokenizer(), config)
+        assert any((after[k]["labels"] == -100).sum() > (before[k]["labels"] == -100).sum() for k in range(len(after)))
 
     def test_none_where_no_fraction_is_held_out(self, corpus, config):
         config.eval_fraction = 0

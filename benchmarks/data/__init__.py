@@ -1,0 +1,1 @@
+"""hfdist's token stream beside its peers: `python -m benchmarks.data`."""

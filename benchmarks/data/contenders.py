@@ -1,0 +1,77 @@
+"""Who takes part: what a contender must offer, and the table of them. A new one is one class and its rows here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from benchmarks.data.work import Work
+
+
+class Loader(Protocol):
+    """A way to read the corpus, with one process that reads ahead."""
+
+    def prepare(self, work: Work) -> None:
+        """Write the format that it reads best. Runs once, untimed."""
+
+    def reset(self, work: Work) -> None:
+        """Take away what an earlier run has left and this one must not find. Runs before each, untimed."""
+
+    def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
+        """Give batches of an epoch, int64, shape [BATCH_SIZE, SEQUENCE_LENGTH].
+
+        Args:
+            work: the corpus.
+            state: None for the beginning, or what `state` gave: go on behind it.
+        """
+
+    def state(self) -> Any:
+        """Give what is needed to go on behind the batch that was given last, as JSON."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of a table. Classes are named, not imported: each process loads those of its own contender only."""
+
+    library: str
+    variant: str
+    resumes_by: str
+    tokenized: bool
+    loader: str
+    """MODULE:CLASS, in this package."""
+    options: dict[str, Any] = field(default_factory=dict)
+    quick: bool = False
+    """Whether the quick mode has it."""
+
+    def load(self) -> Loader:
+        """Import the class and make one.
+
+        Raises:
+            ImportError: the peer is not installed.
+        """
+        module, name = self.loader.split(":")
+        loader: Loader = getattr(importlib.import_module(f"benchmarks.data.{module}"), name)(**self.options)
+        return loader
+
+
+_REPLAYS = {"shuffled": True, "stateful": False}
+_SHUFFLES = {"shuffled": True, "stateful": True}
+_IN_ORDER = {"shuffled": False, "stateful": True}
+
+CONTENDERS = (
+    Contender("hfdist", "cold token cache", "cursor", False, "ours:Text", {"warm": False}, quick=True),
+    Contender("hfdist", "warm token cache", "cursor", False, "ours:Text", {"warm": True}),
+    Contender("datasets", "shuffle buffer", "replay, as Trainer", False, "hf_datasets:Text", _REPLAYS),
+    Contender("datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER),
+    Contender("hfdist", "token files", "cursor", True, "ours:Tokens", quick=True),
+    Contender("datasets", "shuffle buffer", "replay, as Trainer", True, "hf_datasets:Tokens", _REPLAYS, quick=True),
+    Contender("datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES),
+    Contender("datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER),
+    Contender("mosaicml-streaming", "MDS, shuffled", "state_dict", True, "mosaic:Tokens"),
+    Contender("litdata", "TokensLoader, shuffled", "state_dict", True, "litdata_tokens:Tokens"),
+)
+"""The first of each path is what the others are compared with."""

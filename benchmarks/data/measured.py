@@ -1,0 +1,104 @@
+"""One run of one contender in a process of its own: prepare, a whole epoch's part, or a resume. Prints JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from benchmarks.data.contenders import CONTENDERS, Loader
+from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
+
+_MOST_COMPARED_BATCHES = 16
+_WARM_UP = 0.1
+_STOP = 0.9
+
+
+def main() -> None:
+    """Take PHASE NUMBER FOLDER STARTED from `rounds`; STARTED by the monotonic clock."""
+    phase, number, folder, started_seconds = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
+    torch.set_num_threads(1)
+    contender = CONTENDERS[number]
+    try:
+        loader = contender.load()
+    except ImportError as error:
+        _report({"missing": str(error)})
+        return
+    work = load_work(folder)
+    saved = folder / f"state-{number}.json"
+    if phase == "prepare":
+        loader.prepare(work)
+        _report({})
+        return
+    before_reset = time.monotonic()
+    loader.reset(work)
+    untimed_seconds = time.monotonic() - before_reset
+    imported_seconds = time.monotonic()
+    state = json.loads(saved.read_text()) if phase == "resume" else None
+    batches = loader.batches(work, state)
+    first = next(batches)
+    ready_seconds = time.monotonic()
+    figures = {
+        "first_seconds": ready_seconds - imported_seconds,
+        "first_with_imports_seconds": ready_seconds - started_seconds - untimed_seconds,
+    }
+    num_batches = work.num_batches(tokenized=contender.tokenized)
+    # Half of what is left, since some peers drop a little at the end of an epoch.
+    num_compared = max(min(int((1 - _STOP) / 2 * num_batches), _MOST_COMPARED_BATCHES), 1)
+    if phase == "whole":
+        figures |= _read_epoch(loader, batches, saved, num_batches)
+        compared = _take(batches, num_compared)
+    else:
+        compared = [first, *_take(batches, num_compared - 1)]
+    _report(figures | {"digests": _digests(compared)})
+
+
+def _read_epoch(loader: Loader, batches: Iterator[Tensor], saved: Path, num_batches: int) -> dict[str, Any]:
+    """Time the middle of an epoch, then keep the state at 90 % of it."""
+    first, last = max(int(_WARM_UP * num_batches), 1), int(_STOP * num_batches)
+    _take(batches, first - 1)
+    start_seconds, start_cpu_seconds = time.monotonic(), _cpu_seconds()
+    for _ in range(first, last):
+        next(batches)
+    wall_seconds, cpu_seconds = time.monotonic() - start_seconds, _cpu_seconds() - start_cpu_seconds
+    saved.write_text(json.dumps(loader.state()))
+    tokens = (last - first) * BATCH_SIZE * SEQUENCE_LENGTH
+    return {"tokens": tokens, "wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds}
+
+
+def _take(batches: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(batches) for _ in range(count)]
+
+
+def _digests(batches: list[Tensor]) -> list[str]:
+    for batch in batches:
+        if batch.dtype != torch.int64 or tuple(batch.shape) != (BATCH_SIZE, SEQUENCE_LENGTH):
+            raise RuntimeError(f"a batch of {batch.dtype}, {tuple(batch.shape)}")
+    return [hashlib.blake2b(batch.numpy().tobytes(), digest_size=8).hexdigest() for batch in batches]
+
+
+def _cpu_seconds() -> float:
+    """Of this process, of its workers, and of those that have ended."""
+    own = os.times()
+    total = own.user + own.system + own.children_user + own.children_system
+    for child in psutil.Process().children(recursive=True):
+        times = child.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def _report(figures: dict[str, Any]) -> None:
+    print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""hfdist's stream, over the corpus as text and as token files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.data.work import BATCH_SIZE, SEED, SEQUENCE_LENGTH, TEXT, Work
+from hfdist.config.data import DataConfig, SourceConfig, SourceKind
+from hfdist.data import TokenStream, open_corpus
+from hfdist.data.pretokenize import pretokenize
+
+
+class _Stream:
+    """What both paths share. Nothing is held out: peers give every document."""
+
+    _stream: TokenStream
+
+    def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
+        """See `Loader`."""
+        config = self._config(work)
+        self._stream = TokenStream(open_corpus(config), work.tokenizer, config)
+        if state is not None:
+            self._stream.load_state_dict(state)
+        for batch in self._stream.loader(micro_batch_size=BATCH_SIZE):
+            yield batch["input_ids"]
+
+    def state(self) -> Any:
+        """The cursor."""
+        return self._stream.state_dict()
+
+    def _config(self, work: Work) -> DataConfig:
+        raise NotImplementedError
+
+
+class Text(_Stream):
+    """Parquet files, with or without the tokens of an earlier epoch."""
+
+    def __init__(self, *, warm: bool) -> None:
+        self._warm = warm
+
+    def prepare(self, work: Work) -> None:
+        """Read an epoch, if it is to be remembered."""
+        shutil.rmtree(self._cache(work), ignore_errors=True)
+        if self._warm:
+            batches = self.batches(work, None)
+            for _ in range(work.num_batches(tokenized=False)):
+                next(batches)
+
+    def reset(self, work: Work) -> None:
+        """Forget the tokens of the run before."""
+        if not self._warm:
+            shutil.rmtree(self._cache(work), ignore_errors=True)
+
+    def _cache(self, work: Work) -> Path:
+        return work.folder / ("warm" if self._warm else "cold")
+
+    def _config(self, work: Work) -> DataConfig:
+        sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
+        return _config(work, sources, self._cache(work))
+
+
+class Tokens(_Stream):
+    """Token files."""
+
+    def prepare(self, work: Work) -> None:
+        """Write them."""
+        folder = work.folder / "tokens"
+        shutil.rmtree(folder, ignore_errors=True)
+        sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
+        config = _config(work, sources, work.folder / "cold")
+        shards = open_corpus(config).shards
+        pretokenize(shards, work.tokenizer, folder, workers=config.workers, on_bad_rows=config.on_bad_rows)
+
+    def reset(self, work: Work) -> None:
+        """Nothing is left by a run."""
+
+    def _config(self, work: Work) -> DataConfig:
+        source = SourceConfig(kind=SourceKind.tokens, path=str(work.folder / "tokens"))
+        return _config(work, {f"copy{number}": source for number in range(work.token_copies)}, work.folder / "cold")
+
+
+def _config(work: Work, sources: dict[str, SourceConfig], cache: Path) -> DataConfig:
+    return DataConfig(
+        sources=sources, sequence_length=SEQUENCE_LENGTH, seed=SEED, eval_fraction=0.0, workers=1, cache_dir=str(cache)
+    )

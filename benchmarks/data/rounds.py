@@ -1,0 +1,166 @@
+"""Runs contenders in turn, each in a process of its own, and gathers medians of what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.data.contenders import CONTENDERS, Contender
+
+_ROOT = Path(__file__).resolve().parents[2]
+_RUN_SECONDS = 600
+_SAMPLE_SECONDS = 0.2
+_SHOWN_LINES = 3
+
+
+class Figures(NamedTuple):
+    """Medians of one contender."""
+
+    tokens_per_cpu_second: float
+    tokens_per_second: float
+    first_seconds: float
+    first_with_imports_seconds: float
+    resume_seconds: float
+    resumes_exactly: bool
+    """In every round."""
+    peak_bytes: float
+    """Process and workers; a page that they share counts once."""
+
+
+class Failure(NamedTuple):
+    """A contender without figures."""
+
+    reason: str
+
+
+class Row(NamedTuple):
+    """One line of the report."""
+
+    contender: Contender
+    result: Figures | Failure
+
+
+def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int) -> list[Row]:
+    """Prepare all, then measure all in each round, so that a busy spell hits all alike. A failure takes one out."""
+    failures: dict[int, Failure] = {}
+    whole: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+    resumed: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+    for step in range(-1, num_rounds):
+        for number in numbers:
+            if number in failures:
+                continue
+            try:
+                if step < 0:
+                    _run("prepare", number, folder)
+                    continue
+                whole[number].append(_run("whole", number, folder))
+                resumed[number].append(_run("resume", number, folder))
+            except RuntimeError as error:
+                failures[number] = Failure(str(error))
+    return [Row(CONTENDERS[n], failures.get(n) or _figures(whole[n], resumed[n])) for n in numbers]
+
+
+def _figures(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> Figures:
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    return Figures(
+        tokens_per_cpu_second=median([run["tokens"] / run["cpu_seconds"] for run in whole]),
+        tokens_per_second=median([run["tokens"] / run["wall_seconds"] for run in whole]),
+        first_seconds=median([run["first_seconds"] for run in whole]),
+        first_with_imports_seconds=median([run["first_with_imports_seconds"] for run in whole]),
+        resume_seconds=median([run["first_seconds"] for run in resumed]),
+        resumes_exactly=all(a["digests"] == b["digests"] for a, b in zip(whole, resumed, strict=True)),
+        peak_bytes=median([run["peak_bytes"] for run in whole]),
+    )
+
+
+def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
+    """Run one phase of one contender.
+
+    Raises:
+        RuntimeError: it failed, took too long, or is not installed.
+    """
+    arguments = [sys.executable, "-m", "benchmarks.data.measured", phase, str(number), str(folder)]
+    # Files, not pipes: a worker that outlives its process would keep a pipe open, and the reader waiting.
+    with (folder / f"{phase}-{number}.out").open("w+") as out, (folder / f"{phase}-{number}.log").open("w+") as log:
+        process = subprocess.Popen(
+            [*arguments, str(time.monotonic())],
+            cwd=_ROOT,
+            env=os.environ | _environment(folder),
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+        )
+        sampler = _Sampler(process.pid)
+        sampler.start()
+        try:
+            process.wait(_RUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{phase}: not done after {_RUN_SECONDS} s") from None
+        finally:
+            _end_session(process.pid)
+            process.wait()
+            sampler.join()
+        out.seek(0)
+        log.seek(0)
+        reported = [line for line in out if line.startswith("{")]
+        lines = [line.strip() for line in log if line.strip()] or [f"exit status {process.returncode}"]
+    if process.returncode != 0 or not reported:
+        raise RuntimeError(f"{phase}: {' '.join(lines[-_SHOWN_LINES:])}")
+    figures: dict[str, Any] = json.loads(reported[-1])
+    if "missing" in figures:
+        raise RuntimeError(f"not installed ({figures['missing']})")
+    return figures | {"peak_bytes": sampler.peak_bytes}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """One thread a process, no network, and caches inside the benchmark's folder."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
+
+
+def _end_session(pid: int) -> None:
+    """End the process and the workers that it has left: all that is in its own session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class _Sampler(threading.Thread):
+    """Watches the memory of a process and its workers from outside, so that it costs them no time."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self.peak_bytes = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            while root.status() != psutil.STATUS_ZOMBIE:
+                sizes = [_proportional_bytes(process) for process in [root, *root.children(recursive=True)]]
+                self.peak_bytes = max(self.peak_bytes, sum(sizes))
+                time.sleep(_SAMPLE_SECONDS)
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return int(process.memory_full_info().pss)
+    return 0
