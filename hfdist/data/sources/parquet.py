@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,10 @@ from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
 
 _BUFFER_BYTES = 1 << 20
+# What a process keeps decoded, 64 MiB at the most: a small corpus is read in blocks that are much smaller than its row
+# groups, in a mixed order.
+_LARGEST_KEPT_BYTES, _MOST_KEPT_GROUPS = 4 << 20, 16
+_ROW_BYTES = 8
 
 
 class ParquetShard:
@@ -33,7 +38,8 @@ class ParquetShard:
         except (pa.ArrowException, OSError) as error:
             raise damage("not a whole parquet file", error, where=file.url) from error
         check_schema(schema, column, where=file.url)
-        packed_bytes, text_bytes = _column_bytes(metadata, column)
+        group_bytes = _column_bytes(metadata, column)
+        packed_bytes, text_bytes = sum(size for size, _ in group_bytes), sum(size for _, size in group_bytes)
         if expands_too_much(packed_bytes, text_bytes):
             raise ContentError(
                 "the text column expands beyond reason",
@@ -42,6 +48,9 @@ class ParquetShard:
             )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._ends = np.cumsum(np.array(self.runs, dtype=np.int64))
+        self._decoded_bytes = [
+            unpacked + _ROW_BYTES * rows for (_, unpacked), rows in zip(group_bytes, self.runs, strict=True)
+        ]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
@@ -62,7 +71,7 @@ class ParquetShard:
         start, where = 0, f"{self._file.url}, row group {group}"
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
-            for column in self._batches(path, group):
+            for column in self._columns(path, group):
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 found = (inside + first + start).tolist()
                 texts.update(zip(found, texts_at(column, inside.tolist(), found, where=self._file.url), strict=True))
@@ -73,7 +82,16 @@ class ParquetShard:
             missing = damage("the file is damaged", error, where=where)
         return texts, BadRow(missing)
 
-    def _batches(self, path: Path, group: int) -> Iterator[pa.Array]:
+    def _columns(self, path: Path, group: int) -> Iterator[pa.Array]:
+        if self._decoded_bytes[group] > _LARGEST_KEPT_BYTES:
+            yield from self._decode(path, group)
+            return
+        columns, error = _decode_whole(self, path, group)
+        yield from columns
+        if error is not None:
+            raise error
+
+    def _decode(self, path: Path, group: int) -> Iterator[pa.Array]:
         # As a dictionary, because one value of a small file can stand for a million rows.
         options = {"read_dictionary": [self._column], "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
         with pq.ParquetFile(path, **options) as file:
@@ -81,11 +99,22 @@ class ParquetShard:
                 yield batch.column(0)
 
 
-def _column_bytes(metadata: pq.FileMetaData, column: str) -> tuple[int, int]:
-    """Size of the text column in the file and decompressed, as the footer tells."""
+@lru_cache(maxsize=_MOST_KEPT_GROUPS)
+def _decode_whole(shard: ParquetShard, path: Path, group: int) -> tuple[list[pa.Array], Exception | None]:
+    """Give what can be decoded of a row group, and what ends it before its last row."""
+    columns: list[pa.Array] = []
+    try:
+        columns.extend(shard._decode(path, group))
+    except (pa.ArrowException, OSError) as error:
+        return columns, error
+    return columns, None
+
+
+def _column_bytes(metadata: pq.FileMetaData, column: str) -> list[tuple[int, int]]:
+    """Size of the text column in the file and decompressed, of each row group, as the footer tells."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     if not groups:
-        return 0, 0
+        return []
     paths = [groups[0].column(index).path_in_schema for index in range(groups[0].num_columns)]
     chunks = [group.column(paths.index(column)) for group in groups]
-    return sum(c.total_compressed_size for c in chunks), sum(c.total_uncompressed_size for c in chunks)
+    return [(chunk.total_compressed_size, chunk.total_uncompressed_size) for chunk in chunks]

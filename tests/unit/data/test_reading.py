@@ -230,3 +230,23 @@ def test_a_killed_worker_is_told_in_one_message(folders):
     with pytest.raises(ResourceError, match=r"(?s)has died.*data\.workers"):
         for _ in range(100):
             next(batches)
+
+
+def test_small_row_groups_are_decoded_once_though_read_in_small_blocks(folders, monkeypatch):
+    data, cache = folders
+    rows = numbered(data, 3000, row_group_size=500)
+    (shard,) = open_shards(str(data), cache)
+    decoded = []
+    decode = parquet.ParquetShard._decode
+    monkeypatch.setattr(parquet.ParquetShard, "_decode", lambda *args: decoded.append(args[-1]) or decode(*args))
+    for first in np.random.default_rng(0).permutation(300) * 10:
+        assert shard.read(range(first, first + 10)) == rows[first : first + 10]
+    assert sorted(decoded) == list(range(6))
+
+
+def test_large_row_groups_are_not_kept(folders, monkeypatch):
+    data, cache = folders
+    rows = numbered(data, 60, row_group_size=60, size=100_000)
+    (shard,) = open_shards(str(data), cache)
+    monkeypatch.setattr(parquet, "_decode_whole", None)
+    assert shard.read([3, 1]) == [rows[3], rows[1]]
