@@ -1,16 +1,19 @@
 """Checkpoints by parameter name: plain safetensors and JSON that any layout can write and read."""
 
-from hfdist.checkpoint.folder import find_newest, prune
+from hfdist.checkpoint.folder import find_newest
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
-from hfdist.checkpoint.read import read_checkpoint
+from hfdist.checkpoint.read import read_checkpoint, read_state
+from hfdist.checkpoint.retention import Keep, prune
 from hfdist.checkpoint.write import export_model, write_checkpoint
 
 __all__ = [
+    "Keep",
     "export_model",
     "find_newest",
     "prune",
     "read_checkpoint",
+    "read_state",
     "restore_random_state",
     "verify",
     "write_checkpoint",

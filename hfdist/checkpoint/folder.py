@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, commit by rename, finding the newest good one, removing the oldest."""
+"""The folder of a run's checkpoints: names, commit by rename, finding the newest good one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.layout import share_out
 from hfdist.checkpoint.manifest import (
-    MANIFEST,
     DamagedError,
     Manifest,
     check_hashes,
@@ -77,29 +76,15 @@ def find_newest(folder: Path) -> Path | None:
 
     Damaged ones that are newer are renamed to `step-N.bad-<reason>` with a warning, never deleted.
     """
-    names = on_rank_zero(lambda: [path.name for path in _checkpoints(folder)])
+    names = on_rank_zero(lambda: [path.name for path in list_checkpoints(folder)])
     for name in reversed(names):
         if _damage(folder / name) is None:
             return folder / name
     return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove the oldest complete checkpoints until `keep` are left. Any rank may call it; rank 0 acts."""
-    if rank() != 0:
-        return
-    complete = [path for path in _checkpoints(folder) if (path / MANIFEST).is_file()]
-    for path in complete[: max(0, len(complete) - keep)]:
-        try:
-            # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
-            going = path.rename(temporary(path))
-            shutil.rmtree(going)
-        except OSError as error:
-            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint, oldest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Give the folders with the name of a checkpoint, finished or not, oldest first."""
     if not folder.is_dir():
         return []
     named = [(match, path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name)) and path.is_dir()]

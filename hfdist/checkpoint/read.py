@@ -62,16 +62,30 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     return saved[0].state
 
 
-def _open(path: Path) -> _Saved:
-    manifest = read_manifest(path)
+def read_state(path: Path) -> dict[str, Any]:
+    """Give the `state` of a checkpoint alone, in this process.
+
+    Raises:
+        CheckpointError: an unfinished or damaged checkpoint.
+    """
+    return _read_state(path, read_manifest(path))[1]
+
+
+def _read_state(path: Path, manifest: Manifest) -> tuple[dict[str, int], dict[str, Any]]:
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
         steps = {str(name): int(step) for name, step in content["steps"].items()}
-        state, version = content["state"], content["format"]
+        state, version = dict(content["state"]), content["format"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
     if version != FORMAT:
         raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
+    return steps, state
+
+
+def _open(path: Path) -> _Saved:
+    manifest = read_manifest(path)
+    steps, state = _read_state(path, manifest)
     entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
     for file_name in manifest.files:
         if file_name.startswith(f"{OPTIMIZER_STEM}-"):

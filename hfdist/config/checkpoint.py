@@ -15,5 +15,11 @@ class CheckpointConfig:
     """Steps between saves; null: none."""
     keep: int = limited(2, at_least=1)
     """How many of the newest are kept."""
+    keep_every: int | None = limited(None, at_least=1)
+    """Also kept: those of steps that this divides; null: none."""
+    keep_best: bool = False
+    """Also kept: the one with the lowest held-out loss."""
     resume: str = "auto"
     """`auto`: the newest that verifies, if there is one; `never`: refuse a folder that has checkpoints; or a path."""
+    allow_changes: bool = False
+    """Go on from a checkpoint though keys have changed that change the training."""

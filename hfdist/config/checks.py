@@ -39,6 +39,7 @@ def check_config(config: RunConfig) -> None:
     _check_flash(config)
     _check_batch(config.train)
     _check_evaluation(config)
+    _check_keeping(config)
     _check_resume(config.checkpoint.resume)
 
 
@@ -229,6 +230,29 @@ def _check_evaluation(config: RunConfig) -> None:
             where="train.eval_every",
             found=f"{config.train.eval_every}, with data.eval_fraction=0",
             hint="data.eval_fraction=0.02, or train.eval_every=null",
+        )
+
+
+def _check_keeping(config: RunConfig) -> None:
+    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
+    if every is None:
+        return
+    if keep_every is not None and keep_every % every != 0:
+        raise ConfigError(
+            "most of the steps that are to be kept are not saved",
+            where="checkpoint.keep_every",
+            found=f"{keep_every}, with checkpoint.every={every}",
+            allowed="a multiple of checkpoint.every, or null",
+            hint=f"checkpoint.keep_every={-(-keep_every // every) * every}",
+        )
+    eval_every = config.train.eval_every
+    if config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
+        raise ConfigError(
+            "the best is not known, since not every checkpoint is evaluated",
+            where="checkpoint.keep_best",
+            found=f"true, with train.eval_every={'null' if eval_every is None else eval_every}",
+            allowed="true where train.eval_every divides checkpoint.every, or false",
+            hint=f"train.eval_every={every}",
         )
 
 

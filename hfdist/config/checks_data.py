@@ -22,14 +22,6 @@ def check_data(data: DataConfig) -> None:
     Raises:
         ConfigError: the first contradiction that is found.
     """
-    if not data.sources:
-        raise ConfigError(
-            "there is nothing to read",
-            where="data.sources",
-            found="no source",
-            hint="data=stdlib (no download), data=files data.sources.files.path='texts/*.txt', "
-            "or data=mixture '+data.sources.web={path: \"web/*.parquet\", weight: 1}' for each source",
-        )
     for name, source in data.sources.items():
         _check_source(f"data.sources.{name}", source)
     check_mixture(data)
@@ -38,11 +30,19 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_mixture(data: DataConfig) -> None:
-    """Check how sources are mixed.
+    """Check which sources there are, and how they are mixed.
 
     Raises:
-        ConfigError: weights or limits that do not go together.
+        ConfigError: there are none, or weights or limits that do not go together.
     """
+    if not data.sources:
+        raise ConfigError(
+            "there is nothing to read",
+            where="data.sources",
+            found="no source",
+            hint="data=stdlib (no download), data=files data.sources.files.path='texts/*.txt', "
+            "or data=mixture '+data.sources.web={path: \"web/*.parquet\", weight: 1}' for each source",
+        )
     _check_weights(data.sources)
     _check_epochs(data.sources)
     _check_anneal(data)

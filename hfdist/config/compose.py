@@ -116,16 +116,22 @@ def to_yaml(config: RunConfig) -> str:
 
     The one exception is `model.trust_remote_code`: no file may switch it on, so it is left out when true.
     """
-    values = _plain(config)
     head = [
         "# The resolved config of a run. To start one from it:",
         "#   recipes/pretrain.py --config-dir <this folder> --config-name config",
     ]
     if config.model.trust_remote_code:
-        del values["model"]["trust_remote_code"]
         head.append(f"# The run also had {_REMOTE_CODE}=true, which only the command line can say.")
     defaults = {"defaults": [SCHEMA, "_self_"]}
-    return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | values))
+    return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
+
+
+def to_values(config: RunConfig) -> dict[str, Any]:
+    """The whole resolved config as plain values for YAML and JSON, without a `model.trust_remote_code` that is true."""
+    values: dict[str, Any] = _plain(config)
+    if config.model.trust_remote_code:
+        del values["model"]["trust_remote_code"]
+    return values
 
 
 def _plain(value: Any) -> Any:

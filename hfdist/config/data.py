@@ -75,7 +75,8 @@ class DataConfig:
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     anneal: list[WeightChange] = field(default_factory=list)
-    """Weights that replace those of the sources from a step on, in order of steps."""
+    """Weights that replace those of the sources from a step on, in order of steps. Counted in global batches, which are
+    the steps but for batches without a target: those take no step."""
     sequence_length: int = limited(512, at_least=2)
     """Tokens in one sequence."""
     packing: Packing = Packing.concat

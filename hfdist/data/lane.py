@@ -15,10 +15,11 @@ from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Placed, Shape, assemble
 from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.data.records import Fate
 from hfdist.errors import DataError
 
-# Documents that may pass, and a whole epoch, without one to train on: a short lane may draw only held-out ones first.
-_MOST_BARREN_DOCUMENTS = 1000
+# What may pass without a document to train on: a short lane may draw only held-out ones, another a damaged file.
+_MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -94,15 +95,18 @@ class Lane:
         """Documents of a pool in the lane's order, epoch after epoch."""
         order, limit = self._plan.orders[pool], self._plan.pools[pool].epochs
         epoch, position = place.epoch, place.position
-        num_barren = 0
+        barren_epochs = barren_documents = 0
         while limit is None or epoch < limit:
             while position < order.lane_length(epoch, self._lane):
                 for documents in self._documents.read(order.neighbours(epoch, self._lane, position)):
-                    is_barren = not any(len(document.tokens) for document in documents)
-                    num_barren = num_barren + len(documents) if is_barren else 0
+                    barren_documents += len(documents)
+                    if any(document.fate is Fate.trained for document in documents):
+                        barren_epochs, barren_documents = -1, 0
                     yield [Placed(epoch, position + n, document) for n, document in enumerate(documents)]
                     position += len(documents)
-            if num_barren >= max(_MOST_BARREN_DOCUMENTS, order.lane_length(epoch, self._lane)):
+            barren_epochs += 1
+            is_endless = limit is None
+            if is_endless and barren_epochs >= _MOST_BARREN_EPOCHS and barren_documents >= _MOST_BARREN_DOCUMENTS:
                 raise DataError(
                     "a lane has no training documents",
                     where=f"lane {self._lane}, {self._plan.pools[pool].name}",

@@ -1,7 +1,7 @@
 """What every sequence of a run was made of, on disk: one file a lane, so that each has one writer at a time.
 
-Written at each save, before the checkpoint that counts it, and before it takes much memory. What a kill leaves behind
-the last checkpoint is cut off when the run goes on.
+Written at each save, before the checkpoint that counts it, and at the end. What a kill leaves behind the last
+checkpoint is cut off when the run goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "ledger"
 _MOST_WARNINGS = 20
-_MOST_WAITING_BYTES = 4 << 20
 
 
 def records_file(folder: Path, lane: int) -> Path:
@@ -37,7 +36,7 @@ def bad_rows_file(folder: Path, lane: int) -> Path:
 
 
 class Ledger:
-    """Collects records of some lanes, and writes them when asked, or when they are many.
+    """Collects records of some lanes, and writes them when asked.
 
     Args:
         folder: of the run's ledger.
@@ -49,7 +48,6 @@ class Ledger:
         self._folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._waiting: dict[Path, list[bytes]] = {}
         """For each file, what is to be written."""
-        self._num_waiting_bytes = 0
         self.num_bad_rows = 0
         """Met since the start."""
 
@@ -63,12 +61,9 @@ class Ledger:
                 logger.warning("left out: %s", problem)
             if self._on_bad_rows is BadRows.quarantine:
                 self._wait(bad_rows_file(self._folder, lane), self._describe(record, problem))
-        if self._num_waiting_bytes > _MOST_WAITING_BYTES:
-            self.flush()
 
     def _wait(self, path: Path, content: bytes) -> None:
         self._waiting.setdefault(path, []).append(content)
-        self._num_waiting_bytes += len(content)
 
     def _describe(self, record: np.void, problem: str) -> bytes:
         row = str(self._corpus.origin(int(record["document"])))
@@ -78,9 +73,25 @@ class Ledger:
     def flush(self) -> None:
         """Write what was added, to the disk itself. Call it before the checkpoint that counts it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path, parts in self._waiting.items():
-            _append(path, b"".join(parts))
-        self._waiting, self._num_waiting_bytes = {}, 0
+        for path in list(self._waiting):
+            # Taken out first: what is written in part is cut off by the start that follows, and never written twice.
+            _append(path, b"".join(self._waiting.pop(path)))
+
+    def set_aside(self, lanes: Iterable[int], samples: int) -> None:
+        """Keep what was written under another name, since other data are read from here on.
+
+        Args:
+            lanes: whose files.
+            samples: of the run, when they were read last.
+        """
+        for lane in lanes:
+            for path in (records_file(self._folder, lane), bad_rows_file(self._folder, lane)):
+                kept = path.with_name(f"{path.name}.until-{samples}")
+                if kept.exists():
+                    # Set aside by a start that was killed before its first checkpoint; what it wrote does not count.
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    path.rename(kept)
 
     def go_back(self, sequences: Mapping[int, int]) -> None:
         """Cut off what is behind a checkpoint.
@@ -88,7 +99,7 @@ class Ledger:
         Args:
             sequences: of each lane, how many the checkpoint counts.
         """
-        self._waiting, self._num_waiting_bytes = {}, 0
+        self._waiting = {}
         for lane, count in sequences.items():
             path = records_file(self._folder, lane)
             if path.is_file():

@@ -23,7 +23,8 @@ class StreamLoader:
     """Iterate over micro batches of a stream: tensors of shape [micro_batch_size, sequence_length], int64.
 
     Never ends, so that ranks whose lanes end earlier keep in step with the others: a sequence of a lane that has come
-    to its end has no targets. A batch without any, on all ranks, is the end of the data.
+    to its end has no targets. The data end where `stream.has_ended` on all ranks: a batch without targets may
+    also be of lanes that ended early, or of rows taken out.
     """
 
     def __init__(self, stream: TokenStream, micro_batch_size: int) -> None:

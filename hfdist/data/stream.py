@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +29,8 @@ from hfdist.data.records import chain
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenize import tokenizer_digest
 from hfdist.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
@@ -61,10 +65,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.corpus, self.config = corpus, config
         self.ledger: Ledger | None = None
         """Where everything that is handed out is written down, if anywhere."""
+        self.may_begin_anew = False
+        """Whether to read other data from their beginning where a cursor is of those before, instead of refusing it."""
         for source in config.sources.values():
             if source.kind is SourceKind.tokens and source.path is not None:
                 check_tokenizer(source.path, tokenizer_digest(tokenizer))
-        self._tokenizer = tokenizer
+        self._tokenizer, self._global_batch_size = tokenizer, global_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
         self._identity = _identity(corpus, tokenizer, config, global_batch_size)
@@ -90,13 +96,16 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
         cursor = Cursor.from_json(state)
+        if cursor.identity != self._identity and self.may_begin_anew:
+            self._begin_anew(cursor)
+            return
         if cursor.identity != self._identity:
             raise CheckpointError(
                 "the data, the tokenizer or data.* have changed since this checkpoint",
                 where="cursor.identity",
                 found=self._identity,
                 allowed=cursor.identity,
-                hint="the same data.*, or a new run.name that starts from the checkpoint's weights",
+                hint="the same data.*, or checkpoint.allow_changes=true to begin the new data",
             )
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
@@ -105,6 +114,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
         self._num_sequences = cursor.samples // self._data_size
         self.cut_ledger()
+
+    def _begin_anew(self, before: Cursor) -> None:
+        """Go on counting the run's sequences, from the next at which a step and a round of lanes begin."""
+        logger.warning("the data, the tokenizer or data.* have changed since the checkpoint: they are read anew")
+        whole = math.lcm(self.config.lanes, self._global_batch_size or 1)
+        self._num_sequences = -(-before.samples // whole) * whole // self._data_size
+        if self.ledger is not None:
+            self.ledger.set_aside(self.lanes, before.samples)
 
     def cut_ledger(self) -> None:
         """Cut off what a run that was killed has written into the ledger behind where this stream stands."""
@@ -129,8 +146,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def may_lack_targets(self) -> bool:
-        """Whether a whole batch may have no target: the data end, or documents are taken out."""
-        return bool(self.corpus.quarantined) or all(pool.epochs is not None for pool in self.corpus.pools)
+        """Whether a whole batch may have no target: a source ends, or documents are taken out."""
+        return bool(self.corpus.quarantined) or any(pool.epochs is not None for pool in self.corpus.pools)
 
     @property
     def has_ended(self) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from hfdist.checkpoint import read_state
 from hfdist.checkpoint.folder import STEP_NAME
-from hfdist.checkpoint.manifest import MANIFEST, DamagedError, read_json
-from hfdist.checkpoint.write import STATE_FILE
+from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, cache_dir, open_corpus
 from hfdist.data.audit.audit import Audited, audit
@@ -67,11 +67,7 @@ def read_cursors(folder: Path) -> dict[int, Cursor]:
         match = STEP_NAME.fullmatch(path.parent.name)
         if match is None:
             continue
-        state = path.parent / STATE_FILE
-        try:
-            cursors[int(match[1])] = Cursor.from_json(read_json(state)["state"]["cursor"])
-        except (KeyError, TypeError, OSError) as error:
-            raise DamagedError("state", "the training state is damaged", where=state, found=error) from error
+        cursors[int(match[1])] = Cursor.from_json(read_state(path.parent).get("cursor"))
     return cursors
 
 

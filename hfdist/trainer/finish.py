@@ -15,7 +15,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data import HeldOut
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.plot import plot_losses
-from hfdist.trainer.saving import data_reports
+from hfdist.trainer.saving import data_reports, last_held_out_loss
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,8 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
 
 def _last_held_out_loss(trainer: Trainer) -> float:
     """The evaluation of the last step, made now unless it has been made."""
-    history = trainer.state.log_history
-    last = next((entry for entry in reversed(history) if "eval_loss" in entry), None)
-    if last is None or last["step"] != trainer.state.global_step:
-        return float(trainer.evaluate()["eval_loss"])
-    return float(last["eval_loss"])
+    last = last_held_out_loss(trainer)
+    return float(trainer.evaluate()["eval_loss"]) if last is None else last
 
 
 def _report_loss(loss: float, baseline: float) -> None:

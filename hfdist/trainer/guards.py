@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
 from hfdist.strategies.base import Engine, Strategy
 
 
@@ -81,4 +81,19 @@ def check_has_logits(engine: Engine, wish: str) -> None:
             f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
             where="strategy.pipeline",
             hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
+        )
+
+
+def check_has_trained(step: int) -> None:
+    """Refuse data that end before the first step.
+
+    Raises:
+        DataError: they do.
+    """
+    if step == 0:
+        raise DataError(
+            "the data have ended, and there was nothing in them to train on",
+            where="data.sources",
+            found="only rows that are empty, bad, held out or quarantined",
+            hint="python recipes/audit.py run=... counts them",
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint import export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
+from hfdist.checkpoint import Keep, export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks
 from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.retention import HELD_OUT_LOSS
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -24,7 +26,7 @@ def save(trainer: Any) -> Path:
     """Write `<output_dir>/checkpoints/step-N` and remove the oldest beyond `save_total_limit`. Call on all ranks."""
     folder = Path(trainer.args.output_dir) / CHECKPOINTS
     # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
-    on_all_ranks(lambda: _write_ledger(trainer.train_dataset))
+    write_ledger(trainer)
 
     def write_files(path: Path) -> None:
         _write_model_files(trainer, path)
@@ -37,14 +39,24 @@ def save(trainer: Any) -> Path:
         state=_state(trainer),
         write_model_files=write_files,
     )
-    if trainer.args.save_total_limit is not None:
-        prune(folder, keep=trainer.args.save_total_limit)
+    limit = trainer.args.save_total_limit
+    keep = trainer.keep or (None if limit is None else Keep(newest=limit))
+    if keep is not None:
+        prune(folder, keep)
     return saved
 
 
-def _write_ledger(dataset: Any) -> None:
-    if isinstance(dataset, TokenStream) and dataset.ledger is not None:
-        dataset.ledger.flush()
+def write_ledger(trainer: Any) -> None:
+    """Write down what was read, so far. Call on all ranks."""
+    dataset = trainer.train_dataset
+    if isinstance(dataset, TokenStream):
+        on_all_ranks(lambda: None if dataset.ledger is None else dataset.ledger.flush())
+
+
+def last_held_out_loss(trainer: Any) -> float | None:
+    """As evaluated at this very step, if it was."""
+    last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), None)
+    return float(last["eval_loss"]) if last is not None and last["step"] == trainer.state.global_step else None
 
 
 def is_saved(trainer: Any) -> bool:
@@ -72,11 +84,15 @@ def restore(trainer: Any, path: Path) -> None:
 
 def _state(trainer: Any) -> dict[str, Any]:
     scaler, cursor = trainer.accelerator.scaler, merged_cursor(trainer)
+    held_out_loss = last_held_out_loss(trainer)
     return {
         "schedule_steps": trainer.lr_scheduler.last_epoch,
         "engine": trainer.engine.numbers(),
         "loss_scaler": None if scaler is None else scaler.state_dict(),
         "cursor": None if cursor is None else cursor.to_json(),
+        "config": trainer.run_values,
+        # JSON has no NaN, and such a loss is not the best.
+        HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
     }
 
 

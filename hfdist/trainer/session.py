@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +18,12 @@ from transformers import (
     default_data_collator,
 )
 
-from hfdist.checkpoint import find_newest, verify
+from hfdist.checkpoint import Keep, find_newest, read_state, verify
 from hfdist.checkpoint.exchange import on_rank_zero
+from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.config.batch import BatchPlan, plan_batch
-from hfdist.config.compose import to_yaml
+from hfdist.config.changes import Change, check_changes, find_changes
+from hfdist.config.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
 from hfdist.data import (
@@ -42,7 +46,8 @@ from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
-from hfdist.trainer.saving import CHECKPOINTS
+from hfdist.trainer.run_lock import RunLock
+from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
 from hfdist.trainer.trainer import Trainer
 
@@ -80,17 +85,21 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`.
-        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other.
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, or a folder that
+            another run is using.
+        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
+            changed in what `checkpoint.allow_changes` would have to allow.
     """
     topology, batch = plan_run(config)
     check_further_arguments(config, batch)
     set_up_logging(topology)
     run_dir = Path(config.run.dir)
-    _check_resume(config.checkpoint.resume, run_dir / CHECKPOINTS)
+    _check_resume(config, run_dir / CHECKPOINTS)
     if topology.is_main:
         with _writing("run.dir", config.run.dir):
             run_dir.mkdir(parents=True, exist_ok=True)
+            # Held to the end of the process, whatever ends it.
+            atexit.register(RunLock(run_dir).release)
             (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return topology, batch
 
@@ -117,6 +126,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         data_size=topology.data_size,
         global_batch_size=config.train.global_batch_size,
     )
+    stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.rank == topology.replica(topology.data_rank)[0]:
         # Ranks of one model replica read the same: one of them writes it down.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
@@ -144,6 +154,9 @@ def build_trainer(
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
+    trainer.run_values = to_values(config)
+    checkpoint = config.checkpoint
+    trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
     logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
     assert trainer.engine is not None
     if config.report.timeline:
@@ -156,6 +169,8 @@ def build_trainer(
 def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export."""
     trainer.train(resume_from_checkpoint=_resume_from(config))
+    # Of a run without checkpoints; with them, the last one has written it.
+    write_ledger(trainer)
     finish(trainer, data.held_out, config)
 
 
@@ -179,15 +194,32 @@ def _resume_from(config: RunConfig) -> str | None:
             return None
         case "auto":
             found = find_newest(Path(config.run.dir) / CHECKPOINTS)
-            if found is not None:
-                logger.info("resuming from %s", found)
-            return None if found is None else str(found)
         case path:
+            found = Path(path)
             on_rank_zero(lambda: verify(Path(path)))
-            return path
+    if found is None:
+        return None
+    # Not only beforehand: what verifies may be older than the newest.
+    changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
+    logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
+    return str(found)
 
 
-def _check_resume(resume: str, checkpoints: Path) -> None:
+def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
+    """Compare the config with that of a checkpoint; from Python, one may have none.
+
+    Raises:
+        CheckpointError: the training has changed, and `checkpoint.allow_changes` is false.
+    """
+    before = read_state(checkpoint).get("config")
+    changes = [] if before is None else find_changes(before, to_values(config))
+    check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
+    return changes
+
+
+def _check_resume(config: RunConfig, checkpoints: Path) -> None:
+    """Refuse, before anything is built, what the folder's checkpoints contradict."""
+    resume = config.checkpoint.resume
     present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
     if resume == "never" and present:
         raise CheckpointError(
@@ -204,6 +236,11 @@ def _check_resume(resume: str, checkpoints: Path) -> None:
             found=f"{path.name}, with {present[-1]} beside it",
             hint="another run.name, or move the later ones out of the folder",
         )
+    start = (checkpoints / present[-1] if present else None) if resume == "auto" else path
+    if start is not None and (start / MANIFEST).is_file():
+        # A damaged one is found, and passed over, where all are verified.
+        with contextlib.suppress(DamagedError):
+            _changes_since(start, config)
 
 
 def _describe_data(data: RunData) -> str:

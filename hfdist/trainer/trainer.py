@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfdist.checkpoint import restore_random_state
+from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, NumericsError
@@ -26,7 +26,7 @@ from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving
 from hfdist.trainer.dealing import deal
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
-from hfdist.trainer.guards import check_arguments, check_has_logits, check_trainer
+from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.throughput import Throughput
@@ -52,6 +52,10 @@ class DistributedTrainerMixin(_Trainer):
     ) -> None:
         self.strategy = strategy
         self.engine: Engine | None = None
+        self.run_values: dict[str, Any] | None = None
+        """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
+        self.keep: Keep | None = None
+        """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
         if strategy is not None:
             check_arguments(args, strategy)
             # Once more where a recipe has done it: from Python nobody else would.
@@ -180,6 +184,7 @@ class DistributedTrainerMixin(_Trainer):
             # Agreed by all ranks, since targets are counted over all.
             while num_items == 0:
                 if all(gather_json(self.train_dataset.has_ended)):
+                    check_has_trained(self.state.global_step)
                     self.control.should_training_stop = True
                     self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
                     return [], num_items

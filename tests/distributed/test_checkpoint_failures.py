@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint import find_newest, prune, read_checkpoint, restore_random_state, verify, write_checkpoint
+from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, restore_random_state, verify, write_checkpoint
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError, ResourceError
@@ -139,7 +139,7 @@ def test_a_rank_killed_while_it_writes(tmp_path, dying_rank):
 def find_and_prune(folder):
     found = find_newest(folder)
     dist.barrier()
-    prune(folder, keep=1)
+    prune(folder, Keep(newest=1))
     return found
 
 

@@ -2,9 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from hfdist.config.compose import compose_config
+from hfdist.data import TokenStream
+from hfdist.data.audit.ledger import batches_of_steps
 from hfdist.trainer.audit import describe_step, open_past_run, prove_once
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
@@ -81,7 +84,15 @@ def test_batches_without_targets_take_no_step_and_are_not_the_end(
     num_steps = len(losses(folder))
     ((step, cursor),) = run.cursors.items()
     assert step == num_steps
-    assert cursor.samples > 2 * num_steps
+    _, batches = batches_of_steps(run.ledger, 2)
+    assert len(batches) == num_steps
+    assert any(np.diff(batches) > 1)
+    plan = TokenStream(run.corpus, run.tokenizer, run.config.data).plan
+    assert all(
+        plan.is_finished(pool, lane, progress.place)
+        for lane, state in cursor.lanes.items()
+        for pool, progress in enumerate(state.pools)
+    )
     said = list(prove_once(run))
     assert said[-1].startswith("AUDIT: passed")
     assert f"steps 1 to {num_steps}, " in said[0]

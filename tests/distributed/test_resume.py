@@ -6,9 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hfdist.config.compose import compose_config
 from hfdist.testing import RankFailed
+from hfdist.trainer.audit import open_past_run, prove_once
 from hfdist.trainer.callbacks import METRICS, read_metrics
-from tests.distributed.runs import losses, pretrain, weights
+from tests.distributed.runs import SMALL, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -96,6 +98,16 @@ def test_only_the_newest_are_kept(whole_runs):
     assert names == ["step-00000010", "step-00000012"]
 
 
+def test_the_best_and_every_so_many_are_kept(tmp_path, cache_dir):
+    settings = ("checkpoint=default", "checkpoint.every=2", "train.eval_every=1", "checkpoint.keep=1")
+    explode = ("optimizer.lr=3e-2", "optimizer.schedule=constant", "train.max_steps=12", "optimizer.warmup_steps=0")
+    pretrain(tmp_path, 2, "strategy=ddp", *settings, *explode, "checkpoint.keep_every=8", "checkpoint.keep_best=true")
+    evaluated = {line["step"]: line["eval_loss"] for line in read_metrics(tmp_path / METRICS) if "eval_loss" in line}
+    best = min(range(2, 13, 2), key=evaluated.__getitem__)
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
+    assert steps == sorted({best, 8, 12})
+
+
 def test_never_refuses_a_folder_with_checkpoints(whole_runs, tmp_path):
     stopped(whole_runs("single", 1), tmp_path, 10)
     with pytest.raises(RankFailed, match="already holds checkpoints"):
@@ -161,10 +173,41 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-7)
 
 
-def test_other_data_is_refused(whole_runs, tmp_path):
+def test_what_changes_the_training_is_refused_unless_it_is_allowed(whole_runs, tmp_path):
+    whole = whole_runs("single", 1)
+    stopped(whole, tmp_path, 10)
+    changes = ("optimizer.lr=1e-3", "train.global_batch_size=4", "report.log_every=2")
+    with pytest.raises(RankFailed, match=r"(?s)optimizer\.lr: 0\.003 -> 0\.001.*train\.global_batch_size: 8 -> 4"):
+        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, *changes)
+    # Before anything of the run is touched.
+    assert "lr: 0.003" in (tmp_path / "config.yaml").read_text()
+    pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, *changes, "checkpoint.allow_changes=true")
+    last = [line for line in read_metrics(tmp_path / METRICS) if "loss" in line][-1]
+    assert (last["step"], last["tokens"]) == (12, (10 * 8 + 2 * 4) * 64)
+
+
+def test_what_leaves_the_training_as_it_is_goes_on(whole_runs, tmp_path):
+    whole = whole_runs("single", 1)
+    stopped(whole, tmp_path, 10)
+    changes = ("data.workers=0", "checkpoint.keep=1", "train.micro_batch_size=2", "report.plot=false")
+    pretrain(tmp_path, 2, "strategy=ddp", *SAVING, *DROPOUT, *changes)
+    assert len(losses(tmp_path)) == 12
+
+
+def test_other_data_are_read_from_their_beginning_if_that_is_allowed(whole_runs, tmp_path):
     stopped(whole_runs("single", 1), tmp_path, 10)
-    with pytest.raises(RankFailed, match=r"the data, the tokenizer or data\.\* have changed"):
-        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, "data.seed=7")
+    other = ("strategy=ddp", *SAVING, *DROPOUT, "data.seed=7")
+    with pytest.raises(RankFailed, match=r"data\.seed: 0 -> 7"):
+        pretrain(tmp_path, 2, *other)
+    pretrain(tmp_path, 2, *other, "checkpoint.allow_changes=true")
+    assert len(losses(tmp_path)) == 12
+    ledger = tmp_path / "ledger"
+    # Two steps of 8 sequences, from the next round of the 48 lanes on.
+    assert len(list(ledger.glob("*.records.until-80"))) == 48
+    assert sorted(path.name for path in ledger.glob("*.records")) == [f"lane-{n:05d}.records" for n in range(16)]
+    run = open_past_run(tmp_path, compose_config([*SMALL, f"run.dir={tmp_path}", *other]))
+    said = list(prove_once(run))
+    assert said[-1].startswith("AUDIT: passed")
 
 
 def test_the_config_of_the_run_is_written(whole_runs):

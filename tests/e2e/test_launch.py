@@ -53,8 +53,12 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
     assert (run_dir / "config.yaml").is_file()
 
     code, output = run([*command, "train.max_steps=6"], tmp_path)
+    assert code != 0
+    assert output.count("train.max_steps: 4 -> 6") == 1
+    code, output = run([*command, "train.max_steps=6", "checkpoint.allow_changes=true"], tmp_path)
     assert code == 0, output
     assert "resuming from" in output
+    assert output.count("changed: train.max_steps: 4 -> 6") == 1
     assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 

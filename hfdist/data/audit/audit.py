@@ -59,7 +59,9 @@ def audit(
     Raises:
         DataError: the data, the tokenizer or data.* have changed since.
     """
-    cursors = dict(sorted(cursors.items()))
+    begin = first_sample(ledger)
+    # Those before are of what was read before it.
+    cursors = {step: cursor for step, cursor in sorted(cursors.items()) if cursor.samples > begin}
     for step, cursor in cursors.items():
         if cursor.identity != identity:
             raise DataError(

@@ -116,11 +116,23 @@ class PoolAudit:
             self.agrees_with_place &= self._handed_out(records[positions >= high]) == offset
         missing = np.flatnonzero(np.bincount(positions, minlength=len(plan)) == 0)
         if self._place is _UNKNOWN and epoch + 1 == self._rules.epochs:
-            self.is_finished = not (missing > low).any()
+            self.is_finished = not (missing > low).any() and self._reads_all(records[positions > low])
         self._spots.append(Spots(Kind.never, plan[missing[(missing > low) & (missing < high)]]))
         self._check_order(records[is_trained], positions[is_trained], window)
         self._check_order(records[~is_trained], positions[~is_trained], 1)
         self._check_pieces(records, positions, low, high)
+
+    def _reads_all(self, records: Records) -> bool:
+        """Whether all documents of which there are records are whole."""
+        _, owner = np.unique(records["document"], return_inverse=True)
+        read, whole = np.zeros((2, int(owner.max(initial=-1)) + 1), dtype=np.int64)
+        np.add.at(read, owner, records["num_tokens"])
+        whole[owner] = self._whole(records["of_tokens"].astype(np.int64))
+        return bool((read >= whole).all())
+
+    def _whole(self, of_tokens: Integers) -> Integers:
+        """How many tokens of a document are to be read."""
+        return np.minimum(of_tokens, self._rules.length) if self._rules.packing is Packing.none else of_tokens
 
     def _handed_out(self, records: Records) -> int:
         """What a place's offset counts, of records behind its position; -1: there may not be any."""
@@ -147,7 +159,7 @@ class PoolAudit:
         records, positions = records[order], positions[order]
         first, num, total = (records[name].astype(np.int64) for name in ("first_token", "num_tokens", "of_tokens"))
         stop = first + num
-        whole = np.minimum(total, self._rules.length) if self._rules.packing is Packing.none else total
+        whole = self._whole(total)
         goes_on = np.zeros(len(records) + 1, dtype=bool)
         goes_on[1:-1] = positions[1:] == positions[:-1]
         is_next, has_next = goes_on[:-1], goes_on[1:]

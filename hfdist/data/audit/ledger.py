@@ -24,8 +24,8 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
         raise DataError(
             "the run has no ledger",
             where=str(folder),
-            allowed="lane-*.records, which are written with each checkpoint",
-            hint="checkpoint.every=... (with checkpoint=none a run writes none)",
+            allowed="lane-*.records, which are written with each checkpoint and at the end",
+            hint="an audit once the run has saved or ended",
         )
     return records
 

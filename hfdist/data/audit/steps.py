@@ -53,7 +53,7 @@ class StepReader:
                 "the ledger does not hold this step",
                 where="step (command line)",
                 found=step,
-                allowed=f"{first} to {last}; the ledger is written with each checkpoint",
+                allowed=f"{first} to {last}; the ledger is written with each checkpoint and at the end",
             )
         row = None
         first_sample = int(batches[step - first]) * self.global_batch_size

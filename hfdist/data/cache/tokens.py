@@ -38,6 +38,8 @@ _TOUCH_SECONDS = 600
 # What one `put` evicts at the most, so that it never holds the others up for long.
 _EVICTED_ROWS = 1 << 13
 _MOST_FILES = 8
+# Some builds of SQLite take 999 values.
+_ROWS_A_QUERY = 900
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE shards (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, used INTEGER NOT NULL);
@@ -120,7 +122,7 @@ class TokenCache:
             self._connection = None
 
     def _find(self, shard: str, rows: Sequence[int]) -> list[_Columns]:
-        """Those of the rows that are kept, in order of their numbers.
+        """Those of the rows that are kept.
 
         Raises:
             sqlite3.DatabaseError: a row is not as it was written, among others.
@@ -130,11 +132,14 @@ class TokenCache:
         if known is None:
             return []
         number, used = known
-        found: list[_Columns] = connection.execute(
-            "SELECT row, text_digest, width, checksum, tokens FROM rows "
-            "WHERE shard = ? AND row IN (SELECT value FROM json_each(?))",
-            (number, json.dumps(list(rows))),
-        ).fetchall()
+        found: list[_Columns] = []
+        for start in range(0, len(rows), _ROWS_A_QUERY):
+            some = rows[start : start + _ROWS_A_QUERY]
+            found += connection.execute(
+                "SELECT row, text_digest, width, checksum, tokens FROM rows "
+                f"WHERE shard = ? AND row IN ({', '.join('?' * len(some))})",
+                (number, *some),
+            ).fetchall()
         for row, digest, width, checksum, tokens in found:
             if _checksum(row, digest, width, tokens) != checksum:
                 raise sqlite3.DatabaseError(f"row {row} is not as it was written")

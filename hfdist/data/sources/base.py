@@ -16,8 +16,8 @@ from hfdist.data.storage.datafile import DataFile
 from hfdist.errors import DataError, ResourceError
 
 MOST_ROW_BYTES = 64 << 20
-# What each lane may hold of its block. Lanes take turns in runs of their own, so a shared cache of decoded runs would
-# need room for all of them, and those of many writers hold a million rows.
+# What each lane may hold of its block. Lanes take turns in runs of their own, and those of many writers hold a million
+# rows: only small runs can be kept decoded, and only in part.
 HELD_BYTES = 2 << 20
 MOST_ROWS_AT_ONCE = 1024
 _SHOWN_BYTES = 80

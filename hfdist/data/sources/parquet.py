@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,40 @@ from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
 
 _BUFFER_BYTES = 1 << 20
-# What a process keeps decoded, 64 MiB at the most: a small corpus is read in blocks that are much smaller than its row
-# groups, in a mixed order.
-_LARGEST_KEPT_BYTES, _MOST_KEPT_GROUPS = 4 << 20, 16
+# A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
+_LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 4 << 20, 64 << 20
 _ROW_BYTES = 8
 
 
+class _Recent:
+    """Row groups that this process has decoded last."""
+
+    def __init__(self) -> None:
+        self._columns: OrderedDict[tuple[ParquetShard, int], list[pa.Array]] = OrderedDict()
+        self.num_bytes = 0
+
+    def get(self, shard: ParquetShard, group: int) -> list[pa.Array] | None:
+        columns = self._columns.get((shard, group))
+        if columns is not None:
+            self._columns.move_to_end((shard, group))
+        return columns
+
+    def put(self, shard: ParquetShard, group: int, columns: list[pa.Array]) -> None:
+        self._columns[shard, group] = columns
+        self.num_bytes += _num_bytes(columns)
+        while self.num_bytes > _MOST_KEPT_BYTES:
+            self.num_bytes -= _num_bytes(self._columns.popitem(last=False)[1])
+
+
+def _num_bytes(columns: list[pa.Array]) -> int:
+    return sum(column.nbytes for column in columns)
+
+
+recent = _Recent()
+
+
 class ParquetShard:
-    """One file. Only the text column is ever read, and never more of it than up to the last row asked for."""
+    """One file. Only the text column is ever read; of a large row group, only up to the last row asked for."""
 
     def __init__(self, file: DataFile, identity: str, column: str) -> None:
         self.name = file.name
@@ -83,31 +110,21 @@ class ParquetShard:
         return texts, BadRow(missing)
 
     def _columns(self, path: Path, group: int) -> Iterator[pa.Array]:
-        if self._decoded_bytes[group] > _LARGEST_KEPT_BYTES:
-            yield from self._decode(path, group)
-            return
-        columns, error = _decode_whole(self, path, group)
-        yield from columns
-        if error is not None:
-            raise error
+        kept = recent.get(self, group)
+        if kept is None and self._decoded_bytes[group] <= _LARGEST_KEPT_BYTES:
+            # A damaged one is decoded row by row below, up to the damage.
+            with contextlib.suppress(pa.ArrowException, OSError):
+                # Together: each batch would hold a dictionary of its own.
+                kept = list(self._decode(path, group, num_rows=self.runs[group]))
+                recent.put(self, group, kept)
+        yield from self._decode(path, group, num_rows=self.rows_at_once) if kept is None else kept
 
-    def _decode(self, path: Path, group: int) -> Iterator[pa.Array]:
+    def _decode(self, path: Path, group: int, *, num_rows: int) -> Iterator[pa.Array]:
         # As a dictionary, because one value of a small file can stand for a million rows.
         options = {"read_dictionary": [self._column], "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
         with pq.ParquetFile(path, **options) as file:
-            for batch in file.iter_batches(self.rows_at_once, [group], [self._column], use_threads=False):
+            for batch in file.iter_batches(num_rows, [group], [self._column], use_threads=False):
                 yield batch.column(0)
-
-
-@lru_cache(maxsize=_MOST_KEPT_GROUPS)
-def _decode_whole(shard: ParquetShard, path: Path, group: int) -> tuple[list[pa.Array], Exception | None]:
-    """Give what can be decoded of a row group, and what ends it before its last row."""
-    columns: list[pa.Array] = []
-    try:
-        columns.extend(shard._decode(path, group))
-    except (pa.ArrowException, OSError) as error:
-        return columns, error
-    return columns, None
 
 
 def _column_bytes(metadata: pq.FileMetaData, column: str) -> list[tuple[int, int]]:

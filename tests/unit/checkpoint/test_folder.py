@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.checkpoint import find_newest, prune, read_checkpoint, verify, write
+from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, verify, write
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.errors import CheckpointError
 from tests.unit.checkpoint.pieces import blank, save, small_pieces
@@ -120,10 +120,26 @@ def test_the_oldest_are_removed(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
     (tmp_path / "step-00000002" / MANIFEST).unlink()
-    prune(tmp_path, keep=2)
+    prune(tmp_path, Keep(newest=2))
     assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000004", "step-00000005"]
-    prune(tmp_path, keep=9)
+    prune(tmp_path, Keep(newest=9))
     assert len(os.listdir(tmp_path)) == 3
+
+
+def test_more_than_the_newest_may_be_kept(tmp_path):
+    for step, loss in enumerate([4.0, 2.0, 3.0, None, 2.5, 3.5], start=1):
+        save(tmp_path, step, state={"held_out_loss": loss})
+        prune(tmp_path, Keep(newest=1, every=3, best=True))
+    assert steps(tmp_path) == [2, 3, 6]
+    prune(tmp_path, Keep(newest=1, best=True))
+    assert steps(tmp_path) == [2, 6]
+    (tmp_path / "step-00000002" / "training_state" / "state.json").write_text("{")
+    prune(tmp_path, Keep(newest=1, best=True))
+    assert steps(tmp_path) == [6]
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
 
 
 def test_the_next_save_clears_what_killed_ones_left(tmp_path):
@@ -183,10 +199,10 @@ import sys, pathlib, itertools, torch
 torch.set_num_threads(1)
 from tests.unit.checkpoint.pieces import save, whole
 folder = pathlib.Path(sys.argv[1])
-from hfdist.checkpoint import prune
+from hfdist.checkpoint import Keep, prune
 for step in itertools.count(int(sys.argv[2])):
     save(folder, step, [whole(name, "weight", torch.full((100_000,), float(step))) for name in "abc"], {"step": step})
-    prune(folder, keep=2)
+    prune(folder, Keep(newest=2))
 """
 
 

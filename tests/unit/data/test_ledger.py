@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hfdist.config.data import BadRows
-from hfdist.data.ledger import Ledger, bad_rows_file, read_records, records_file
+from hfdist.data.ledger import Ledger, bad_rows_file, records_file
 from hfdist.data.records import Fate, Piece, make_records
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -48,14 +48,3 @@ def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     Ledger(killed, corpus, BadRows.quarantine).go_back({LANE: COUNTED})
     assert path.read_bytes() == saved[1]
     assert [json.loads(line)["sequence"] for line in whole[1].splitlines()] == [0, 1, 2, 3]
-
-
-def test_what_is_much_is_written_before_the_next_checkpoint(tmp_path, corpus):
-    ledger = Ledger(tmp_path, corpus, BadRows.error)
-    records = make_records([Piece(number, 0, Fate.trained, 0, 5, 5) for number in range(1000)])
-    for sequence in range(250):
-        records["sequence"] = sequence
-        ledger.add(LANE, records, ())
-    assert 4 << 20 < records_file(tmp_path, LANE).stat().st_size < 250 * records.nbytes
-    ledger.flush()
-    assert read_records(tmp_path, LANE)["sequence"].tolist() == [n for n in range(250) for _ in range(1000)]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hfdist.config.data import BadRows, SourceConfig, SourceKind
-from hfdist.data import Cursor, TokenStream, open_corpus
+from hfdist.data import Cursor, TokenStream, open_corpus, order
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
@@ -170,15 +170,41 @@ def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(folders):
     assert first != second
 
 
-@pytest.mark.parametrize("epochs", [None, 1])
-def test_a_long_lane_without_a_good_row_is_told_after_one_epoch(folders, epochs):
-    data, cache = folders
-    (data / "rows.jsonl").write_text('{"text": "good"}\n' + '{"text": 7}\n' * 3999)
-    config = files_config(str(data), cache, lanes=2, eval_fraction=0, on_bad_rows=BadRows.skip)
-    config.sources["files"].epochs = epochs
-    stream = TokenStream(open_corpus(config), tokenizer(), config)
-    with pytest.raises(DataError, match="a lane has no training documents"):
-        collections.deque(itertools.islice(stream, 100), maxlen=0)
+class TestBarrenLanes:
+    """Four shards that are dealt whole, one of them all bad."""
+
+    @pytest.fixture
+    def config(self, folders):
+        data, cache = folders
+        for number in range(4):
+            row = '{"text": 7}' if number == 1 else f'{{"text": "good {number}"}}'
+            (data / f"{number}.jsonl").write_text(f"{row}\n" * 5000)
+        return files_config(str(data), cache, lanes=1, eval_fraction=0, on_bad_rows=BadRows.skip)
+
+    @pytest.fixture
+    def stream(self, config, monkeypatch):
+        monkeypatch.setattr(order, "_LARGEST_BLOCK_ROWS", 64)
+        config.lanes = 4
+        return TokenStream(open_corpus(config), tokenizer(), config)
+
+    def test_a_lane_in_a_bad_shard_goes_on_with_others(self, stream):
+        assert sum(1 for _ in itertools.islice(stream, 6000)) == 6000
+
+    def test_a_limit_ends_it_like_the_others(self, config, stream):
+        config.sources["files"].epochs = 1
+        stream = TokenStream(open_corpus(config), tokenizer(), config)
+        assert sum(1 for _ in stream) > 1000
+        assert stream.has_ended
+
+    @pytest.mark.parametrize("taken_out", [False, True])
+    def test_nothing_but_bad_or_quarantined_rows_is_told(self, config, folders, taken_out):
+        for number in (0, 2, 3):
+            (folders[0] / f"{number}.jsonl").unlink()
+        if taken_out:
+            (folders[0] / "1.jsonl").write_text('{"text": "good"}\n' * 200)
+            config.quarantine = [f"files:1.jsonl:{row}" for row in range(200)]
+        with pytest.raises(DataError, match="a lane has no training documents"):
+            collections.deque(TokenStream(open_corpus(config), tokenizer(), config), maxlen=0)
 
 
 def test_too_little_memory_is_no_damage():
@@ -238,15 +264,30 @@ def test_small_row_groups_are_decoded_once_though_read_in_small_blocks(folders, 
     (shard,) = open_shards(str(data), cache)
     decoded = []
     decode = parquet.ParquetShard._decode
-    monkeypatch.setattr(parquet.ParquetShard, "_decode", lambda *args: decoded.append(args[-1]) or decode(*args))
+    monkeypatch.setattr(
+        parquet.ParquetShard, "_decode", lambda *args, **named: decoded.append(args[-1]) or decode(*args, **named)
+    )
     for first in np.random.default_rng(0).permutation(300) * 10:
         assert shard.read(range(first, first + 10)) == rows[first : first + 10]
     assert sorted(decoded) == list(range(6))
+
+
+@pytest.mark.parametrize("distinct", [10**9, 15_000, 900])
+def test_what_is_kept_decoded_is_bounded_whatever_the_dictionaries(folders, distinct):
+    data, cache = folders
+    for number in range(24):
+        values = [f"{number} {n % distinct:020d}" for n in range(60_000)]
+        pq.write_table(pa.table({"text": values}), data / f"{number:02d}.parquet", row_group_size=60_000)
+    before = pa.total_allocated_bytes()
+    for number, shard in enumerate(open_shards(str(data), cache)):
+        assert shard.read([7]) == [f"{number} {7:020d}"]
+    assert parquet.recent.num_bytes <= 64 << 20
+    assert pa.total_allocated_bytes() - before < 100 << 20
 
 
 def test_large_row_groups_are_not_kept(folders, monkeypatch):
     data, cache = folders
     rows = numbered(data, 60, row_group_size=60, size=100_000)
     (shard,) = open_shards(str(data), cache)
-    monkeypatch.setattr(parquet, "_decode_whole", None)
+    monkeypatch.setattr(parquet.recent, "put", None)
     assert shard.read([3, 1]) == [rows[3], rows[1]]

@@ -1,0 +1,63 @@
+"""Which checkpoints of a run stay, and removing the others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfdist.checkpoint.exchange import rank
+from hfdist.checkpoint.folder import list_checkpoints, temporary
+from hfdist.checkpoint.manifest import MANIFEST
+from hfdist.checkpoint.read import read_state
+from hfdist.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_LOSS = "held_out_loss"
+"""Key of a checkpoint's state: as evaluated at its step; null where it was not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay; one reason is enough."""
+
+    newest: int
+    """So many, at least 1."""
+    every: int | None = None
+    """Those of steps that this divides."""
+    best: bool = False
+    """The one with the lowest held-out loss."""
+
+
+def prune(folder: Path, keep: Keep) -> None:
+    """Remove the complete checkpoints that nothing keeps. Any rank may call it; rank 0 acts."""
+    if rank() != 0:
+        return
+    complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
+    kept = set(complete[-keep.newest :])
+    if keep.every is not None:
+        kept |= {path for path in complete if int(path.name.removeprefix("step-")) % keep.every == 0}
+    if keep.best:
+        losses = {path: loss for path in complete if (loss := _held_out_loss(path)) is not None}
+        kept |= {min(losses, key=lambda path: losses[path])} if losses else set()
+    for path in complete:
+        if path in kept:
+            continue
+        try:
+            # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
+            going = path.rename(temporary(path))
+            shutil.rmtree(going)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def _held_out_loss(path: Path) -> float | None:
+    """As evaluated at the step of a checkpoint, if it was."""
+    try:
+        loss = read_state(path).get(HELD_OUT_LOSS)
+    except (CheckpointError, OSError) as error:
+        logger.warning("the held-out loss of %s cannot be read: %s", path, error)
+        return None
+    return float(loss) if isinstance(loss, (int, float)) else None

@@ -1,0 +1,67 @@
+"""What has changed since a checkpoint: told readably, and refused where it changes the training."""
+
+import json
+
+import pytest
+
+from hfdist.config.changes import check_changes, find_changes
+from hfdist.config.compose import compose_config, to_values
+from hfdist.errors import CheckpointError
+
+
+def changes(before, after):
+    """As found between a checkpoint's JSON and the config of now."""
+    values = [to_values(compose_config(overrides)) for overrides in (before, after)]
+    return find_changes(json.loads(json.dumps(values[0])), values[1])
+
+
+def test_an_equal_config_has_none():
+    same = ["data=mixture", "+data.sources.a={path: x, weight: 1}", "+train.arguments.adam_beta1=0.8"]
+    assert changes(same[:2], same[:2]) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("report.log_every=7", "report.log_every: 1 -> 7"),
+        ("strategy=zero2", "strategy.sharding: none -> zero2"),
+        ("train.micro_batch_size=4", "train.micro_batch_size: 8 -> 4"),
+        ("checkpoint.every=3", "checkpoint.every: null -> 3"),
+        ("data.workers=0", "data.workers: 1 -> 0"),
+        ("data.quarantine=[stdlib:x.py:0]", 'data.quarantine: [] -> ["stdlib:x.py:0"]'),
+    ],
+)
+def test_what_is_safe_goes_on(override, shown):
+    found = changes(["checkpoint=none", "strategy=ddp"], ["checkpoint=none", "strategy=ddp", override])
+    assert shown in map(str, found)
+    assert all(change.is_safe for change in found)
+    check_changes(found, allowed=False, where="step-1")
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("train.global_batch_size=64", "train.global_batch_size: 32 -> 64"),
+        ("data.seed=3", "data.seed: 0 -> 3"),
+        ("train.seed=3", "train.seed: 0 -> 3"),
+        ("optimizer.lr=1", "optimizer.lr: 0.0003 -> 1.0"),
+        ("train.max_steps=200", "train.max_steps: 100 -> 200"),
+        ("train.precision=bf16", "train.precision: fp32 -> bf16"),
+        ("model.config.hidden_size=8", "model.config.hidden_size: 512 -> 8"),
+        ("+data.sources.web={path: x}", "data.sources.web.kind: null -> files"),
+        ("+data.sources.cache_dir={path: x, text: y}", "data.sources.cache_dir.text: null -> y"),
+    ],
+)
+def test_what_changes_the_training_is_refused(override, shown):
+    found = changes([], [override])
+    with pytest.raises(CheckpointError) as caught:
+        check_changes(found, allowed=False, where="step-1")
+    assert shown in str(caught.value)
+    assert "checkpoint.allow_changes=true" in str(caught.value)
+    check_changes(found, allowed=True, where="step-1")
+
+
+def test_a_longer_run_of_a_constant_rate_is_the_same_training():
+    constant = ["optimizer.schedule=constant"]
+    (change,) = changes(constant, [*constant, "train.max_steps=200"])
+    assert change.is_safe

@@ -1,0 +1,93 @@
+"""A run folder has one run at a time: on one machine at once, between machines by the beat; the dead hold nothing."""
+
+import json
+import os
+import signal
+import threading
+import time
+from multiprocessing import get_context
+
+import pytest
+
+from hfdist.errors import ConfigError
+from hfdist.trainer.run_lock import LOCK, RunLock
+
+QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5}
+
+
+def hold(folder, taken, more):
+    RunLock(folder, **QUICK)
+    if more == "with a child" and os.fork() == 0:
+        # As a loader process that outlives its rank.
+        time.sleep(3)
+        os._exit(0)
+    taken.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Gives a process that holds the folder."""
+    started = []
+
+    def start(more=""):
+        context = get_context("fork")
+        taken = context.Event()
+        process = context.Process(target=hold, args=(tmp_path, taken, more))
+        process.start()
+        assert taken.wait(20)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_second_run_is_refused_and_told_who_holds_it(tmp_path, holder):
+    process = holder()
+    with pytest.raises(ConfigError) as caught:
+        RunLock(tmp_path, **QUICK)
+    assert f"held by process {process.pid} on " in caught.value.found
+    assert process.is_alive()
+
+
+@pytest.mark.parametrize("more", ["", "with a child"])
+def test_what_a_killed_run_held_is_free_at_once(tmp_path, holder, more):
+    process = holder(more)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    began = time.monotonic()
+    RunLock(tmp_path, **QUICK).release()
+    assert time.monotonic() - began < QUICK["silent_seconds"]
+
+
+def test_a_released_folder_says_nothing_of_its_holder(tmp_path):
+    RunLock(tmp_path, **QUICK).release()
+    assert (tmp_path / LOCK).read_bytes() == b""
+
+
+def write_beat(folder, beat):
+    (folder / LOCK).write_text(json.dumps({"host": "another-machine", "pid": 7, "beat": beat}))
+
+
+def test_another_machine_that_goes_on_keeps_it(tmp_path):
+    write_beat(tmp_path, 0)
+    beat = threading.Timer(0.2, write_beat, (tmp_path, 1))
+    beat.start()
+    with pytest.raises(ConfigError, match="held by process 7 on another-machine"):
+        RunLock(tmp_path, **QUICK)
+    beat.join()
+
+
+def test_another_machine_that_is_silent_has_lost_it(tmp_path, caplog):
+    write_beat(tmp_path, 0)
+    RunLock(tmp_path, **QUICK).release()
+    assert "was held by another-machine" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\0" * 100])
+def test_a_damaged_file_holds_nothing(tmp_path, content):
+    (tmp_path / LOCK).write_text(content)
+    RunLock(tmp_path, **QUICK).release()
