@@ -90,6 +90,13 @@ class ResourceError(HfdistError):
     title = "Resource error"
 
 
+class PreemptedError(HfdistError):
+    """A run that was told to stop, has saved, and can go on. Not a mistake: the exit code says "start me again"."""
+
+    exit_code = 75
+    title = "Stopped"
+
+
 def _printable(text: str) -> str:
     """Escape control characters, so that data cannot write to the terminal, and keep messages short."""
     safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
+from hfdist.data.signals import forward_to_rank
 from hfdist.errors import HfdistError, ResourceError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class _Worker(IterableDataset[Any]):
     def __iter__(self) -> Iterator[list[Packed | HfdistError]]:
         info = get_worker_info()
         assert info is not None
+        forward_to_rank()
         together: list[Packed | HfdistError] = []
         try:
             for packed in self._stream.packed(info.id, info.num_workers):

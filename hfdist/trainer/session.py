@@ -46,6 +46,7 @@ from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
@@ -167,8 +168,17 @@ def build_trainer(
 
 
 def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
-    """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export."""
+    """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
+
+    Raises:
+        PreemptedError: a signal has stopped it, saved.
+    """
+    preemption = Preemption()
+    if config.checkpoint.every is not None:
+        # Without checkpoints there is nothing that a stop could save.
+        trainer.add_callback(preemption)
     trainer.train(resume_from_checkpoint=_resume_from(config))
+    preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.
     write_ledger(trainer)
     finish(trainer, data.held_out, config)

@@ -1,0 +1,58 @@
+"""A signal to one process: all ranks save the same step and end, and the run goes on as if nothing had been."""
+
+import random
+import signal
+
+import pytest
+
+from hfdist.config.compose import compose_config
+from hfdist.trainer.callbacks import METRICS, read_metrics
+from tests.distributed.kills import newest_whole
+from tests.distributed.lives import Life, assert_gone
+from tests.distributed.runs import SMALL, losses, pretrain
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 60
+SETTINGS = ("checkpoint=default", "checkpoint.every=1000", f"train.max_steps={STEPS}", "optimizer.lr=5e-4")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, cache_dir):
+    return losses(pretrain(tmp_path_factory.mktemp("whole"), 1, "strategy=single", *SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "number", "to_loader"),
+    [
+        ("single", 1, signal.SIGINT, False),
+        ("ddp", 2, signal.SIGTERM, False),
+        ("zero2", 2, signal.SIGTERM, True),
+        ("pipeline", 2, signal.SIGUSR1, False),
+        ("zero3", 3, signal.SIGINT, True),
+    ],
+)
+def test_all_ranks_stop_at_one_step_and_go_on(tmp_path, uninterrupted, strategy, num_ranks, number, to_loader):
+    run_dir = tmp_path / "run"
+    batch = "train.global_batch_size=12" if num_ranks == 3 else "train.global_batch_size=8"
+    config = compose_config([*SMALL, f"run.dir={run_dir}", f"strategy={strategy}", *SETTINGS, batch])
+    life = Life(config, num_ranks, tmp_path / "log")
+    assert life.wait(lambda: len(read_metrics(run_dir / METRICS)) >= 3), life.log.read_text()
+    victims = life.loaders() if to_loader else life.ranks()
+    random.Random(strategy).choice(victims).send_signal(number)
+    life.end()
+    said = life.log.read_text()
+    assert "PreemptedError" in said, said
+    last = read_metrics(run_dir / METRICS)[-1]["step"]
+    assert f"{number.name}: saving after step {last}, and stopping" in said
+    assert last < STEPS
+    assert newest_whole(run_dir) == f"step-{last:08d}"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+    assert_gone([life.group])
+
+    again = Life(config, num_ranks, tmp_path / "log-2")
+    again.join()
+    steps = [line["step"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
+    assert steps == list(range(1, STEPS + 1))
+    if num_ranks < 3:
+        assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)

@@ -1,0 +1,111 @@
+"""Signals: one wish is one stop, a second one ends the process at once; loader processes pass theirs on."""
+
+import os
+import signal
+import time
+from multiprocessing import get_context
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hfdist.data.signals import forward_to_rank
+from hfdist.trainer import preemption
+from hfdist.trainer.preemption import Preemption
+
+FORK = get_context("fork")
+
+
+def train(listening, seconds):
+    """Is in a step for so long, and says by its exit status whether it was to stop after it."""
+    callback, control = Preemption(), TrainerControl()
+    state, arguments = TrainerState(max_steps=100, global_step=7), TrainingArguments("unused", use_cpu=True)
+    callback.on_train_begin(arguments, state, control)
+    listening.set()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    callback.on_step_begin(arguments, state, control)
+    callback.on_step_end(arguments, state, control)
+    callback.on_train_end(arguments, state, control)
+    os._exit(33 if control.should_save and control.should_training_stop else 0)
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """Gives a process that is in a step."""
+    monkeypatch.setattr(preemption, "_SAME_WISH_SECONDS", 0.3)
+    started = []
+
+    def start(seconds=1.0):
+        listening = FORK.Event()
+        process = FORK.Process(target=train, args=(listening, seconds))
+        process.start()
+        started.append(process)
+        assert listening.wait(20)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_without_a_signal_nothing_stops(step):
+    process = step(0.0)
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("number", preemption.SIGNALS)
+def test_a_signal_lets_the_step_end(step, number):
+    process = step()
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == 33
+
+
+def test_what_a_terminal_and_a_launcher_send_together_is_one_wish(step):
+    process = step()
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 33
+
+
+def test_a_second_wish_ends_the_process_at_once(step):
+    process = step(60)
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(5)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def load(ready):
+    forward_to_rank()
+    ready.set()
+    time.sleep(60)
+
+
+def be_rank(pids, received):
+    """Starts a loader process, and says which signal came from it; then ends the loader."""
+    signal.signal(signal.SIGTERM, lambda number, frame: received.put(number))
+    ready = FORK.Event()
+    loader = FORK.Process(target=load, args=(ready,))
+    loader.start()
+    assert ready.wait(20)
+    pids.put(loader.pid)
+    time.sleep(0.5)
+    loader.terminate()
+    loader.join(5)
+    received.put(loader.exitcode)
+
+
+def test_a_loader_process_passes_signals_on_and_ends_by_its_ranks():
+    pids, received = FORK.SimpleQueue(), FORK.SimpleQueue()
+    rank = FORK.Process(target=be_rank, args=(pids, received))
+    rank.start()
+    os.kill(pids.get(), signal.SIGTERM)
+    assert received.get() == signal.SIGTERM
+    assert received.get() == 0
+    rank.join()
