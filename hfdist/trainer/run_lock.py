@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LOCK = "run.lock"
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 4 * _BEAT_SECONDS
+_DYING_SECONDS = 10.0
 _MOST_BYTES = 4096
 
 
@@ -33,6 +34,8 @@ class RunLock:
         run_dir: the folder.
         beat_seconds: how often to say that the holder lives.
         silent_seconds: how long another machine's holder may be silent before its lock is taken over.
+        dying_seconds: how long a holder on this machine may take to end, since a killed process lets go of its memory
+            first.
 
     Raises:
         ConfigError: another run holds the folder.
@@ -40,10 +43,15 @@ class RunLock:
     """
 
     def __init__(
-        self, run_dir: Path, *, beat_seconds: float = _BEAT_SECONDS, silent_seconds: float = _SILENT_SECONDS
+        self,
+        run_dir: Path,
+        *,
+        beat_seconds: float = _BEAT_SECONDS,
+        silent_seconds: float = _SILENT_SECONDS,
+        dying_seconds: float = _DYING_SECONDS,
     ) -> None:
         self._path = run_dir / LOCK
-        self._beat_seconds = beat_seconds
+        self._beat_seconds, self._dying_seconds = beat_seconds, dying_seconds
         # Of the process, not of the opening: loader processes that outlive a killed rank must not keep it. Only this
         # one descriptor may be opened here, since closing any other would give the lock away.
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -64,10 +72,11 @@ class RunLock:
         os.close(self._descriptor)
 
     def _take(self, silent_seconds: float) -> None:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise _in_use(self._path, self._read()) from None
+        deadline = time.monotonic() + self._dying_seconds
+        while not self._locks():
+            if time.monotonic() > deadline:
+                raise _in_use(self._path, self._read())
+            time.sleep(0.05)
         before = self._read()
         if before.get("host") in (None, platform.node()):
             return
@@ -77,6 +86,13 @@ class RunLock:
             time.sleep(min(self._beat_seconds, silent_seconds) / 5)
             if self._read() != before:
                 raise _in_use(self._path, before)
+
+    def _locks(self) -> bool:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def _read(self) -> dict[str, Any]:
         try:

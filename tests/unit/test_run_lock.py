@@ -12,7 +12,7 @@ import pytest
 from hfdist.errors import ConfigError
 from hfdist.trainer.run_lock import LOCK, RunLock
 
-QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5}
+QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5, "dying_seconds": 0.5}
 
 
 def hold(folder, taken, more):
@@ -61,6 +61,12 @@ def test_what_a_killed_run_held_is_free_at_once(tmp_path, holder, more):
     began = time.monotonic()
     RunLock(tmp_path, **QUICK).release()
     assert time.monotonic() - began < QUICK["silent_seconds"]
+
+
+def test_a_holder_that_is_just_ending_is_waited_for(tmp_path, holder):
+    process = holder()
+    threading.Timer(0.5, process.kill).start()
+    RunLock(tmp_path, **{**QUICK, "dying_seconds": 20.0}).release()
 
 
 def test_a_released_folder_says_nothing_of_its_holder(tmp_path):
