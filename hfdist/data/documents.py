@@ -89,12 +89,13 @@ class Documents:
         return Document(number, row.tokens, fate)
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
+        way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
         return DataError(
             error.what,
             where=error.where,
             found=error.found,
             allowed=error.allowed,
-            hint=error.hint or f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'",
+            hint=way_out if error.hint is None else f"{error.hint}, or {way_out}",
         )
 
     def _rows(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:

@@ -26,16 +26,13 @@ def uninterrupted(tmp_path_factory, cache_dir):
     ("strategy", "num_ranks", "number", "to_loader"),
     [
         ("single", 1, signal.SIGINT, False),
-        ("ddp", 2, signal.SIGTERM, False),
         ("zero2", 2, signal.SIGTERM, True),
         ("pipeline", 2, signal.SIGUSR1, False),
-        ("zero3", 3, signal.SIGINT, True),
     ],
 )
 def test_all_ranks_stop_at_one_step_and_go_on(tmp_path, uninterrupted, strategy, num_ranks, number, to_loader):
     run_dir = tmp_path / "run"
-    batch = "train.global_batch_size=12" if num_ranks == 3 else "train.global_batch_size=8"
-    config = compose_config([*SMALL, f"run.dir={run_dir}", f"strategy={strategy}", *SETTINGS, batch])
+    config = compose_config([*SMALL, f"run.dir={run_dir}", f"strategy={strategy}", *SETTINGS])
     life = Life(config, num_ranks, tmp_path / "log")
     assert life.wait(lambda: len(read_metrics(run_dir / METRICS)) >= 3), life.log.read_text()
     victims = life.loaders() if to_loader else life.ranks()
@@ -54,5 +51,4 @@ def test_all_ranks_stop_at_one_step_and_go_on(tmp_path, uninterrupted, strategy,
     again.join()
     steps = [line["step"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
     assert steps == list(range(1, STEPS + 1))
-    if num_ranks < 3:
-        assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
+    assert losses(run_dir) == pytest.approx(uninterrupted, rel=1e-5)
