@@ -38,6 +38,8 @@ from tests.distributed.runs import SMALL, eval_losses, losses
 LAYOUTS = (("single", 1), ("ddp", 2), ("ddp", 4), ("ddp", 3))
 NUM_LANES = 12  # each of these numbers of ranks divides it
 SAVE_EVERY = 4
+STEPS_PER_KILL = 12
+"""A kill leaves the run about three steps farther on; a machine that is slow to strike, up to twice as many."""
 SEED = 3  # whose first five kills are of all kinds
 BOUND = 1e-5
 """Of relative differences of losses in float32."""
@@ -240,6 +242,7 @@ def _lanes_ahead(run_dir: Path, newest: str | None) -> int:
 class Comparison:
     """A run beside the uninterrupted one."""
 
+    num_steps: int
     loss: float
     """Largest relative difference of a step."""
     held_out_loss: float
@@ -263,6 +266,7 @@ def compare(run_dir: Path, whole: Path, config: RunConfig) -> Comparison:
     left, expected = ({path.name for path in (run / "checkpoints").iterdir()} for run in (run_dir, whole))
     assert left == expected
     return Comparison(
+        num_steps=len(steps),
         loss=_largest_difference(losses(run_dir), losses(whole)),
         held_out_loss=_largest_difference(eval_losses(run_dir), eval_losses(whole)),
         epochs=1 + max(int(read_records(run_dir / LEDGER, lane)["epoch"].max()) for lane in range(NUM_LANES)),
@@ -275,8 +279,9 @@ def _largest_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
-def run_both(folder: Path, num_kills: int, max_steps: int, report: Callable[[Outcome], object]) -> Comparison:
+def run_both(folder: Path, num_kills: int, report: Callable[[Outcome], object]) -> Comparison:
     """Make an uninterrupted run and one that is killed, and compare them."""
+    max_steps = STEPS_PER_KILL * num_kills
     texts, run_dir, whole = write_texts(folder / "texts"), folder / "killed", folder / "whole"
     config = partial(make_config, texts=texts, max_steps=max_steps)
     Life(config(whole, strategy="single"), 1, folder / "whole.log").join()
@@ -293,19 +298,17 @@ def run_both(folder: Path, num_kills: int, max_steps: int, report: Callable[[Out
 
 
 def _kill_and_print(num_kills: int) -> None:
-    # A kill leaves the run about three steps farther on, and at the most twelve.
-    max_steps = 6 * num_kills
     numbers = itertools.count(1)
     with tempfile.TemporaryDirectory() as name:
         comparison = run_both(
-            Path(name), num_kills, max_steps, lambda outcome: sys.stdout.write(f"{next(numbers):3}. {outcome}\n")
+            Path(name), num_kills, lambda outcome: sys.stdout.write(f"{next(numbers):3}. {outcome}\n")
         )
     for line in comparison.audit:
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(
-        f"{max_steps} steps, {comparison.epochs} epochs, {num_kills} kills: every step once; the ledger is byte "
-        f"by byte that of a run that nobody killed; losses within {comparison.loss:.1e} of its, held-out loss within "
-        f"{comparison.held_out_loss:.1e}\n"
+        f"{comparison.num_steps} steps, {comparison.epochs} epochs, {num_kills} kills: every step once; the ledger is "
+        f"byte by byte that of a run that nobody killed; losses within {comparison.loss:.1e} of its, held-out loss "
+        f"within {comparison.held_out_loss:.1e}\n"
     )
     assert max(comparison.loss, comparison.held_out_loss) <= BOUND
 
