@@ -1,7 +1,7 @@
 """What ranks tell each other while saving and loading: small JSON values and failures, never pickle.
 
 Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
-leaving them in a collective that it never joins.
+leaving them in a collective that it never joins. What runs beside the training speaks in a group of its own.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfdist.errors import CheckpointError, HfdistError, ResourceError
+from hfdist.errors import CheckpointError, HfdistError, NumericsError, ResourceError
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ResourceError)}
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, NumericsError, ResourceError)}
 
 
 def rank() -> int:
@@ -30,22 +30,28 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Give every rank's `value`, in order of rank. A collective over all ranks."""
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Give every rank's `value`, in order of rank. A collective over all ranks.
+
+    Args:
+        value: JSON.
+        group: another group of all ranks than the default one.
+    """
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    is_on_gpu = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device))
+    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device), group=group)
     largest = max(int(size) for size in sizes)
     padded = torch.nn.functional.pad(payload, (0, largest - payload.numel()))
     texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=group)
     return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
-def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+def on_all_ranks(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run `action` on every rank and give what each returned (JSON values), in order of rank. A collective.
 
     Raises:
@@ -59,7 +65,7 @@ def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         own = _for_the_reader(error)
         report["error"] = _describe(own)
-    reports = gather_json(report)
+    reports = gather_json(report, group)
     if own is not None:
         raise own
     for failed_rank, other in enumerate(reports):
@@ -68,9 +74,9 @@ def on_all_ranks(action: Callable[[], Any]) -> list[Any]:
     return [other["value"] for other in reports]
 
 
-def on_rank_zero(action: Callable[[], Any]) -> Any:
+def on_rank_zero(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
-    return on_all_ranks(lambda: action() if rank() == 0 else None)[0]
+    return on_all_ranks(lambda: action() if rank() == 0 else None, group)[0]
 
 
 def _for_the_reader(error: Exception) -> Exception:
@@ -96,7 +102,7 @@ def _describe(error: Exception) -> dict[str, str | None]:
     if not isinstance(error, HfdistError):
         return {"kind": type(error).__name__, "what": str(error)}
     fields = {name: getattr(error, name) for name in ("what", "where", "found", "allowed", "hint")}
-    kind = "ResourceError" if isinstance(error, ResourceError) else "CheckpointError"
+    kind = next((name for name, known in TRAVELLING_ERRORS.items() if isinstance(error, known)), "CheckpointError")
     return {"kind": kind} | {name: None if v is None else str(v) for name, v in fields.items()}
 
 

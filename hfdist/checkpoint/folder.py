@@ -15,6 +15,7 @@ from hfdist.checkpoint.layout import share_out
 from hfdist.checkpoint.manifest import (
     DamagedError,
     Manifest,
+    Part,
     check_hashes,
     check_sizes,
     read_manifest,
@@ -107,7 +108,7 @@ def _report(path: Path) -> dict[str, Any] | None:
         if step_name(manifest.step) != path.name:
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
         check_sizes(path, manifest)
-        check_hashes(path, manifest, _share(manifest))
+        check_hashes(path, _share(manifest))
     except DamagedError as error:
         return {"reason": error.reason, "message": str(error)}
     except OSError as error:
@@ -115,9 +116,8 @@ def _report(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _share(manifest: Manifest) -> list[str]:
-    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-    return share_out(sizes, world_size())[rank()]
+def _share(manifest: Manifest) -> list[Part]:
+    return share_out({part: part.num_bytes for part in manifest.parts()}, world_size())[rank()]
 
 
 def _move_aside(path: Path, report: dict[str, Any]) -> None:

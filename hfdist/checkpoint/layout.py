@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hfdist.errors import CheckpointError
 
@@ -18,6 +19,8 @@ CHUNK_BYTES = 64 * 2**20
 
 SHOWN = 5
 """How many names an error lists."""
+
+_T = TypeVar("_T")
 
 TensorId = tuple[str, str]
 """Parameter name and key."""
@@ -160,13 +163,13 @@ def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[Tenso
     return files
 
 
-def share_out(sizes_bytes: Mapping[str, int], world_size: int) -> list[list[str]]:
-    """Deal files over ranks so that each gets about as many bytes; equal on all ranks."""
-    shares: list[list[str]] = [[] for _ in range(world_size)]
+def share_out(sizes_bytes: Mapping[_T, int], world_size: int) -> list[list[_T]]:
+    """Deal things over ranks so that each gets about as many bytes; equal on all ranks if their order is."""
+    shares: list[list[_T]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    for name, size_bytes in sorted(sizes_bytes.items(), key=lambda item: (-item[1], item[0])):
+    for item, size_bytes in sorted(sizes_bytes.items(), key=lambda item: -item[1]):
         least = min(range(world_size), key=lambda rank: (load[rank], rank))
-        shares[least].append(name)
+        shares[least].append(item)
         load[least] += size_bytes
     return shares
 

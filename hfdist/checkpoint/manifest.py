@@ -1,4 +1,8 @@
-"""The manifest: size and hash of every file of a checkpoint, written last, so that its presence means complete."""
+"""The manifest: sizes and hashes of all files of a checkpoint, written last, so that its presence means complete.
+
+A file that several ranks have written has a hash for each of their parts: each hashes what it writes, on the way.
+docs/checkpoints.md describes the format.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ from typing import Any
 from hfdist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the folder's layout; a reader refuses any other."""
 
 MAX_JSON_BYTES = 512_000_000
+_READ_BYTES = 4 * 2**20
 
 
 class DamagedError(CheckpointError):
@@ -32,24 +37,63 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """What a file must be."""
+class Part:
+    """A run of bytes of a file, hashed by itself."""
 
+    file: str
+    """Relative to the checkpoint, with `/`."""
+    begin: int
     num_bytes: int
     sha256: str
+
+    def to_json(self) -> list[Any]:
+        """As a list for the exchange."""
+        return [self.file, self.begin, self.num_bytes, self.sha256]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Part:
+        """From the list of another rank."""
+        file, begin, num_bytes, sha256 = values
+        return cls(file=file, begin=begin, num_bytes=num_bytes, sha256=sha256)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Files by path relative to the checkpoint, with `/`."""
+    """What the files of a checkpoint must be."""
 
     step: int
-    files: dict[str, FileRecord]
+    files: dict[str, tuple[Part, ...]]
+    """Parts by file, in order, without gaps."""
+
+    @classmethod
+    def of_parts(cls, step: int, parts: Iterable[Part]) -> Manifest:
+        """Put the parts of all ranks together."""
+        files: dict[str, list[Part]] = {}
+        for part in sorted(parts, key=lambda part: (part.file, part.begin)):
+            files.setdefault(part.file, []).append(part)
+        return cls(step=step, files={name: tuple(of_file) for name, of_file in files.items()})
+
+    def parts(self) -> list[Part]:
+        """Of all files."""
+        return [part for of_file in self.files.values() for part in of_file]
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file."""
-        files = {name: {"bytes": r.num_bytes, "sha256": r.sha256} for name, r in sorted(self.files.items())}
-        return {"format": FORMAT, "step": self.step, "files": files}
+        files = {
+            name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.sha256] for part in parts]}
+            for name, parts in self.files.items()
+        }
+        content = {"format": FORMAT, "step": self.step, "files": files}
+        return content | {"sha256": hash_of_content(content)}
+
+
+def _size(parts: tuple[Part, ...]) -> int:
+    return parts[-1].begin + parts[-1].num_bytes if parts else 0
+
+
+def hash_of_content(content: dict[str, Any]) -> str:
+    """The manifest's hash of itself."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def list_files(folder: Path) -> dict[str, int]:
@@ -72,17 +116,28 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError("no-manifest", "an unfinished checkpoint, or none at all", where=folder)
     content = read_json(path)
     try:
-        files = {
-            name: FileRecord(num_bytes=int(record["bytes"]), sha256=str(record["sha256"]))
-            for name, record in content["files"].items()
-        }
-        manifest = Manifest(step=int(content["step"]), files=files)
         version = content["format"]
+        if version != FORMAT:
+            raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
+        if content.pop("sha256") != hash_of_content(content):
+            raise ValueError("its own hash does not fit")
+        files = {name: _parse_parts(name, record) for name, record in content["files"].items()}
+        return Manifest(step=int(content["step"]), files=files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
-    if version != FORMAT:
-        raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
-    return manifest
+
+
+def _parse_parts(file: str, record: dict[str, Any]) -> tuple[Part, ...]:
+    parts = []
+    begin = 0
+    for num_bytes, sha256 in record["parts"]:
+        if type(num_bytes) is not int or num_bytes < 0:
+            raise ValueError(f"{file}: a part of {num_bytes} bytes")
+        parts.append(Part(file=file, begin=begin, num_bytes=num_bytes, sha256=str(sha256)))
+        begin += num_bytes
+    if record["bytes"] != begin:
+        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {begin}")
+    return tuple(parts)
 
 
 def read_json(path: Path) -> Any:
@@ -119,27 +174,32 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     Raises:
         DamagedError: a file is missing, shorter or longer, or outside of the folder.
     """
-    for name, record in manifest.files.items():
+    for name, parts in manifest.files.items():
         path = inside(folder, name)
         if not path.is_file():
             raise DamagedError("missing-file", "a file of the checkpoint is missing", where=path)
-        found = path.stat().st_size
-        if found != record.num_bytes:
+        found, wanted = path.stat().st_size, _size(parts)
+        if found != wanted:
             raise DamagedError(
-                "size", "a file of the checkpoint was cut or grew", where=path, found=f"{found} of {record.num_bytes} B"
+                "size", "a file of the checkpoint was cut or grew", where=path, found=f"{found} of {wanted} B"
             )
 
 
-def check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the named files whole and compare their hashes.
+def check_hashes(folder: Path, parts: Iterable[Part]) -> None:
+    """Read parts of files whole and compare their hashes.
 
     Raises:
-        DamagedError: a file's content has changed.
+        DamagedError: the content has changed.
     """
-    for name in names:
-        path = inside(folder, name)
-        if hash_file(path) != manifest.files[name].sha256:
-            raise DamagedError("hash", "the content of a file of the checkpoint has changed", where=path)
+    for part in parts:
+        path = inside(folder, part.file)
+        if hash_part(path, part.begin, part.num_bytes) != part.sha256:
+            raise DamagedError(
+                "hash",
+                "the content of a file of the checkpoint has changed",
+                where=path,
+                found=f"other bytes between {part.begin} and {part.begin + part.num_bytes}",
+            )
 
 
 def verify(path: Path) -> None:
@@ -150,10 +210,21 @@ def verify(path: Path) -> None:
     """
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    check_hashes(path, manifest, manifest.files)
+    check_hashes(path, manifest.parts())
 
 
-def hash_file(path: Path) -> str:
-    """The SHA-256 of a file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def hash_part(path: Path, begin: int, num_bytes: int) -> str:
+    """The SHA-256 of a run of bytes; of a whole file it is what `sha256sum` prints."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while num_bytes > 0 and (data := file.read(min(num_bytes, _READ_BYTES))):
+            digest.update(data)
+            num_bytes -= len(data)
+    return digest.hexdigest()
+
+
+def hash_file(folder: Path, name: str) -> Part:
+    """Give a small file as one part."""
+    size = (folder / name).stat().st_size
+    return Part(file=name, begin=0, num_bytes=size, sha256=hash_part(folder / name, 0, size))

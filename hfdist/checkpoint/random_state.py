@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hfdist.checkpoint.exchange import on_all_ranks, rank, world_size
 from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
@@ -23,8 +23,8 @@ def random_file(of_rank: int) -> str:
     return f"training_state/rng-{of_rank:05d}.safetensors"
 
 
-def save_random_state(checkpoint: Path) -> None:
-    """Write this rank's generators into its own file."""
+def capture_random_state() -> bytes:
+    """Give this rank's generators as the content of its file."""
     _, numpy_words, numpy_position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     version, python_words, python_gauss = random.getstate()
     tensors = {
@@ -35,7 +35,7 @@ def save_random_state(checkpoint: Path) -> None:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     rest = {"numpy": [numpy_position, has_gauss, cached_gauss], "python": [version, python_gauss]}
-    save_file(tensors, checkpoint / random_file(rank()), metadata={"rest": json.dumps(rest)})
+    return save(tensors, metadata={"rest": json.dumps(rest)})
 
 
 def restore_random_state(checkpoint: Path) -> bool:

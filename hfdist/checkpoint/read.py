@@ -16,8 +16,9 @@ from hfdist.checkpoint.exchange import on_all_ranks
 from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
+from hfdist.checkpoint.plan import MODEL_STEM, OPTIMIZER_STEM, declare
 from hfdist.checkpoint.tensorfile import DTYPES, Entry
-from hfdist.checkpoint.write import INDEX_FILE, MODEL_STEM, OPTIMIZER_STEM, STATE_FILE, declare
+from hfdist.checkpoint.write import INDEX_FILE, STATE_FILE
 from hfdist.errors import CheckpointError
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from hfdist.checkpoint.layout import TensorSpec
+from hfdist.checkpoint.manifest import Part
 from hfdist.errors import CheckpointError
 
 DTYPE_NAMES = {
@@ -80,6 +82,11 @@ def create(path: Path, plan: FilePlan) -> None:
         file.write(plan.header)
 
 
+def header_part(name: str, plan: FilePlan) -> Part:
+    """Give the part of the manifest that `create` has written, of the file `name`."""
+    return Part(file=name, begin=0, num_bytes=len(plan.header), sha256=hashlib.sha256(plan.header).hexdigest())
+
+
 def read_header(path: Path) -> dict[str, Entry]:
     """Read where each tensor of a file lies.
 
@@ -101,15 +108,6 @@ def read_header(path: Path) -> dict[str, Entry]:
             found=f"{type(error).__name__}: {error}",
             hint="another checkpoint, or checkpoint.resume=auto, which takes the newest that verifies",
         ) from error
-
-
-def write_elements(descriptor: int, offset: int, elements: torch.Tensor) -> None:
-    """Write a 1-D tensor at a byte offset of an open file."""
-    for run, position in _runs(elements, offset, elements.element_size()):
-        data = run.detach().contiguous().cpu().view(torch.uint8).numpy().data
-        while data:
-            written = os.pwrite(descriptor, data, position)
-            data, position = data[written:], position + written
 
 
 def read_elements(descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor) -> None:

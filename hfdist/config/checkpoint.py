@@ -19,6 +19,8 @@ class CheckpointConfig:
     """Also kept: those of steps that this divides; null: none."""
     keep_best: bool = False
     """Also kept: the one with the lowest held-out loss."""
+    background: bool = True
+    """Write from a copy in the host's memory while training goes on; false: no copy, and training waits."""
     resume: str = "auto"
     """`auto`: the newest that verifies, if there is one; `never`: refuse a folder that has checkpoints; or a path."""
     allow_changes: bool = False

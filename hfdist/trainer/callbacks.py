@@ -54,8 +54,8 @@ class MetricsWriter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Write training lines (with `loss`), evaluation lines (with `eval_loss`), and what was read (`data/...`)."""
-        is_written = any(key in ("loss", "eval_loss") or key.startswith("data/") for key in logs or ())
+        """Write training lines (with `loss`), evaluations (`eval_loss`), what was read (`data/`) and saved."""
+        is_written = any(key in ("loss", "eval_loss") or key.startswith(("data/", "checkpoint/")) for key in logs or ())
         if self._file is not None and is_written:
             self._write({"step": state.global_step} | (logs or {}))
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.layout import shorten
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.write import MODEL_STEM, OPTIMIZER_STEM
+from hfdist.checkpoint.plan import MODEL_STEM, OPTIMIZER_STEM
 from hfdist.config.train import Precision
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from hfdist.trainer.saving import CHECKPOINTS

@@ -1,8 +1,4 @@
-"""A signal to any process of a run lets all ranks finish the same step, save once, and end with exit code 75.
-
-Each step the ranks ask each other whether one was signalled, by a reduction of one number that runs beside the step, in
-a group of its own on the CPU: nobody waits for it, and the GPU is not synchronised.
-"""
+"""A signal to any process of a run lets all ranks finish the same step, save once, and end with exit code 75."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.errors import PreemptedError
@@ -36,36 +30,22 @@ class Preemption(TrainerCallback):
         self._received = 0
         self._received_seconds = 0.0
         self._before: Mapping[signal.Signals, Any] = {}
-        self._group: dist.ProcessGroup | None = None
-        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Begin to listen. A collective."""
-        if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        """Begin to listen."""
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Ask the other ranks whether anyone was signalled."""
-        received = torch.tensor(self._received)
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(received, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = received, work
+    def wish(self) -> int:
+        """Number of the signal that this rank was sent; 0: none."""
+        return self._received
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Save and stop, on all ranks alike, if anyone was."""
-        assert self._asked is not None
-        received, work = self._asked
-        if work is not None:
-            work.wait()
-        if int(received) == 0 or control.should_training_stop or state.global_step >= state.max_steps:
+    def agreed(self, wish: int, state: TrainerState, control: TrainerControl) -> None:
+        """Save and stop."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
             return
-        self.stopped_by = signal.Signals(int(received)).name
+        self.stopped_by = signal.Signals(wish).name
         logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
         control.should_save = control.should_training_stop = True
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint import Keep, export_model, prune, read_checkpoint, restore_random_state, write_checkpoint
-from hfdist.checkpoint.exchange import gather_json, on_all_ranks
+from transformers import TrainerControl, TrainerState
+
+from hfdist.checkpoint import Keep, Saver, export_model, read_checkpoint, restore_random_state
+from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.retention import HELD_OUT_LOSS
 from hfdist.data import Cursor, PoolReport, TokenStream, report
+from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
 
@@ -22,28 +26,87 @@ CHECKPOINTS = "checkpoints"
 TRAINER_STATE = "trainer_state.json"
 
 
-def save(trainer: Any) -> Path:
-    """Write `<output_dir>/checkpoints/step-N` and remove the oldest beyond `save_total_limit`. Call on all ranks."""
-    folder = Path(trainer.args.output_dir) / CHECKPOINTS
+class Saving:
+    """What a Trainer keeps for its saves, from the beginning of training on. Make it on all ranks."""
+
+    def __init__(self, *, in_background: bool) -> None:
+        self.saver = Saver(in_background=in_background)
+        self.model_files = RenderedModelFiles()
+
+
+def save(trainer: Any) -> None:
+    """Write `<output_dir>/checkpoints/step-N`, and remove those that nothing keeps. Call on all ranks.
+
+    It goes on beside the training: `wait` waits for it.
+    """
+    begin = time.monotonic()
+    saving: Saving = trainer.saving
     # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
     write_ledger(trainer)
+    on_rank_zero(lambda: saving.model_files.render(trainer))
+    progress = copy.copy(trainer.state)
+    progress.log_history = list(progress.log_history)
 
     def write_files(path: Path) -> None:
-        _write_model_files(trainer, path)
-        trainer.state.save_to_json(str(path / TRAINER_STATE))
+        saving.model_files.write(path)
+        progress.save_to_json(str(path / TRAINER_STATE))
 
-    saved = write_checkpoint(
-        folder,
+    limit = trainer.args.save_total_limit
+    saving.saver.save(
+        Path(trainer.args.output_dir) / CHECKPOINTS,
         step=trainer.state.global_step,
         pieces=trainer.engine.pieces(),
         state=_state(trainer),
         write_model_files=write_files,
+        keep=trainer.keep or (None if limit is None else Keep(newest=limit)),
+        begin_seconds=begin,
     )
-    limit = trainer.args.save_total_limit
-    keep = trainer.keep or (None if limit is None else Keep(newest=limit))
-    if keep is not None:
-        prune(folder, keep)
-    return saved
+
+
+def wait(trainer: Any) -> None:
+    """Wait until nothing is being saved, and report it. Call on all ranks.
+
+    Raises:
+        CheckpointError, NumericsError, ResourceError: a save has failed; on all ranks alike.
+    """
+    if trainer.saving is not None:
+        trainer.saving.saver.wait()
+        report_save(trainer)
+
+
+def report_save(trainer: Any) -> None:
+    """Log a save that has ended."""
+    saved = trainer.saving.saver.take_report()
+    if saved is None or not trainer.is_world_process_zero():
+        return
+    logger.info(
+        "%s: %.3f GB in %.2f s; training stood still for %.2f s",
+        *(saved.path.name, saved.num_bytes / 1e9, saved.total_seconds, saved.stall_seconds),
+    )
+    trainer.log(
+        {
+            "checkpoint/step": saved.step,
+            "checkpoint/bytes": saved.num_bytes,
+            "checkpoint/seconds": saved.total_seconds,
+            "checkpoint/stall_seconds": saved.stall_seconds,
+        }
+    )
+
+
+class SaveListener:
+    """Ends the run, on all ranks in the same step, once a save has failed."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def wish(self) -> int:
+        """1: this rank knows of a failure."""
+        report_save(self._trainer)
+        return int(self._trainer.saving.saver.has_failed)
+
+    def agreed(self, wish: int, state: TrainerState, control: TrainerControl) -> None:
+        """Raise what the save has raised."""
+        wait(self._trainer)
 
 
 def write_ledger(trainer: Any) -> None:
@@ -60,13 +123,14 @@ def last_held_out_loss(trainer: Any) -> float | None:
 
 
 def is_saved(trainer: Any) -> bool:
-    """Whether there is a checkpoint of this very step."""
+    """Whether there is a checkpoint of this very step. Call on all ranks."""
+    wait(trainer)
     return (Path(trainer.args.output_dir) / CHECKPOINTS / step_name(trainer.state.global_step)).is_dir()
 
 
 def export(trainer: Any, folder: Path) -> None:
     """Write a Hub folder with the weights as they are. Call on all ranks."""
-    export_model(folder, trainer.engine.pieces(), lambda path: _write_model_files(trainer, path))
+    export_model(folder, trainer.engine.pieces(), lambda path: write_model_files(trainer, path))
 
 
 def restore(trainer: Any, path: Path) -> None:
@@ -118,27 +182,6 @@ def data_figures(trainer: Any) -> dict[str, float]:
         for name, value in pool._asdict().items()
         if name != "name"
     }
-
-
-def _write_model_files(trainer: Any, path: Path) -> None:
-    config = copy.deepcopy(trainer.model.config)
-    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
-    config.architectures = [type(trainer.model).__name__]
-    config.dtype = next(trainer.model.parameters()).dtype
-    config.use_cache = True
-    config.save_pretrained(path)
-    if trainer.model.can_generate():
-        _save_generation_config(trainer.model.generation_config, path)
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(path)
-
-
-def _save_generation_config(config: Any, path: Path) -> None:
-    try:
-        config.save_pretrained(path)
-    except ValueError as error:
-        # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
-        logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
 
 
 def _restore_schedule(trainer: Any, steps: int) -> None:

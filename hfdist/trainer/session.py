@@ -157,6 +157,7 @@ def build_trainer(
     )
     trainer.run_values = to_values(config)
     checkpoint = config.checkpoint
+    trainer.save_in_background = checkpoint.background
     trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
     logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
     assert trainer.engine is not None
@@ -177,6 +178,7 @@ def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     if config.checkpoint.every is not None:
         # Without checkpoints there is nothing that a stop could save.
         trainer.add_callback(preemption)
+        trainer.agreement.listeners.append(preemption)
     trainer.train(resume_from_checkpoint=_resume_from(config))
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.

@@ -7,6 +7,7 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,10 +21,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
-from hfdist.errors import ConfigError, NumericsError
+from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving
+from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.dealing import deal
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
@@ -56,6 +58,10 @@ class DistributedTrainerMixin(_Trainer):
         """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
         self.keep: Keep | None = None
         """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
+        self.save_in_background = True
+        """Whether training goes on from a copy in memory while a checkpoint is written."""
+        self.saving: saving.Saving | None = None
+        self.agreement = Agreement()
         if strategy is not None:
             check_arguments(args, strategy)
             # Once more where a recipe has done it: from Python nobody else would.
@@ -69,6 +75,8 @@ class DistributedTrainerMixin(_Trainer):
             self.throughput = Throughput(self.args.device)
             self._grad_norm: Any = None
             check_trainer(self, self.engine)
+            self.agreement.listeners.append(saving.SaveListener(self))
+            self.add_callback(self.agreement)
             if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
@@ -122,6 +130,7 @@ class DistributedTrainerMixin(_Trainer):
         # The checkpoint is ours, so the original must not look for its own files.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
+        self.saving = saving.Saving(in_background=self.save_in_background)
         if resume_from_checkpoint is not None:
             saving.restore(self, Path(resume_from_checkpoint))
         elif isinstance(self.train_dataset, TokenStream):
@@ -134,6 +143,17 @@ class DistributedTrainerMixin(_Trainer):
             num_devices=self.args.world_size,
         )
         return prepared
+
+    def train(self, *more: Any, **named: Any) -> Any:
+        """As the original; a save that goes on at the end of training, or at an error, is waited for."""
+        try:
+            output = super().train(*more, **named)
+        except HfdistError:
+            with suppress(HfdistError):
+                saving.wait(self)
+            raise
+        saving.wait(self)
+        return output
 
     # ---- the step ----
 

@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data.signals import forward_to_rank
 from hfdist.trainer import preemption
+from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.preemption import Preemption
 
 FORK = get_context("fork")
@@ -17,15 +18,16 @@ FORK = get_context("fork")
 
 def train(listening, seconds):
     """Is in a step for so long, and says by its exit status whether it was to stop after it."""
-    callback, control = Preemption(), TrainerControl()
+    callback, agreement, control = Preemption(), Agreement(), TrainerControl()
+    agreement.listeners.append(callback)
     state, arguments = TrainerState(max_steps=100, global_step=7), TrainingArguments("unused", use_cpu=True)
     callback.on_train_begin(arguments, state, control)
     listening.set()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.01)
-    callback.on_step_begin(arguments, state, control)
-    callback.on_step_end(arguments, state, control)
+    agreement.on_step_begin(arguments, state, control)
+    agreement.on_step_end(arguments, state, control)
     callback.on_train_end(arguments, state, control)
     os._exit(33 if control.should_save and control.should_training_stop else 0)
 

@@ -1,8 +1,11 @@
 """Small named tensors as one process holds them."""
 
+import json
+
 import torch
 
 from hfdist.checkpoint import write_checkpoint
+from hfdist.checkpoint.manifest import MANIFEST, hash_of_content
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 
 
@@ -36,3 +39,11 @@ def save(folder, step, pieces=None, state=None):
         state=state or {},
         write_model_files=lambda path: (path / "config.json").write_text("{}"),
     )
+
+
+def edit_manifest(path, change):
+    """Change what a manifest says, so that it agrees with itself."""
+    content = json.loads((path / MANIFEST).read_text())
+    del content["sha256"]
+    change(content)
+    (path / MANIFEST).write_text(json.dumps(content | {"sha256": hash_of_content(content)}))

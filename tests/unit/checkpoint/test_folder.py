@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, verify, write
+from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, verify
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.errors import CheckpointError
-from tests.unit.checkpoint.pieces import blank, save, small_pieces
+from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
 
 OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
 
@@ -30,13 +30,13 @@ def flip_a_bit(path):
     (path / "model.safetensors").write_bytes(content)
 
 
-def edit_manifest(change):
-    def edit(path):
-        content = json.loads((path / MANIFEST).read_text())
-        change(content)
-        (path / MANIFEST).write_text(json.dumps(content))
+def tell(change):
+    return lambda path: edit_manifest(path, change)
 
-    return edit
+
+def tell_without_hash(path):
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
 
 
 def link_outside(path):
@@ -52,7 +52,7 @@ def link_a_folder_outside(path):
 
 
 def move_record(to):
-    return edit_manifest(lambda content: content["files"].update({to: content["files"].pop("model.safetensors")}))
+    return tell(lambda content: content["files"].update({to: content["files"].pop("model.safetensors")}))
 
 
 DAMAGE = {
@@ -63,11 +63,14 @@ DAMAGE = {
     "bad-json": [lambda path: (path / MANIFEST).write_text("{"), lambda path: (path / MANIFEST).write_bytes(b"\xff")],
     "bad-manifest": [
         lambda path: (path / MANIFEST).write_text("[]"),
-        edit_manifest(lambda content: content.pop("files")),
-        edit_manifest(lambda content: content["files"].update(x=1)),
+        tell(lambda content: content.pop("files")),
+        tell(lambda content: content["files"].update(x=1)),
+        tell(lambda content: content["files"]["model.safetensors"]["parts"][0].__setitem__(0, -1)),
+        tell(lambda content: content["files"]["model.safetensors"].update(bytes=1)),
+        tell_without_hash,
     ],
-    "step": [edit_manifest(lambda content: content.update(step=8))],
-    "format": [edit_manifest(lambda content: content.update(format=2))],
+    "step": [tell(lambda content: content.update(step=8))],
+    "format": [tell(lambda content: content.update(format=1))],
     "outside": [
         link_outside,
         link_a_folder_outside,
@@ -172,14 +175,14 @@ def tampered_index(path, change):
     ],
 )
 def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(write, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 40)
     path = save(tmp_path, 1)
     tampered_index(path, change)
     with pytest.raises(CheckpointError):
         read_checkpoint(path, blank(small_pieces()))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"steps": {"a": "x"}}', '{"steps": [], "state": {}, "format": 1}', "1"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"steps": {"a": "x"}}', '{"steps": [], "state": {}, "format": 2}', "1"])
 def test_a_damaged_state_is_refused(tmp_path, text):
     path = save(tmp_path, 1)
     (path / "training_state" / "state.json").write_text(text)
@@ -234,9 +237,12 @@ def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
 
 def test_hashes_are_those_of_sha256sum(tmp_path):
     path = save(tmp_path, 1)
-    files = json.loads((path / MANIFEST).read_text())["files"]
     if shutil.which("sha256sum") is None:
         pytest.skip("no sha256sum")
-    lines = "".join(f"{record['sha256']}  {name}\n" for name, record in files.items())
-    subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, cwd=path, check=True)
-    assert all(record["bytes"] == (path / name).stat().st_size for name, record in files.items())
+    for name, record in json.loads((path / MANIFEST).read_text())["files"].items():
+        content = (path / name).read_bytes()
+        assert len(content) == record["bytes"]
+        for num_bytes, digest in record["parts"]:
+            printed = subprocess.run(["sha256sum"], input=content[:num_bytes], capture_output=True, check=True)
+            assert printed.stdout.split()[0].decode() == digest
+            content = content[num_bytes:]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.layout import TensorSpec
+from hfdist.checkpoint.share import Write, write_share
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES
 from hfdist.errors import CheckpointError
 
@@ -27,9 +28,19 @@ def write(path, tensors):
     }
     plan = tensorfile.plan_file(specs)
     tensorfile.create(path, plan)
-    with path.open("r+b") as file:
-        for name, tensor in tensors.items():
-            tensorfile.write_elements(file.fileno(), plan.begins[name], tensor.reshape(-1))
+    write_share(
+        path.parent,
+        [
+            Write(
+                id=(name, "weight"),
+                file=path.name,
+                begin=plan.begins[name],
+                elements=tensor.reshape(-1),
+                is_trained=False,
+            )
+            for name, tensor in tensors.items()
+        ],
+    )
 
 
 def test_the_format_s_own_library_reads_every_type(tmp_path):

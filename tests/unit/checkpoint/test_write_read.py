@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hfdist.checkpoint import export_model, read_checkpoint, write, write_checkpoint
+from hfdist.checkpoint import export_model, plan, read_checkpoint, write_checkpoint
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError, ResourceError
@@ -38,7 +38,7 @@ def test_what_was_saved_is_read(tmp_path):
 
 
 def test_several_files_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 40)
     path = save(tmp_path, 1, small_pieces())
     assert len(list(path.glob("model-*-of-00002.safetensors"))) == 2
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -53,7 +53,7 @@ def test_several_files_and_their_index(tmp_path, monkeypatch):
 
 
 def test_transformers_reads_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 5000)
     config = LlamaConfig(
         vocab_size=40,
         hidden_size=16,
@@ -182,7 +182,7 @@ def test_failures_leave_no_trace_and_the_last_one_good(tmp_path):
 
 def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path):
     petabyte = torch.zeros(1).expand(2**48)
-    with pytest.raises(ResourceError, match="GB needed"):
+    with pytest.raises(ResourceError, match="bytes needed"):
         save(tmp_path, 1, [whole("w", WEIGHT, petabyte)])
     assert os.listdir(tmp_path) == []
 

@@ -1,0 +1,125 @@
+"""Saving beside the training: it waits for a copy of this rank's share in memory, and not for the disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hfdist.checkpoint.exchange import world_size
+from hfdist.checkpoint.piece import Piece
+from hfdist.checkpoint.retention import Keep, prune
+from hfdist.checkpoint.share import HostCopy
+from hfdist.checkpoint.write import PreparedSave, complete, prepare
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A save that has ended well."""
+
+    path: Path
+    step: int
+    num_bytes: int
+    """Of the tensor files of all ranks."""
+    stall_seconds: float
+    """For which training stood still, as long as a save before was not done included."""
+    total_seconds: float
+    """From the wish to save until the checkpoint had its name."""
+
+
+class Saver:
+    """Writes one checkpoint at a time, in a thread that speaks with those of the other ranks in a group of their own.
+
+    Make it on all ranks: that is a collective.
+
+    Args:
+        in_background: False: training waits until all is on the disk, and no memory for a copy is needed.
+    """
+
+    def __init__(self, *, in_background: bool = True) -> None:
+        self._copy = HostCopy() if in_background else None
+        self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._report: SaveReport | None = None
+
+    def save(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        pieces: Iterable[Piece],
+        state: dict[str, Any],
+        write_model_files: Callable[[Path], object],
+        keep: Keep | None,
+        begin_seconds: float,
+    ) -> None:
+        """Write `<folder>/step-N` as `write_checkpoint` does, then remove what `keep` does not name. A collective.
+
+        Args:
+            folder: as of `write_checkpoint`.
+            step: as there.
+            pieces: as there.
+            state: as there.
+            write_model_files: as there; may be called while training goes on.
+            keep: which checkpoints stay; None: all.
+            begin_seconds: when training began to stand still, by `time.monotonic`.
+
+        Raises:
+            CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
+        """
+        self.wait()
+        prepared = prepare(folder, step=step, pieces=pieces, state=state, write_model_files=write_model_files)
+        if self._copy is None:
+            self._complete(prepared, keep, begin_seconds)
+            self.wait()
+            return
+        prepared = replace(prepared, writes=self._copy.take(prepared.writes))
+        stall_seconds = time.monotonic() - begin_seconds
+        # A daemon: a process that fails ends at once, and what has no name yet is no checkpoint.
+        self._thread = threading.Thread(
+            target=self._complete, args=(prepared, keep, begin_seconds, stall_seconds), name="save", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise what this rank knows of already."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Wait until nothing is being saved. Call on all ranks, which then all raise alike.
+
+        Raises:
+            CheckpointError, NumericsError, ResourceError: the save has failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def take_report(self) -> SaveReport | None:
+        """Give the report of a save that has ended since the last call."""
+        report, self._report = self._report, None
+        return report
+
+    def _complete(
+        self, prepared: PreparedSave, keep: Keep | None, begin_seconds: float, stall_seconds: float | None = None
+    ) -> None:
+        try:
+            path = complete(prepared, self._group)
+            if keep is not None:
+                prune(path.parent, keep)
+        except Exception as error:
+            self._error = error
+            return
+        total_seconds = time.monotonic() - begin_seconds
+        stalled = total_seconds if stall_seconds is None else stall_seconds
+        self._report = SaveReport(path, prepared.step, prepared.num_bytes, stalled, total_seconds)

@@ -1,0 +1,58 @@
+"""Config, generation config and tokenizer of the model that is trained, as files of a Hub folder."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
+
+logger = logging.getLogger(__name__)
+
+
+def write_model_files(trainer: Any, folder: Path) -> None:
+    """Write all that makes a Hub model of weights."""
+    config = copy.deepcopy(trainer.model.config)
+    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
+    config.architectures = [type(trainer.model).__name__]
+    config.dtype = next(trainer.model.parameters()).dtype
+    config.use_cache = True
+    config.save_pretrained(folder)
+    if trainer.model.can_generate():
+        _save_generation_config(trainer.model.generation_config, folder)
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+
+
+class RenderedModelFiles:
+    """The same files in memory: they do not change while a model is trained, and a large tokenizer takes long."""
+
+    def __init__(self) -> None:
+        self._content: dict[str, bytes] = {}
+
+    def render(self, trainer: Any) -> None:
+        """Make them, unless that was done."""
+        if self._content:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_model_files(trainer, folder)
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            self._content = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+    def write(self, folder: Path) -> None:
+        """Write them."""
+        for name, content in self._content.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def _save_generation_config(config: Any, folder: Path) -> None:
+    try:
+        config.save_pretrained(folder)
+    except ValueError as error:
+        # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
+        logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
