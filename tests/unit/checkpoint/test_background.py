@@ -1,0 +1,132 @@
+"""A save beside the training: it holds what was there when it began, there is one at a time, and failures are heard."""
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, verify
+from hfdist.errors import CheckpointError, NumericsError, ResourceError
+from tests.unit.checkpoint.pieces import blank, small_pieces
+
+ONE = Keep(newest=1)
+
+
+def begin(saver, folder, step, pieces, write=lambda path: (path / "config.json").write_text("{}")):
+    saver.save(
+        folder,
+        step=step,
+        pieces=pieces,
+        state={"step": step},
+        write_model_files=write,
+        keep=ONE,
+        begin_seconds=time.monotonic(),
+    )
+
+
+@pytest.fixture
+def gate():
+    """Writes model files once it is opened."""
+
+    class Gate(threading.Event):
+        def write(self, path):
+            assert self.wait(20)
+
+    return Gate()
+
+
+def test_what_changes_after_the_copy_is_not_saved(tmp_path, gate):
+    saver, pieces = Saver(), small_pieces(3)
+    begin(saver, tmp_path, 1, pieces, gate.write)
+    for piece in pieces:
+        piece.view.fill_(-5)
+    assert find_newest(tmp_path) is None
+    gate.set()
+    saver.wait()
+    verify(tmp_path / "step-00000001")
+    loaded = blank(small_pieces())
+    assert read_checkpoint(tmp_path / "step-00000001", loaded) == {"step": 1}
+    assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, small_pieces(3), strict=True))
+    report = saver.take_report()
+    assert (report.path, report.step) == (tmp_path / "step-00000001", 1)
+    assert report.num_bytes == sum(
+        (report.path / name).stat().st_size
+        for name in ("model.safetensors", "training_state/optimizer-00001-of-00001.safetensors")
+    )
+    assert 0 < report.stall_seconds < report.total_seconds
+    assert saver.take_report() is None
+
+
+def test_there_is_one_save_at_a_time_and_the_oldest_goes_last(tmp_path, gate):
+    saver = Saver()
+    begin(saver, tmp_path, 1, small_pieces(1), gate.write)
+    threading.Timer(0.2, gate.set).start()
+    begin(saver, tmp_path, 2, small_pieces(2))
+    assert gate.is_set()
+    assert (tmp_path / "step-00000001").is_dir()
+    saver.wait()
+    assert os.listdir(tmp_path) == ["step-00000002"]
+    assert saver.take_report().stall_seconds >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ResourceError, "bytes needed, "),
+        (OSError(errno.EIO, "Input/output error"), CheckpointError, "Input/output error"),
+    ],
+)
+def test_a_failure_is_heard_and_harms_nothing(tmp_path, monkeypatch, error, kind, message):
+    saver = Saver()
+    begin(saver, tmp_path, 1, small_pieces(1))
+    saver.wait()
+
+    def fail(*arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        begin(saver, tmp_path, 2, small_pieces(2))
+        saver._thread.join()
+        assert saver.has_failed
+        with pytest.raises(kind, match=message) as caught:
+            saver.wait()
+        assert str(tmp_path) in str(caught.value)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    verify(tmp_path / "step-00000001")
+    assert not saver.has_failed
+    begin(saver, tmp_path, 3, small_pieces(3))
+    saver.wait()
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("key", range(2))
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_not_finite_is_not_saved(tmp_path, in_background, key, value):
+    saver, pieces = Saver(in_background=in_background), small_pieces()
+    pieces[key].view[1, 2] = value
+    with pytest.raises(NumericsError, match=f"a/{pieces[key].key}"):
+        begin(saver, tmp_path, 1, pieces)
+        saver.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_not_trained_may_be_infinite(tmp_path):
+    pieces = small_pieces()
+    pieces[3].view[0] = -torch.inf
+    saver = Saver()
+    begin(saver, tmp_path, 1, pieces)
+    saver.wait()
+    verify(tmp_path / "step-00000001")
+
+
+def test_without_a_copy_it_is_done_at_once(tmp_path):
+    saver = Saver(in_background=False)
+    begin(saver, tmp_path, 1, small_pieces())
+    verify(tmp_path / "step-00000001")
+    report = saver.take_report()
+    assert report.stall_seconds == report.total_seconds
