@@ -28,7 +28,8 @@ class Beat:
     step: int = 0
     idle_seconds: float = 0.0
     """Since that mark."""
-    longest_step_seconds: float = 0.0
+    longest_idle_seconds: float = 0.0
+    """Between two marks, so far."""
     exempt: str | None = None
     """What it does without marks: STARTING, EVALUATING, SAVING, ENDING or compiling; None: it should make some."""
     waits_in: str | None = None
@@ -58,9 +59,8 @@ class Progress:
         self.mark_name = "the start"
         self.step = 0
         self.exempt: str | None = STARTING
-        self.longest_step_seconds = 0.0
-        self._marked_seconds = self._step_seconds = time.monotonic()
-        self._steps_done = 0
+        self.longest_idle_seconds = 0.0
+        self._marked_seconds = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
@@ -69,23 +69,10 @@ class Progress:
 
     def mark(self, name: str) -> None:
         """Come to a place to which all ranks come equally often."""
+        if self.exempt is None:
+            self.longest_idle_seconds = max(self.longest_idle_seconds, self.idle_seconds)
         self._marked_seconds = time.monotonic()
         self.marks, self.mark_name = self.marks + 1, name
-
-    def step_done(self, step: int, then: str | None) -> None:
-        """End a step; `then`: what comes before the next, as in `Beat.exempt`."""
-        self.mark("the end of the step")
-        self.step = step
-        self._steps_done += 1
-        # The first is no measure: it compiles and connects.
-        if self._steps_done > 1:
-            self.longest_step_seconds = max(self.longest_step_seconds, self._marked_seconds - self._step_seconds)
-        self.go_on(then)
-
-    def go_on(self, then: str | None) -> None:
-        """Begin what follows a step, an evaluation or a save."""
-        self.exempt = then
-        self._step_seconds = time.monotonic()
 
     def marking(self, batches: Iterable[T]) -> Iterator[T]:
         """Give the batches, with a mark behind each."""

@@ -82,7 +82,7 @@ class Watch(TrainerCallback):
         """Mark it: batches are read, and agreed upon."""
         self.progress.mark("the beginning of a step")
         if self.progress.exempt == SAVING:
-            self.progress.go_on(None)
+            self.progress.exempt = None
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
@@ -98,7 +98,8 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""
-        self.progress.step_done(state.global_step, _what_follows(control))
+        self.progress.step = state.global_step
+        self._go_on("the end of a step", control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""
@@ -117,13 +118,13 @@ class Watch(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Watch no more; as a context, only that ranks are alive: what comes now may be done by rank 0 alone."""
-        self.progress.go_on(ENDING)
+        self.progress.exempt = ENDING
         if not self._is_context:
             self._leave(0)
 
     def _go_on(self, mark: str, control: TrainerControl) -> None:
         self.progress.mark(mark)
-        self.progress.go_on(_what_follows(control))
+        self.progress.exempt = _what_follows(control)
 
     def _start(self) -> None:
         if self._watcher is not None or self._heartbeat_seconds is None or world_size() == 1:

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from hfdist.errors import PeerError
 from hfdist.watch.beat import Beat
 
-STEPS_WITHOUT_PROGRESS = 10
-"""A step may take this many times the longest so far: other machines' load, a slower shard, longer sequences."""
+IDLE_TIMES = 5
+"""The time between two marks may be this many times the longest so far: a loaded machine, a slow shard, long sequences.
+Not counted: the first step, evaluations and saves."""
 _BEATS_AFTER_A_BREAK = 2.5
 _LEAST_SILENT_SECONDS = 1.0
 
@@ -87,15 +88,14 @@ def find_lost(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict |
 def find_stalled(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
     """Find who keeps all others waiting: nobody has made progress, and nobody is doing what may take long.
 
-    The limit grows with the run's own steps, so that a slow rank is not taken for a hung one, nor a step that takes
-    longer than the heartbeat.
+    The limit grows with the run's own times between marks, so that neither a slow rank nor a micro batch that takes
+    longer than the heartbeat counts as hung.
     """
     here = {rank: one for rank, one in heard.items() if one.beat.left is None}
     beats = {rank: one.beat for rank, one in here.items()}
     if not beats or any(beat.exempt is not None for beat in beats.values()):
         return None
-    longest_step_seconds = max(beat.longest_step_seconds for beat in beats.values())
-    limit = max(heartbeat_seconds, STEPS_WITHOUT_PROGRESS * longest_step_seconds)
+    limit = max(heartbeat_seconds, IDLE_TIMES * max(beat.longest_idle_seconds for beat in beats.values()))
     idle_seconds = min(beat.idle_seconds for beat in beats.values())
     if idle_seconds <= limit:
         return None

@@ -42,6 +42,7 @@ class Watcher:
         self._broken_since: float | None = None
         self._left: int | None = None
         self._has_written = False
+        self._silent: set[int] = set()
         self._wake, self._sent, self._over = threading.Event(), threading.Event(), threading.Event()
         for name, loop in (("watch-beats", self._beat), ("watch-judge", self._judge)):
             threading.Thread(target=loop, name=name, daemon=True).start()
@@ -60,7 +61,7 @@ class Watcher:
         if self._store.rank == 0:
             # The store ends with this process: the others must have read it, or be leaving as well.
             deadline = time.monotonic() + 1.5 * self._beat_seconds
-            while time.monotonic() < deadline and not self._all_others(lambda beat: beat.left is not None):
+            while time.monotonic() < deadline and not self._all_others(lambda beat: False):
                 time.sleep(_HURRIED_BEAT_SECONDS)
 
     # ---- the thread that beats: in a store that does not answer it may hang for ever ----
@@ -99,7 +100,7 @@ class Watcher:
             mark=progress.mark_name,
             step=progress.step,
             idle_seconds=progress.idle_seconds,
-            longest_step_seconds=progress.longest_step_seconds,
+            longest_idle_seconds=progress.longest_idle_seconds,
             exempt=exempt,
             waits_in=waits_in,
             broken_seconds=None if self._broken_since is None else time.monotonic() - self._broken_since,
@@ -129,6 +130,7 @@ class Watcher:
             heard[self._store.rank] = Heard(self._own_beat(0))
             verdict = self._verdict or self._find(heard)
             if verdict is not None:
+                self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
                 self._end(verdict)
 
     def _find(self, heard: dict[int, Heard]) -> Verdict | None:
@@ -146,22 +148,28 @@ class Watcher:
             _within(_LAST_WORDS_SECONDS, self._write_stacks)
         if is_own:
             _within(_LAST_WORDS_SECONDS, lambda: self._report(verdict))
-        self._has_written = True
-        self._wake.set()
-        # A launcher ends all ranks as soon as one has ended.
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while time.monotonic() < deadline and not self._others_have_written():
-            time.sleep(_HURRIED_BEAT_SECONDS)
-        if self._store.rank == 0:
-            time.sleep(4 * _HURRIED_BEAT_SECONDS)
+        self._wait_for_others()
         os._exit(verdict.exit_code)
 
-    def _others_have_written(self) -> bool:
-        """For rank 0, all that still beat; for the others, rank 0, which waits for them."""
-        return self._all_others(lambda beat: beat.has_written or beat.left is not None)
+    def _wait_for_others(self) -> None:
+        """Let them write, too: a launcher ends all ranks as soon as one has ended."""
+        is_host = self._store.rank == 0
+        if not is_host and 0 in self._silent:
+            # Each rank finds that out for itself, within a beat or so.
+            time.sleep(min(2 * self._beat_seconds, _LAST_WORDS_SECONDS))
+            return
+        # Rank 0 says so once all have that still beat, and the others wait for it.
+        self._has_written = not is_host
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < deadline and not self._all_others(lambda beat: beat.has_written):
+            time.sleep(_HURRIED_BEAT_SECONDS)
+        if is_host:
+            self._has_written = True
+            time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
     def _all_others(self, condition: Callable[[Beat], bool]) -> bool:
-        return all(condition(beat) for rank, beat in self._heard.items() if rank != self._store.rank)
+        others = (beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent))
+        return all(beat.left is not None or condition(beat) for beat in others)
 
     def _write_stacks(self) -> None:
         beat = self._own_beat(0)
