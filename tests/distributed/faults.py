@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from recipes.pretrain import main
 from tests.distributed.runs import SMALL
 
 MOST_SECONDS = 60
+BEGAN = "began"
 
 
 class Ranks:
@@ -48,6 +51,16 @@ class Ranks:
     def steps(self) -> int:
         """Done so far."""
         return len([line for line in read_metrics(self.run_dir / METRICS) if "loss" in line])
+
+    @property
+    def began(self) -> float:
+        """When the fault began."""
+        return self.run_dir.with_name(BEGAN).stat().st_mtime
+
+    def send(self, number: signal.Signals, rank: int) -> None:
+        """Signal one of them: that is the fault."""
+        self.run_dir.with_name(BEGAN).touch()
+        os.kill(self.processes[rank].pid, number)
 
     def wait_for_steps(self, number: int) -> None:
         """Wait until so many are done."""
@@ -81,6 +94,7 @@ def _rank(folder: Path, rank: int, num_ranks: int, arguments: list[str], fault: 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     _forget_accelerate_state()
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
+    os.chdir(folder)
     fault(rank)
     sys.argv = ["pretrain.py", *arguments]
     main()
@@ -100,10 +114,10 @@ def data_end_in_a_loop(rank: int) -> None:
     loader = TokenStream.loader
 
     def endless(self, *more, **named):
-        for number, batch in enumerate(loader(self, *more, **named)):
-            while number == 15:
-                pass
-            yield batch
+        yield from itertools.islice(loader(self, *more, **named), 15)
+        Path(BEGAN).touch()
+        while True:
+            pass
 
     TokenStream.loader = endless
 
@@ -135,6 +149,7 @@ def _at_micro_batch(number: int, is_here: bool, action: Callable[[], object]) ->
         nonlocal count
         count += 1
         if is_here and count == number:
+            Path(BEGAN).touch()
             action()
         return step(self, *more, **named)
 
