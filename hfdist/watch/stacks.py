@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -67,19 +68,31 @@ def last_collectives() -> str:
 def _recorded() -> list[dict[str, Any]]:
     """Read torch's flight recorder, which is on by default (TORCH_FR_BUFFER_SIZE=0 switches it off).
 
-    Private and without documentation: `_dump_fr_trace_json` gives gloo's collectives since torch 2.9 or so, and
+    Private and without documentation: in torch 2.13 `_dump_fr_trace_json` gives gloo's collectives, and
     `_dump_nccl_trace_json` those of NCCL; each is missing where torch was built without it.
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None and dist.is_initialized():
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+        # Whatever another version gives: a watch that fails here would be taken for a dead rank.
+        with contextlib.suppress(Exception):
+            if dump is not None and dist.is_initialized():
+                entries += map(_known_fields, json.loads(dump(includeCollectives=True, onlyActive=False))["entries"])
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
+def _known_fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """Give those that are used here.
+
+    Raises:
+        KeyError: one is missing.
+    """
+    names = ("time_created_ns", "process_group", "is_p2p", "p2p_seq_id", "collective_seq_id", "retired")
+    return {name: entry[name] for name in (*names, "profiling_name", "input_sizes")}
+
+
 def _describe(entry: dict[str, Any]) -> str:
-    _, group = entry["process_group"]
+    group = entry["process_group"][-1]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     state = "finished" if entry["retired"] else "not finished"
     return f"{entry['profiling_name']} {entry['input_sizes']} (number {number} of {group or 'its group'}, {state})"

@@ -43,7 +43,8 @@ class Watcher:
         self._left: int | None = None
         self._has_written = False
         self._silent: set[int] = set()
-        self._wake, self._sent, self._over = threading.Event(), threading.Event(), threading.Event()
+        self._wake, self._sent = threading.Event(), threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
         for name, loop in (("watch-beats", self._beat), ("watch-judge", self._judge)):
             threading.Thread(target=loop, name=name, daemon=True).start()
 
@@ -61,8 +62,9 @@ class Watcher:
         if self._store.rank == 0:
             # The store ends with this process: the others must have read it, or be leaving as well.
             deadline = time.monotonic() + 1.5 * self._beat_seconds
-            while time.monotonic() < deadline and not self._all_others(lambda beat: False):
+            while time.monotonic() < deadline and not self._have_all_left():
                 time.sleep(_HURRIED_BEAT_SECONDS)
+        self._closed.set()
 
     # ---- the thread that beats: in a store that does not answer it may hang for ever ----
 
@@ -80,8 +82,8 @@ class Watcher:
                 self._verdict = self._verdict or verdict
             if own.left is not None:
                 self._sent.set()
-            is_last = own.left is not None and self._store.rank != 0
-            if is_last:
+            # Rank 0 goes on, to see the others leave.
+            if self._closed.is_set() or (own.left is not None and self._store.rank != 0):
                 return
             is_hurried = self._verdict is not None or own.left is not None
             self._wake.wait(_HURRIED_BEAT_SECONDS if is_hurried else self._beat_seconds)
@@ -161,15 +163,21 @@ class Watcher:
         # Rank 0 says so once all have that still beat, and the others wait for it.
         self._has_written = not is_host
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while time.monotonic() < deadline and not self._all_others(lambda beat: beat.has_written):
+        while time.monotonic() < deadline and not self._have_all_written():
             time.sleep(_HURRIED_BEAT_SECONDS)
         if is_host:
             self._has_written = True
             time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
-    def _all_others(self, condition: Callable[[Beat], bool]) -> bool:
-        others = (beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent))
-        return all(beat.left is not None or condition(beat) for beat in others)
+    def _have_all_written(self) -> bool:
+        return all(beat.has_written or beat.left is not None for beat in self._others())
+
+    def _have_all_left(self) -> bool:
+        return all(beat.left is not None for beat in self._others())
+
+    def _others(self) -> list[Beat]:
+        """Of those whose beats this rank follows, the last beats of those that still beat."""
+        return [beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent)]
 
     def _write_stacks(self) -> None:
         beat = self._own_beat(0)

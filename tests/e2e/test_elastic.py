@@ -16,7 +16,9 @@ from tests.e2e.test_launch import RECIPE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
-STEPS = 30
+STEPS = 40
+# With one store for all starts, agents that join later, or whose rank 0 is lost, never meet (torch 2.13).
+OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Twelve lanes and sequences: one, two and three ranks share them evenly.
 SETTINGS = ("data.lanes=12", "train.global_batch_size=12", f"train.max_steps={STEPS}", "data.workers=0",
             "checkpoint=default", "checkpoint.every=3", "optimizer.lr=5e-4")  # fmt: skip
@@ -34,13 +36,14 @@ def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir):
     command = [*LAUNCH, f"--rdzv-endpoint={endpoint}", *recipe]
     logs = [(tmp_path / f"log-{number}").open("w+") for number in range(3)]
     # Each agent stands for a machine; the first serves the store at which they meet.
-    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) for log in logs]
+    environment = os.environ | OWN_STORES
+    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) for log in logs]
 
     def said():
         return "\n".join((tmp_path / f"log-{number}").read_text() for number in range(3))
 
     try:
-        while len(read_metrics(run_dir / METRICS)) < 5:
+        while "3 processes: data 3" not in said() or len(read_metrics(run_dir / METRICS)) < 5:
             assert all(agent.poll() is None for agent in agents), said()
             time.sleep(0.02)
         ranks = psutil.Process(agents[2].pid).children()
@@ -52,9 +55,8 @@ def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir):
         for agent in agents:
             agent.kill()
             agent.wait()
-    assert "3 processes: data 3" in said()
     assert "2 processes: data 2" in said()
-    assert said().count("resuming from") == 1
+    assert "resuming from" in said()
     alone = pretrain(tmp_path / "alone", 1, "strategy=single", *SETTINGS)
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-5)
     assert len(losses(run_dir)) == STEPS
