@@ -27,17 +27,34 @@ LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--npro
           "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")  # fmt: skip
 
 
+def start(command, log):
+    with log.open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | OWN_STORES)
+
+
+def is_served(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        endpoint = f"localhost:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
     run_dir = tmp_path / "run"
     recipe = [str(RECIPE), *SMALL, *SETTINGS, "strategy=ddp", "watch.heartbeat_seconds=5", f"run.dir={run_dir}"]
-    command = [*LAUNCH, f"--rdzv-endpoint={endpoint}", *recipe]
-    logs = [(tmp_path / f"log-{number}").open("w+") for number in range(3)]
-    # Each agent stands for a machine; the first serves the store at which they meet.
-    environment = os.environ | OWN_STORES
-    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) for log in logs]
+    command = [*LAUNCH, f"--rdzv-endpoint=localhost:{port}", *recipe]
+    # Each agent stands for a machine; the first serves the store at which they meet, so it must be first.
+    agents = [start(command, tmp_path / "log-0")]
+    wait_for(lambda: is_served(port))
+    agents += [start(command, tmp_path / f"log-{number}") for number in (1, 2)]
 
     def said():
         return "\n".join((tmp_path / f"log-{number}").read_text() for number in range(3))
