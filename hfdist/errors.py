@@ -83,6 +83,13 @@ class NumericsError(HfdistError):
     title = "Numerics error"
 
 
+class PeerError(HfdistError):
+    """A rank that is dead, hung or cut off, for which the others would wait."""
+
+    exit_code = 6
+    title = "Peer lost"
+
+
 class ResourceError(HfdistError):
     """Too little disk, memory or devices."""
 

@@ -16,6 +16,7 @@ _SAFE = (
     "run.*",
     "report.*",
     "checkpoint.*",
+    "watch.*",
     "strategy.*",
     "train.micro_batch_size",
     "train.eval_*",

@@ -11,6 +11,7 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.report import ReportConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
+from hfdist.config.watch import WatchConfig
 
 
 @dataclass(kw_only=True)
@@ -33,4 +34,5 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -17,7 +17,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
-from hfdist.trainer.restart import start_group_after_restart
+from hfdist.trainer.restart import start_group_under_torchrun
 
 
 def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
@@ -27,7 +27,7 @@ def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
         ConfigError: TrainingArguments refuses a value.
     """
     fields = _generated(config, strategy.batch) | strategy.training_arguments()
-    start_group_after_restart()
+    start_group_under_torchrun()
     try:
         arguments = TrainingArguments(**fields, **config.train.arguments)
     except (ValueError, TypeError, ImportError) as error:

@@ -51,6 +51,7 @@ from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
 from hfdist.trainer.trainer import Trainer
+from hfdist.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -173,12 +174,20 @@ def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
 
     Raises:
         PreemptedError: a signal has stopped it, saved.
+        PeerError: the connection to another rank is lost.
     """
+    with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+        _train_watched(trainer, data, config, watch)
+
+
+def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> None:
     preemption = Preemption()
     if config.checkpoint.every is not None:
         # Without checkpoints there is nothing that a stop could save.
         trainer.add_callback(preemption)
         trainer.agreement.listeners.append(preemption)
+    # Behind it, since it decides what follows a step.
+    trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=_resume_from(config))
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.

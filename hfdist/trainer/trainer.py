@@ -32,6 +32,7 @@ from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_t
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.throughput import Throughput
+from hfdist.watch import Watch
 
 if TYPE_CHECKING:
     # What the class after the mixin brings along.
@@ -196,6 +197,8 @@ class DistributedTrainerMixin(_Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
+        for watch in (found for found in self.callback_handler.callbacks if isinstance(found, Watch)):
+            epoch_iterator = watch.progress.marking(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
         samples, num_items = read()
         if self.engine is None or self.strategy is None:

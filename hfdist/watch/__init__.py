@@ -1,0 +1,5 @@
+"""Notices a rank that is dead, hung or cut off, says which rank waits for which, and ends the run with exit code 6."""
+
+from hfdist.watch.callback import Watch
+
+__all__ = ["Watch"]

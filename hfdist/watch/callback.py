@@ -1,0 +1,165 @@
+"""The watch as a callback: marks progress at the Trainer's events, and makes a broken connection one message."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from hfdist.checkpoint.exchange import gather_json, rank, world_size
+from hfdist.errors import HfdistError, PeerError
+from hfdist.watch.beat import ENDING, EVALUATING, SAVING, Progress
+from hfdist.watch.store import BeatStore
+from hfdist.watch.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "watch"
+_VERDICT_SECONDS = 5.0
+"""Behind the heartbeat: until then the watch has said who is missing, and has ended the process."""
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
+
+
+class Watch(TrainerCallback):
+    """Ends the run with exit code 6 when a rank is dead, hung or cut off, so that a launcher can start it again.
+
+    As a callback it watches from the beginning of training to its end. As a context (`with watch: trainer.train()`) it
+    also tells the other ranks when this one ends with an error, and turns an error of a broken connection into one
+    message. Add it behind callbacks that decide about saving and stopping. One process is not watched.
+
+    Args:
+        run_dir: stacks and reports go to `watch/` in it.
+        heartbeat_seconds: how long a rank may be silent, or all of them without progress; None: no watch.
+    """
+
+    def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
+        self.progress = Progress()
+        self._run_dir, self._heartbeat_seconds = Path(run_dir), heartbeat_seconds
+        self._watcher: Watcher | None = None
+        self._is_context = False
+
+    def __enter__(self) -> Watch:
+        """Begin to watch. A collective."""
+        self._is_context = True
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Tell the other ranks that this one ends.
+
+        Raises:
+            PeerError: in place of an error of a broken connection, where there is no watch to end the process.
+        """
+        if error is not None and is_broken_connection(error):
+            self._wait_for_verdict()
+            raise PeerError(
+                "the connection to another rank is lost",
+                where=f"rank {rank()}, {self.progress.step} steps done",
+                found=str(error).strip().splitlines()[0],
+                hint="the same command goes on from the last checkpoint; a rank that was killed says nothing itself",
+            ) from None
+        exit_code = 0 if error is None else error.exit_code if isinstance(error, HfdistError) else 1
+        self._leave(exit_code)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Begin to watch, unless it has begun. A collective."""
+        self._start()
+        self.progress.step = state.global_step
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Mark it: batches are read, and agreed upon."""
+        self.progress.mark("the beginning of a step")
+        if self.progress.exempt == SAVING:
+            self.progress.exempt = None
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Mark it."""
+        self.progress.mark("a micro batch")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Mark it."""
+        self.progress.mark("the last micro batch")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Mark it, and what comes now."""
+        self.progress.step = state.global_step
+        self._go_on("the end of a step", control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Mark it, and what comes now."""
+        self._go_on("the end of the data", control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Mark it, and what comes now."""
+        self._go_on("an evaluation", control)
+        if args.save_strategy == SaveStrategy.BEST:
+            # Decided once all callbacks have been here.
+            self.progress.exempt = SAVING
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Mark it, and what comes now."""
+        self._go_on("a save", control)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Watch no more; as a context, only that ranks are alive: what comes now may be done by rank 0 alone."""
+        self.progress.exempt = ENDING
+        if not self._is_context:
+            self._leave(0)
+
+    def _go_on(self, mark: str, control: TrainerControl) -> None:
+        self.progress.mark(mark)
+        self.progress.exempt = _what_follows(control)
+
+    def _start(self) -> None:
+        if self._watcher is not None or self._heartbeat_seconds is None or world_size() == 1:
+            return
+        started = gather_json(time.strftime("%Y%m%d-%H%M%S"))[0]
+        try:
+            store = BeatStore()
+        except OSError as error:
+            logger.warning("the ranks are not watched: %s", error)
+            return
+        self._watcher = Watcher(self.progress, store, self._run_dir / FOLDER / started, self._heartbeat_seconds)
+
+    def _leave(self, exit_code: int) -> None:
+        if self._watcher is not None:
+            self._watcher.leave(exit_code)
+            self._watcher = None
+
+    def _wait_for_verdict(self) -> None:
+        """Let the watch find out who is missing: it ends the process from its own thread."""
+        if self._watcher is not None and self._heartbeat_seconds is not None:
+            self._watcher.broke()
+            time.sleep(self._heartbeat_seconds + _VERDICT_SECONDS)
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether a collective failed because a connection to another rank broke: gloo has no type for it, only words."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _BROKEN)
+
+
+def _what_follows(control: TrainerControl) -> str | None:
+    """In the Trainer's order, which takes each wish back when it is done."""
+    if control.should_evaluate:
+        return EVALUATING
+    if control.should_save:
+        return SAVING
+    return ENDING if control.should_training_stop else None

@@ -1,0 +1,208 @@
+"""The threads of the watch: one beats, the other judges, and ends the process when the run cannot go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hfdist.watch import stacks
+from hfdist.watch.beat import Beat, Progress
+from hfdist.watch.store import BeatStore
+from hfdist.watch.verdict import Heard, Verdict, beat_seconds, find_left, find_lost, find_stalled
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 2.0
+"""For stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
+_HURRIED_BEAT_SECONDS = 0.05
+_REPORT = "report.txt"
+
+
+class Watcher:
+    """Watches the other ranks from two threads. Rank 0 judges; the others follow it, and judge only rank 0.
+
+    Args:
+        progress: of this rank.
+        store: connected on all ranks.
+        folder: for stacks and the report; of this start of the run.
+        heartbeat_seconds: how long a rank may be silent or without progress.
+    """
+
+    def __init__(self, progress: Progress, store: BeatStore, folder: Path, heartbeat_seconds: float) -> None:
+        self._progress, self._store, self._folder = progress, store, folder
+        self._heartbeat_seconds = heartbeat_seconds
+        self._beat_seconds = beat_seconds(heartbeat_seconds)
+        self._heard: dict[int, Beat] = {}
+        self._verdict: Verdict | None = None
+        self._broken_since: float | None = None
+        self._left: int | None = None
+        self._has_written = False
+        self._silent: set[int] = set()
+        self._wake, self._sent = threading.Event(), threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
+        for name, loop in (("watch-beats", self._beat), ("watch-judge", self._judge)):
+            threading.Thread(target=loop, name=name, daemon=True).start()
+
+    def broke(self) -> None:
+        """Tell that a connection to another rank broke, so that whoever is silent is found sooner."""
+        self._broken_since = time.monotonic()
+        self._wake.set()
+
+    def leave(self, exit_code: int) -> None:
+        """Tell the others that this rank ends by itself, and watch no more."""
+        self._left = exit_code
+        self._over.set()
+        self._wake.set()
+        self._sent.wait(_LAST_WORDS_SECONDS)
+        if self._store.rank == 0:
+            # The store ends with this process: the others must have read it, or be leaving as well.
+            deadline = time.monotonic() + 1.5 * self._beat_seconds
+            while time.monotonic() < deadline and not self._have_all_left():
+                time.sleep(_HURRIED_BEAT_SECONDS)
+        self._closed.set()
+
+    # ---- the thread that beats: in a store that does not answer it may hang for ever ----
+
+    def _beat(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            own = self._own_beat(number)
+            try:
+                self._heard, verdict = self._store.exchange(own, self._verdict)
+            except Exception:
+                # The others will find this rank silent, and this rank finds rank 0 silent.
+                return
+            if not self._over.is_set():
+                self._verdict = self._verdict or verdict
+            if own.left is not None:
+                self._sent.set()
+            # Rank 0 goes on, to see the others leave.
+            if self._closed.is_set() or (own.left is not None and self._store.rank != 0):
+                return
+            is_hurried = self._verdict is not None or own.left is not None
+            self._wake.wait(_HURRIED_BEAT_SECONDS if is_hurried else self._beat_seconds)
+            self._wake.clear()
+
+    def _own_beat(self, number: int) -> Beat:
+        progress, exempt, waits_in = self._progress, self._progress.exempt, None
+        if exempt is None and progress.idle_seconds > self._beat_seconds:
+            # Looked up only when there is something to explain.
+            exempt = "compiling" if stacks.is_compiling() else None
+            waits_in = stacks.waits_in()
+        return Beat(
+            number=number,
+            host=platform.node(),
+            marks=progress.marks,
+            mark=progress.mark_name,
+            step=progress.step,
+            idle_seconds=progress.idle_seconds,
+            longest_idle_seconds=progress.longest_idle_seconds,
+            exempt=exempt,
+            waits_in=waits_in,
+            broken_seconds=None if self._broken_since is None else time.monotonic() - self._broken_since,
+            left=self._left,
+            has_written=self._has_written,
+        )
+
+    # ---- the thread that judges: it never touches the store ----
+
+    def _judge(self) -> None:
+        came: dict[int, tuple[int, float]] = {}
+        last = time.monotonic()
+        while not self._over.wait(self._beat_seconds / 2):
+            now = time.monotonic()
+            if now - last > 3 * self._beat_seconds:
+                # Who was stopped itself, as by a suspended job, must first hear the others again.
+                came = {}
+            last = now
+            followed = range(self._store.world_size) if self._store.rank == 0 else [0, self._store.rank]
+            heard = {}
+            for rank in followed:
+                beat = self._heard.get(rank) or Beat(number=0)
+                if came.get(rank, (-1, 0.0))[0] != beat.number:
+                    came[rank] = beat.number, now
+                heard[rank] = Heard(beat, now - came[rank][1])
+            # By its own clock, and not by what came back from a store that may be gone.
+            heard[self._store.rank] = Heard(self._own_beat(0))
+            verdict = self._verdict or self._find(heard)
+            if verdict is not None:
+                self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
+                self._end(verdict)
+
+    def _find(self, heard: dict[int, Heard]) -> Verdict | None:
+        found = find_left(heard, self._heartbeat_seconds) or find_lost(heard, self._heartbeat_seconds)
+        if found is None and self._store.rank == 0:
+            found = find_stalled(heard, self._heartbeat_seconds)
+        return found
+
+    def _end(self, verdict: Verdict) -> None:
+        """Leave stacks and one line, see that the others do, and end the process."""
+        is_own = self._verdict is None
+        self._verdict = verdict
+        self._wake.set()
+        if verdict.is_alarm:
+            _within(_LAST_WORDS_SECONDS, self._write_stacks)
+        if is_own:
+            _within(_LAST_WORDS_SECONDS, lambda: self._report(verdict))
+        self._wait_for_others()
+        os._exit(verdict.exit_code)
+
+    def _wait_for_others(self) -> None:
+        """Let them write, too: a launcher ends all ranks as soon as one has ended."""
+        is_host = self._store.rank == 0
+        if not is_host and 0 in self._silent:
+            # Each rank finds that out for itself, within a beat or so.
+            time.sleep(min(2 * self._beat_seconds, _LAST_WORDS_SECONDS))
+            return
+        # Rank 0 says so once all have that still beat, and the others wait for it.
+        self._has_written = not is_host
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < deadline and not self._have_all_written():
+            time.sleep(_HURRIED_BEAT_SECONDS)
+        if is_host:
+            self._has_written = True
+            time.sleep(4 * _HURRIED_BEAT_SECONDS)
+
+    def _have_all_written(self) -> bool:
+        return all(beat.has_written or beat.left is not None for beat in self._others())
+
+    def _have_all_left(self) -> bool:
+        return all(beat.left is not None for beat in self._others())
+
+    def _others(self) -> list[Beat]:
+        """Of those whose beats this rank follows, the last beats of those that still beat."""
+        return [beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent)]
+
+    def _write_stacks(self) -> None:
+        beat = self._own_beat(0)
+        header = (
+            f"rank {self._store.rank} on {beat.host}, process {os.getpid()}: "
+            f"behind {beat.mark}, {beat.step} steps done, {beat.idle_seconds:.1f} s ago"
+        )
+        stacks.write_stacks(self._folder / f"rank-{self._store.rank:05d}.txt", header)
+
+    def _report(self, verdict: Verdict) -> None:
+        """Say it, unless another rank has: without rank 0, each of the others finds out for itself."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / _REPORT).open("x", encoding="utf-8") as file:
+                file.write(f"{verdict.line}\n")
+        except FileExistsError:
+            return
+        except OSError:
+            # Twice is better than not at all.
+            pass
+        logger.error("%s%s", verdict.line, f"; stacks: {self._folder}" if verdict.is_alarm else "")
+
+
+def _within(seconds: float, action: Callable[[], None]) -> None:
+    """Run it in a thread that is left behind when it hangs or fails."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)

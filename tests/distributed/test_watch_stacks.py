@@ -1,0 +1,49 @@
+"""What a rank that waits for another tells: the collective and who called it, by its stack and by torch's recorder."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfdist.checkpoint.exchange import gather_json
+from hfdist.testing import run_ranks
+from hfdist.watch import stacks
+
+pytestmark = pytest.mark.distributed
+
+
+def wait_for_each_other(path):
+    """Rank 1 comes half a second late; rank 0 looks at itself meanwhile."""
+    dist.all_reduce(torch.ones(3))
+    told = {}
+
+    def look():
+        time.sleep(0.25)
+        told["in"], told["last"] = stacks.waits_in(), stacks.last_collectives()
+        stacks.write_stacks(path, "rank 0")
+
+    thread = threading.Thread(target=look)
+    if dist.get_rank() == 0:
+        thread.start()
+    else:
+        time.sleep(0.5)
+    gather_json("a secret")
+    if dist.get_rank() == 0:
+        thread.join()
+    told["after"] = stacks.waits_in()
+    return told
+
+
+def test_the_collective_that_has_not_finished_is_named(tmp_path):
+    told, _ = run_ranks(wait_for_each_other, 2, tmp_path / "watch" / "rank-0.txt")
+    assert told["in"].startswith("all_gather of checkpoint/exchange.py:")
+    assert told["after"] is None
+    text = (tmp_path / "watch" / "rank-0.txt").read_text()
+    assert "in gather_json" in text
+    assert "in look" in text, "of all threads"
+    assert "secret" not in text
+    # Of torch's flight recorder, which is private: this says when it is gone.
+    assert told["last"].startswith("gloo:all_gather [[1]")
+    assert told["last"].endswith("(number 2 of default_pg, not finished)")

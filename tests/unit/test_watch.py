@@ -1,0 +1,141 @@
+"""When silence is an alarm, who waits for whom, and what a stack tells."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfdist.watch import stacks
+from hfdist.watch.beat import EVALUATING, SAVING, STARTING, Beat, Progress
+from hfdist.watch.callback import is_broken_connection
+from hfdist.watch.verdict import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
+
+HEARTBEAT_SECONDS = 60.0
+
+
+def heard(*beats, silent=None):
+    """One rank a beat; `silent`: seconds by rank."""
+    return {
+        rank: Heard(Beat(number=1, host="here", **beat), (silent or {}).get(rank, 0.0))
+        for rank, beat in enumerate(beats)
+    }
+
+
+def test_silence_is_an_alarm_after_the_heartbeat_and_not_before():
+    assert find_lost(heard({}, {}, {}, silent={1: 59.9}), HEARTBEAT_SECONDS) is None
+    line = find_lost(heard({}, {"step": 7}, {}, silent={1: 60.1}), HEARTBEAT_SECONDS).line
+    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, behind the start, 7 steps done), which is dead")
+
+
+def test_once_a_connection_broke_a_few_missing_beats_are_enough():
+    assert find_lost(heard({"broken_seconds": 0.1}, {}, silent={1: 2.4}), HEARTBEAT_SECONDS) is None
+    line = find_lost(heard({"broken_seconds": 2.4}, {}, {}, silent={1: 2.6, 2: 2.6}), HEARTBEAT_SECONDS).line
+    assert line.startswith("rank 0 waits for ranks 1-2 (on here, behind the start, 0 steps done), which are dead")
+    # A broken connection, though everyone beats.
+    assert find_lost(heard({"broken_seconds": 59}, {}), HEARTBEAT_SECONDS) is None
+    assert "rank 0 lost the connection" in find_lost(heard({"broken_seconds": 61}, {}), HEARTBEAT_SECONDS).line
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_has_left_is_not_lost(code):
+    after = heard({}, {"left": code}, silent={1: 1000.0})
+    assert find_lost(after, HEARTBEAT_SECONDS) is None
+    assert find_stalled(after, HEARTBEAT_SECONDS) is None
+
+
+def test_who_left_with_an_error_ends_the_others_with_its_exit_code_but_not_at_once():
+    assert find_left(heard({}, {"left": 0}, silent={1: 1000.0}), HEARTBEAT_SECONDS) is None
+    assert find_left(heard({}, {"left": 3}, silent={1: 1.0}), HEARTBEAT_SECONDS) is None
+    assert find_left(heard({}, {"left": 3}, silent={1: 61.0}), HEARTBEAT_SECONDS).exit_code == 3
+    broken = find_left(heard({"broken_seconds": 0.1}, {"left": 3}), HEARTBEAT_SECONDS)
+    assert (broken.exit_code, broken.is_alarm) == (3, False)
+
+
+def test_the_rank_with_the_fewest_marks_is_the_one_that_the_others_wait_for():
+    idle = {"idle_seconds": 61.0, "step": 4}
+    line = find_stalled(
+        heard({"marks": 9, **idle, "waits_in": "all_gather"}, {"marks": 8, **idle}, {"marks": 9, **idle}),
+        HEARTBEAT_SECONDS,
+    ).line
+    assert line.startswith("ranks 0, 2 wait for rank 1 (on here, behind the start, 4 steps done), which has made no")
+    assert line.endswith("; rank 0 is in all_gather")
+
+
+def test_of_ranks_some_of_which_are_in_collectives_the_others_are_waited_for():
+    """A rank that left a collective out is ahead by its marks, and loops behind it."""
+    stalled = heard({"marks": 5, "waits_in": "barrier", "idle_seconds": 61}, {"marks": 9, "idle_seconds": 61})
+    assert find_stalled(stalled, HEARTBEAT_SECONDS).line.startswith("rank 0 waits for rank 1 ")
+    crossed = heard(*({"waits_in": name, "idle_seconds": 61} for name in ("barrier", "all_reduce")))
+    line = find_stalled(crossed, HEARTBEAT_SECONDS).line
+    assert "wait for each other" in line
+    assert line.endswith("rank 0 is in barrier; rank 1 is in all_reduce")
+
+
+@pytest.mark.parametrize("exempt", [STARTING, EVALUATING, SAVING, "compiling"])
+def test_nobody_is_stalled_while_some_rank_does_what_may_take_long(exempt):
+    stalled = ({"idle_seconds": 1000.0}, {"idle_seconds": 1000.0, "exempt": exempt})
+    assert find_stalled(heard(*stalled), HEARTBEAT_SECONDS) is None
+
+
+def test_nobody_is_stalled_while_one_makes_progress_or_pauses_were_as_long_before():
+    assert find_stalled(heard({"idle_seconds": 1000.0}, {"idle_seconds": 1.0}), HEARTBEAT_SECONDS) is None
+    slow = ({"idle_seconds": 99.0}, {"idle_seconds": 99.0, "longest_idle_seconds": 20.0})
+    assert find_stalled(heard(*slow), HEARTBEAT_SECONDS) is None
+    assert find_stalled(heard(*({"idle_seconds": 101.0} | beat for beat in ({}, {}))), HEARTBEAT_SECONDS) is not None
+
+
+def test_progress_does_not_measure_what_may_take_long():
+    progress = Progress()
+    time.sleep(0.05)
+    progress.mark("the first step")
+    assert progress.longest_idle_seconds == 0
+    progress.exempt = None
+    assert list(progress.marking(iter([1, 2]))) == [1, 2]
+    time.sleep(0.05)
+    progress.mark("a slow one")
+    assert 0.05 <= progress.longest_idle_seconds < 1
+    assert progress.marks == 4
+
+
+def test_what_travels_comes_back():
+    beat = Beat(number=3, marks=7, exempt=SAVING, left=0)
+    assert Beat.from_json(beat.to_json().encode()) == beat
+    verdict = Verdict("rank 1 has ended", 3)
+    assert Verdict.from_json(verdict.to_json().encode()) == verdict
+
+
+def test_many_ranks_are_named_shortly():
+    assert name_ranks([0]) == "rank 0"
+    assert name_ranks([9, 1, 2, 3, 7]) == "ranks 1-3, 7, 9"
+
+
+def test_broken_connections_are_told_from_other_errors():
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:21310"
+    assert is_broken_connection(RuntimeError(gloo))
+    assert is_broken_connection(dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp"))
+    assert not is_broken_connection(RuntimeError("The size of tensor a (3) must match"))
+    assert not is_broken_connection(ConnectionResetError("Connection reset by peer"))
+
+
+def test_compiling_is_seen_while_torch_compiles_and_not_while_what_it_compiled_runs():
+    seen = {}
+
+    def look(name):
+        # From another thread, as the watch does.
+        thread = threading.Thread(target=lambda: seen.setdefault(name, stacks.is_compiling()))
+        thread.start()
+        thread.join()
+
+    def backend(graph, inputs):
+        look("compiling")
+
+        def run(*values):
+            look("running")
+            return graph(*values)
+
+        return run
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert seen == {"compiling": True, "running": False}
