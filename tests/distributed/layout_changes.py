@@ -20,6 +20,7 @@ import hfdist.strategies.select
 import hfdist.trainer.session  # noqa: F401  # as above
 from hfdist.checkpoint import read_checkpoint, write_checkpoint
 from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.checkpoint.write import OPTIMIZER_STEM, STATE_FILE
 from hfdist.testing import run_ranks
@@ -152,12 +153,14 @@ CONTROLS: dict[str, Change] = {
 }
 
 
-def change_checkpoint(checkpoint: Path, folder: Path, change: Change) -> Path:
-    """Write a checkpoint that verifies, and lacks something."""
-    return run_ranks(_change, 1, checkpoint, folder, change, group=False)[0]
+def change_checkpoint(
+    checkpoint: Path, folder: Path, change: Change, add_files: Callable[[Path], None] = lambda path: None
+) -> Path:
+    """Write a checkpoint that verifies, and lacks something or holds more."""
+    return run_ranks(_change, 1, checkpoint, folder, change, add_files, group=False)[0]
 
 
-def _change(checkpoint: Path, folder: Path, change: Change) -> Path:
+def _change(checkpoint: Path, folder: Path, change: Change, add_files: Callable[[Path], None]) -> Path:
     tensors = {f"{name}/{WEIGHT}": value for name, value in load_file(checkpoint / "model.safetensors").items()}
     for file in checkpoint.glob(f"{OPTIMIZER_STEM}-*.safetensors"):
         tensors |= load_file(file)
@@ -169,15 +172,15 @@ def _change(checkpoint: Path, folder: Path, change: Change) -> Path:
         pieces[name] = Piece(name=parameter, key=key, shape=tuple(value.shape), start=0, view=value)
     state = read_checkpoint(checkpoint, pieces.values())
     change(pieces, state)
-    return write_checkpoint(
-        folder, step=HALF, pieces=pieces.values(), state=state, write_model_files=lambda path: _copy(checkpoint, path)
-    )
 
+    def write_files(path: Path) -> None:
+        for file in checkpoint.glob("*.json"):
+            if file.name != MANIFEST:
+                (path / file.name).write_bytes(file.read_bytes())
+        add_files(path)
 
-def _copy(checkpoint: Path, folder: Path) -> None:
-    for file in checkpoint.glob("*.json"):
-        if file.name != "manifest.json":
-            (folder / file.name).write_bytes(file.read_bytes())
+    step = int(checkpoint.name.removeprefix("step-"))
+    return write_checkpoint(folder, step=step, pieces=pieces.values(), state=state, write_model_files=write_files)
 
 
 # ---- the document ----
