@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test zoo parity interruptions check format clean
+.PHONY: help setup demo test zoo parity layouts interruptions faults check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -34,9 +34,15 @@ zoo: $(READY)  ## Split every causal language model of transformers at its block
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m tests.distributed.parity docs/parity.md
 
+layouts: $(READY)  ## Change the layout at a checkpoint in all 81 ways, measure saves, and write docs/layout-changes.md.
+	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
+
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
+
+faults: $(READY)  ## Damage checkpoints in thousands of ways, and see that each is noticed (about 3 minutes).
+	$(BIN)/python -m pytest tests -m faults
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

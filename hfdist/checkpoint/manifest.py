@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 """Version of the folder's layout; a reader refuses any other."""
 
-MAX_JSON_BYTES = 512_000_000
+MAX_JSON_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 
 
@@ -117,25 +117,31 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(path)
     try:
         version = content["format"]
-        if version != FORMAT:
+        if _count(version) != FORMAT:
             raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
         if content.pop("sha256") != hash_of_content(content):
             raise ValueError("its own hash does not fit")
         files = {name: _parse_parts(name, record) for name, record in content["files"].items()}
-        return Manifest(step=int(content["step"]), files=files)
+        if not files:
+            raise ValueError("it lists no files")
+        return Manifest(step=_count(content["step"]), files=files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("bad-manifest", "the manifest is damaged", where=path, found=error) from error
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"not a number of bytes or steps: {str(value)[:40]}")
+    return value
 
 
 def _parse_parts(file: str, record: dict[str, Any]) -> tuple[Part, ...]:
     parts = []
     begin = 0
     for num_bytes, sha256 in record["parts"]:
-        if type(num_bytes) is not int or num_bytes < 0:
-            raise ValueError(f"{file}: a part of {num_bytes} bytes")
-        parts.append(Part(file=file, begin=begin, num_bytes=num_bytes, sha256=str(sha256)))
+        parts.append(Part(file=file, begin=begin, num_bytes=_count(num_bytes), sha256=str(sha256)))
         begin += num_bytes
-    if record["bytes"] != begin:
+    if _count(record["bytes"]) != begin:
         raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {begin}")
     return tuple(parts)
 
@@ -149,9 +155,16 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise DamagedError("bad-json", "a JSON file of the checkpoint is damaged", where=path, found=error) from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return content
 
 
 def inside(folder: Path, name: str) -> Path:

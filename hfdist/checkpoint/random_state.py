@@ -17,6 +17,9 @@ from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
 
 logger = logging.getLogger(__name__)
 
+_NUMPY_WORDS = 624
+"""Of the state of a Mersenne twister."""
+
 
 def random_file(of_rank: int) -> str:
     """Name of a rank's file within a checkpoint."""
@@ -62,6 +65,9 @@ def _restore(path: Path) -> None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
             rest = json.loads(file.metadata()["rest"])
         position, has_gauss, cached_gauss = rest["numpy"]
+        if not 0 <= position <= _NUMPY_WORDS or len(tensors["numpy"]) != _NUMPY_WORDS:
+            # numpy takes any position, and reads there.
+            raise ValueError(f"numpy's position is {position}")
         version, python_gauss = rest["python"]
         torch.set_rng_state(tensors["torch"])
         words = tensors["numpy"].numpy().astype(np.uint32)
@@ -69,5 +75,5 @@ def _restore(path: Path) -> None:
         random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))
         if "cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["cuda"])
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise DamagedError("rng", "a file of random state is damaged", where=path, found=error) from error

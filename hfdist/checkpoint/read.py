@@ -75,13 +75,20 @@ def read_state(path: Path) -> dict[str, Any]:
 def _read_state(path: Path, manifest: Manifest) -> tuple[dict[str, int], dict[str, Any]]:
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
-        steps = {str(name): int(step) for name, step in content["steps"].items()}
+        steps = {str(name): _whole_number(step) for name, step in content["steps"].items()}
         state, version = dict(content["state"]), content["format"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
     if version != FORMAT:
         raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
     return steps, state
+
+
+def _whole_number(value: Any) -> int:
+    # What a step count in float64 holds exactly.
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"a step count must be a whole number, not {str(value)[:40]}")
+    return value
 
 
 def _open(path: Path) -> _Saved:

@@ -36,6 +36,9 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
+MAX_DIMENSIONS = 64
+"""As many as torch has."""
+
 COPY_BYTES = 64 * 2**20
 """Largest staging buffer between a device and a file."""
 
@@ -138,8 +141,11 @@ def _parse(path: Path, description: dict[str, Any], *, data_begin: int, size: in
         dtype = DTYPES[fields["dtype"]]
         shape = tuple(fields["shape"])
         begin, end = fields["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise ValueError(f"{name}: numbers must be whole and not negative")
+        if len(shape) > MAX_DIMENSIONS or not all(
+            type(number) is int and 0 <= number <= size for number in (*shape, begin, end)
+        ):
+            # Before they are multiplied: a product of thousands of huge numbers takes minutes.
+            raise ValueError(f"{name}: numbers must be whole, not negative, and no larger than the file")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: the shape does not fit the offsets")
         entries[name] = Entry(path=path, dtype=dtype, shape=shape, begin=data_begin + begin)

@@ -1,10 +1,12 @@
 """Random generators go on where they stood."""
 
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from hfdist.checkpoint import restore_random_state
 from hfdist.checkpoint.random_state import random_file
@@ -43,3 +45,39 @@ def test_a_damaged_file_is_refused(tmp_path):
     (path / random_file(0)).write_bytes(b"12345678 nonsense")
     with pytest.raises(CheckpointError, match="random state"):
         restore_random_state(path)
+
+
+def words(size, value=0):
+    return torch.full((size,), value, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"torch": torch.zeros(3, dtype=torch.uint8)},
+        {"torch": torch.zeros(5056)},
+        {"torch": torch.zeros(5056, dtype=torch.uint8)},
+        {"numpy": words(3)},
+        {"python": words(3)},
+        {"python": words(625, -1)},
+        {"python": words(625, 2**40)},
+        # numpy would read beside its words.
+        {"rest": {"numpy": [-5, 0, 0.0], "python": [3, None]}},
+        {"rest": {"numpy": [10**8, 0, 0.0], "python": [3, None]}},
+        {"rest": {"numpy": [10**400, 0, 0.0], "python": [3, None]}},
+        {"rest": []},
+    ],
+)
+def test_a_state_that_is_none_is_refused(tmp_path, change):
+    path = save(tmp_path, 1)
+    python = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    rest = {"numpy": [1, 0, 0.0], "python": [3, None]}
+    good = {"torch": torch.get_rng_state(), "numpy": words(624), "python": python, "rest": rest}
+    for content, is_good in ((good, True), (good | change, False)):
+        tensors = {name: value for name, value in content.items() if name != "rest"}
+        save_file(tensors, path / random_file(0), metadata={"rest": json.dumps(content["rest"])})
+        if is_good:
+            assert restore_random_state(path)
+            continue
+        with pytest.raises(CheckpointError, match="random state"):
+            restore_random_state(path)

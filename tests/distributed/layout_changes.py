@@ -1,0 +1,270 @@
+"""Every change of layout at a checkpoint, beside one process that goes through. `python -m` writes the tables."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.models.llama.modeling_llama  # inherited by every rank, which else takes seconds
+from safetensors.torch import load_file
+
+import hfdist.strategies.select
+import hfdist.trainer.session  # noqa: F401  # as above
+from hfdist.checkpoint import read_checkpoint, write_checkpoint
+from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.manifest import MANIFEST
+from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+from hfdist.checkpoint.write import OPTIMIZER_STEM, STATE_FILE
+from hfdist.testing import run_ranks
+from hfdist.trainer.callbacks import METRICS, read_metrics
+from tests.distributed.runs import eval_losses, losses, pretrain
+from tests.distributed.save_costs import NUM_RANKS, REPEATS, describe_costs, num_parameters
+
+HALF, END = 3, 6
+BOUND = 1e-6
+"""Of relative differences of losses, in float32."""
+LEAST_OF_CONTROLS = 1e-4
+"""What must show where something was not carried over."""
+
+COMMON = (
+    # Four ranks with two stages each need eight blocks; no number of ranks divides the widths.
+    "model.config.num_hidden_layers=8",
+    "model.config.hidden_size=36",
+    "model.config.intermediate_size=75",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=1",
+    "model.tokenizer.vocab_size=301",
+    "data.sequence_length=32",
+    "data.eval_sequences=8",
+    f"train.max_steps={END}",
+    # Below the norm of every gradient, so that all steps are clipped.
+    "train.max_grad_norm=0.5",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is started."""
+
+    num_ranks: int
+    overrides: tuple[str, ...]
+
+
+def _interleaved() -> Layout:
+    stages = ("strategy.pipeline=4", "strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=2")
+    return Layout(4, ("strategy=pipeline", *stages))
+
+
+LAYOUTS = {
+    "single": Layout(1, ("strategy=single",)),
+    "ddp x2": Layout(2, ("strategy=ddp",)),
+    "zero1 x2": Layout(2, ("strategy=zero1",)),
+    "zero2 x2": Layout(2, ("strategy=zero2",)),
+    "zero3 x2": Layout(2, ("strategy=zero3",)),
+    "zero3 x4": Layout(4, ("strategy=zero3",)),
+    "pp2": Layout(2, ("strategy=pipeline",)),
+    "pp2 x zero1 x2": Layout(4, ("strategy=pipeline_zero1",)),
+    "pp4 interleaved": _interleaved(),
+}
+SINGLE = "single"
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has measured: the losses of its steps, and the held-out loss behind the last."""
+
+    losses: tuple[float, ...]
+
+    def second_half(self) -> Course:
+        """Of a run that went through, what one that goes on from its checkpoint must repeat."""
+        return Course(self.losses[HALF:])
+
+    def difference(self, reference: Course) -> float:
+        """The largest relative one."""
+        return max(abs(a / b - 1) for a, b in zip(self.losses, reference.losses, strict=True))
+
+
+def course_of(run_dir: Path) -> Course:
+    """Read what a run has left."""
+    return Course((*losses(run_dir), eval_losses(run_dir)[-1]))
+
+
+def run_through(folder: Path, name: str) -> Path:
+    """All steps in one layout, with a checkpoint in the middle."""
+    saving = ("checkpoint=default", f"checkpoint.every={HALF}")
+    layout = LAYOUTS[name]
+    return pretrain(folder, layout.num_ranks, *COMMON, *layout.overrides, *saving)
+
+
+def middle(run_dir: Path) -> Path:
+    """The checkpoint of a run that went through."""
+    return run_dir / "checkpoints" / step_name(HALF)
+
+
+def go_on(folder: Path, name: str, checkpoint: Path) -> Path:
+    """The other steps, in a layout that may be another."""
+    layout = LAYOUTS[name]
+    return pretrain(folder, layout.num_ranks, *COMMON, *layout.overrides, f"checkpoint.resume={checkpoint}")
+
+
+def check_clipped(run_dir: Path) -> None:
+    """Without clipping in every step the runs would not show that all ranks scale by the same norm."""
+    lines = [line for line in read_metrics(run_dir / METRICS) if "loss" in line]
+    assert all(line["grad_norm"] > 0.5 for line in lines)
+    assert len({line["learning_rate"] for line in lines[HALF:]}) == END - HALF
+
+
+# ---- what must show ----
+
+Change = Callable[[dict[str, Piece], dict[str, Any]], None]
+
+
+def forget_moments(pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    """Adam's two averages start again."""
+    for name, piece in pieces.items():
+        if name.endswith(("/exp_avg", "/exp_avg_sq")):
+            piece.view.zero_()
+
+
+def forget_steps(pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    """Adam corrects its averages as if they were new."""
+    for name, piece in pieces.items():
+        if name.endswith(f"/{STEP}"):
+            piece.view.zero_()
+
+
+def forget_schedule(pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+    """The learning rate begins anew."""
+    state["schedule_steps"] = 0
+
+
+CONTROLS: dict[str, Change] = {
+    "no moments": forget_moments,
+    "no step count": forget_steps,
+    "no schedule": forget_schedule,
+}
+
+
+def change_checkpoint(
+    checkpoint: Path, folder: Path, change: Change, add_files: Callable[[Path], None] = lambda path: None
+) -> Path:
+    """Write a checkpoint that verifies, and lacks something or holds more."""
+    return run_ranks(_change, 1, checkpoint, folder, change, add_files, group=False)[0]
+
+
+def _change(checkpoint: Path, folder: Path, change: Change, add_files: Callable[[Path], None]) -> Path:
+    tensors = {f"{name}/{WEIGHT}": value for name, value in load_file(checkpoint / "model.safetensors").items()}
+    for file in checkpoint.glob(f"{OPTIMIZER_STEM}-*.safetensors"):
+        tensors |= load_file(file)
+    for name in json.loads((checkpoint / STATE_FILE).read_text())["steps"]:
+        tensors[f"{name}/{STEP}"] = torch.tensor(0.0)
+    pieces = {}
+    for name, value in tensors.items():
+        parameter, _, key = name.rpartition("/")
+        pieces[name] = Piece(name=parameter, key=key, shape=tuple(value.shape), start=0, view=value)
+    state = read_checkpoint(checkpoint, pieces.values())
+    change(pieces, state)
+
+    def write_files(path: Path) -> None:
+        for file in checkpoint.glob("*.json"):
+            if file.name != MANIFEST:
+                (path / file.name).write_bytes(file.read_bytes())
+        add_files(path)
+
+    step = int(checkpoint.name.removeprefix("step-"))
+    return write_checkpoint(folder, step=step, pieces=pieces.values(), state=state, write_model_files=write_files)
+
+
+# ---- the document ----
+
+
+def write_tables(path: Path) -> None:
+    """Run all pairs of layouts, the controls and the measurements of cost, and write what came out as Markdown."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lines = [*_head(), *_describe_pairs(folder), *_describe_controls(folder), *_cost_head()]
+        lines += describe_costs(folder, _say)
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def _describe_pairs(folder: Path) -> list[str]:
+    runs = {name: run_through(folder / f"through-{name}", name) for name in LAYOUTS}
+    whole = course_of(runs[SINGLE])
+    through = {name: _cell(course_of(run).difference(whole)) for name, run in runs.items()}
+    rows = [f"| (not interrupted) | {' | '.join(through.values())} |"]
+    _say(rows[0])
+    for source, run in runs.items():
+        check_clipped(run)
+        courses = [course_of(go_on(folder / f"{source}-{target}", target, middle(run))) for target in LAYOUTS]
+        cells = [_cell(course.difference(whole.second_half())) for course in courses]
+        rows.append(f"| {source} | {' | '.join(cells)} |")
+        _say(rows[-1])
+    return [f"| saved in | {' | '.join(LAYOUTS)} |", "|---" * (1 + len(LAYOUTS)) + "|", *rows]
+
+
+def _describe_controls(folder: Path) -> list[str]:
+    single = folder / f"through-{SINGLE}"
+    reference = course_of(single).second_half()
+    lines = [
+        "",
+        "Where something is left out of a checkpoint of one process, the losses must show it: more than "
+        f"{LEAST_OF_CONTROLS:.0e}.",
+        "",
+        "| left out | difference |",
+        "|---|---|",
+    ]
+    for name, change in CONTROLS.items():
+        changed = change_checkpoint(middle(single), folder / f"changed-{name}", change)
+        difference = course_of(go_on(folder / f"from-{name}", SINGLE, changed)).difference(reference)
+        assert difference > LEAST_OF_CONTROLS, name
+        lines.append(f"| {name} | {difference:.1e} |")
+    return lines
+
+
+def _cell(difference: float) -> str:
+    return f"{difference:.1e}" + ("" if difference < BOUND else f" **above {BOUND:.0e}**")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def _head() -> list[str]:
+    text = f"""\
+# Checkpoints from layout to layout
+
+{HALF} steps in one layout, a checkpoint, and the other {END - HALF} in another, in float32 on gloo ranks: the largest
+relative difference of losses, and of the held-out loss at the end, from those of one process that goes through; below
+{BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose widths no number of ranks divides; the learning rate
+changes and the gradient is clipped in every step. Written by `make layouts` with torch
+{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
+"""
+    return text.split("\n")
+
+
+def _cost_head() -> list[str]:
+    text = f"""
+## What saving and loading cost
+
+A Llama of {num_parameters() / 1e6:.0f} million parameters with Adam's state, in float32, on {NUM_RANKS} ranks of one
+machine. *gather*: all is sent to rank 0, which writes one safetensors file; *distribute*: rank 0 reads it, every tensor
+is broadcast whole, and each rank keeps its part. Both ways write through to the disk; a save also hashes every file.
+Medians of {REPEATS} times taken in turn; *ratio* is ours to the other's. *peak*: memory beyond what was held before, on
+the rank that took most.
+"""
+    return text.split("\n")
+
+
+if __name__ == "__main__":
+    import deepspeed  # noqa: F401  # once, before the forks
+
+    torch.set_num_threads(1)
+    write_tables(Path(sys.argv[1]))
