@@ -10,6 +10,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+WARM_UP_STEPS = 3
+"""The first steps compile, connect and fill buffers: they are a measure for each other, and for no later one."""
+
 STARTING, EVALUATING, SAVING, ENDING = "starting", "evaluating", "saving", "ending"
 """What a rank may do for minutes without a sign of progress. Starting ends with the first step: until then models are
 compiled, connections made and buffers filled."""
@@ -29,7 +32,7 @@ class Beat:
     idle_seconds: float = 0.0
     """Since that mark."""
     longest_idle_seconds: float = 0.0
-    """Between two marks, so far."""
+    """Between two marks, so far; without evaluations and saves, and without the first steps once they are done."""
     exempt: str | None = None
     """What it does without marks: STARTING, EVALUATING, SAVING, ENDING or compiling; None: it should make some."""
     waits_in: str | None = None
@@ -61,6 +64,7 @@ class Progress:
         self.exempt: str | None = STARTING
         self.longest_idle_seconds = 0.0
         self._marked_seconds = time.monotonic()
+        self._steps_done = 0
 
     @property
     def idle_seconds(self) -> float:
@@ -69,10 +73,18 @@ class Progress:
 
     def mark(self, name: str) -> None:
         """Come to a place to which all ranks come equally often."""
-        if self.exempt is None:
+        if self.exempt in (None, STARTING):
             self.longest_idle_seconds = max(self.longest_idle_seconds, self.idle_seconds)
         self._marked_seconds = time.monotonic()
         self.marks, self.mark_name = self.marks + 1, name
+
+    def step_done(self, step: int) -> None:
+        """Come to the end of a step, of which `step` are done in all."""
+        self.mark("the end of a step")
+        self.step = step
+        self._steps_done += 1
+        if self._steps_done == WARM_UP_STEPS:
+            self.longest_idle_seconds = 0.0
 
     def marking(self, batches: Iterable[T]) -> Iterator[T]:
         """Give the batches, with a mark behind each."""

@@ -98,8 +98,8 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""
-        self.progress.step = state.global_step
-        self._go_on("the end of a step", control)
+        self.progress.step_done(state.global_step)
+        self.progress.exempt = _what_follows(control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""

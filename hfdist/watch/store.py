@@ -15,6 +15,7 @@ from hfdist.watch.beat import Beat
 from hfdist.watch.verdict import Verdict
 
 _CONNECT_SECONDS = 30
+_FOR_EVER = timedelta(days=365)
 _VERDICT = "verdict"
 
 
@@ -45,6 +46,8 @@ class BeatStore:
         problems = [found for found in gather_json(problem) if found is not None]
         if problems:
             raise OSError(problems[0])
+        # A link that comes back goes on where it was: who is lost is for others to judge, by the clock.
+        self._store.set_timeout(_FOR_EVER)
 
     def exchange(self, own: Beat, verdict: Verdict | None) -> tuple[dict[int, Beat], Verdict | None]:
         """Publish one's beat (rank 0: and the verdict), and give the beats that this rank follows, and the verdict."""

@@ -22,6 +22,7 @@ DOCUMENTED_IN = {
     "optimizer": "optimizer/adamw.yaml",
     "train": "train/default.yaml",
     "checkpoint": "checkpoint/default.yaml",
+    "watch": "watch/default.yaml",
     "report": "report/default.yaml",
 }
 
