@@ -46,6 +46,16 @@ def save(trainer: Any) -> Path:
     return saved
 
 
+def wait(trainer: Any) -> None:
+    """Wait until nothing is being saved. Call on all ranks, before checkpoints are looked at."""
+
+
+def num_samples(trainer: Any) -> int:
+    """Sequences of the stream that the whole run has read; 0: other data."""
+    dataset = trainer.train_dataset
+    return int(dataset.state_dict()["samples"]) if isinstance(dataset, TokenStream) else 0
+
+
 def write_ledger(trainer: Any) -> None:
     """Write down what was read, so far. Call on all ranks."""
     dataset = trainer.train_dataset

@@ -1,0 +1,56 @@
+"""Back to the last good checkpoint within the process: everything that training has changed since is undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from hfdist.checkpoint import find_newest
+from hfdist.data import TokenStream
+from hfdist.trainer import saving
+from hfdist.trainer.callbacks import GoesBack
+
+# What steps change in the Trainer's state; the rest is settings.
+_STATE_OF_STEPS = (
+    "global_step",
+    "epoch",
+    "log_history",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+
+
+def find_way_back(trainer: Any) -> Path | None:
+    """Give the newest checkpoint that verifies; None: there is none, or the data cannot go back. Call on all ranks."""
+    saving.wait(trainer)
+    if not isinstance(trainer.train_dataset, TokenStream):
+        return None
+    return find_newest(Path(trainer.args.output_dir) / saving.CHECKPOINTS)
+
+
+def go_back(trainer: Any, checkpoint: Path) -> None:
+    """Go on from `checkpoint` with the next step. Call on all ranks, at the end of a step."""
+    saving.restore(trainer, checkpoint)
+    state, control = trainer.state, trainer.control
+    was_over = state.global_step >= state.max_steps
+    saved = TrainerState.load_from_json(str(checkpoint / saving.TRAINER_STATE))
+    for name in _STATE_OF_STEPS:
+        setattr(state, name, getattr(saved, name))
+    # As at a resume: loss and throughput of the end are told for the steps that follow.
+    trainer._tr_loss.zero_()
+    trainer._total_loss_scalar = 0.0
+    trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
+    trainer.start_clock()
+    control.should_log = control.should_evaluate = control.should_save = False
+    if was_over:
+        control.should_training_stop = False
+    # The next epoch begins with a fresh iterator over the stream, which stands where the checkpoint left it.
+    control.should_epoch_stop = True
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, GoesBack):
+            callback.on_go_back(state)
