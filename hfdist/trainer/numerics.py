@@ -20,7 +20,7 @@ from hfdist.errors import NumericsError
 from hfdist.trainer import saving
 from hfdist.trainer.replicas import find_differences
 from hfdist.trainer.rollback import find_way_back, go_back
-from hfdist.trainer.suspects import Skipped, describe_skipped, quarantine_hint
+from hfdist.trainer.suspects import Skipped, describe, quarantine_hint
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,16 @@ class Tally:
         self.skipped.append(skipped)
         return len(self.skipped) >= self.limits.skipped_steps
 
-    def go_back(self, step: int) -> bool:
-        """The run cannot go on behind `step`; gives whether it may try again."""
+    @property
+    def may_go_back(self) -> bool:
+        """Whether the run may try once more."""
+        return self.rollbacks < self.limits.rollbacks
+
+    def go_back(self, step: int) -> None:
+        """The run has gone back, since it could not go on behind `step`."""
         self._failed_step = max(self._failed_step, step)
-        if self.rollbacks >= self.limits.rollbacks:
-            return False
         self.rollbacks += 1
         self.skipped = []
-        return True
 
 
 class StepGuard:
@@ -142,7 +144,7 @@ class StepGuard:
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
         if differences:
-            return self._go_back(step, lambda: _unequal_replicas(step, differences))
+            return self._go_back(step, lambda: self._unequal_replicas(step, differences))
         self._tally.take(step)
         return False
 
@@ -192,14 +194,13 @@ class StepGuard:
         return find_differences(self._trainer.engine.whole_parameters()) if is_due and world_size() > 1 else []
 
     def _go_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
-        trainer, skipped = self._trainer, self._tally.skipped
-        may_go_back = self._tally.go_back(step)
-        checkpoint = find_way_back(trainer) if may_go_back else None
+        trainer = self._trainer
+        checkpoint = find_way_back(trainer) if self._tally.may_go_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
             saving.write_ledger(trainer)
-            self._tally.skipped = skipped
             raise failure()
+        self._tally.go_back(step)
         self._put_off = False, False
         go_back(trainer, checkpoint)
         logger.warning(
@@ -209,25 +210,25 @@ class StepGuard:
         return True
 
     def _too_many_skipped(self) -> NumericsError:
-        trainer, skipped, rollbacks = self._trainer, self._tally.skipped, self._tally.rollbacks
+        skipped = self._tally.skipped
         return NumericsError(
-            f"the loss or the gradient was not finite {len(skipped)} steps in a row{_so_often(rollbacks)}",
+            f"the loss or the gradient was not finite {len(skipped)} steps in a row, {self._why_no_way_back()}",
             where=f"step {skipped[0].step}",
-            found="\n           ".join(describe_skipped(trainer, skipped)),
-            hint=f"{quarantine_hint(trainer, skipped)}a lower optimizer.lr or train.max_grad_norm, a longer warm-up, "
-            "or train.precision=fp32; the last checkpoint is good",
+            found=describe(self._trainer, skipped),
+            hint=f"{quarantine_hint(self._trainer, skipped[0])}a lower optimizer.lr or train.max_grad_norm, a longer "
+            "warm-up, or train.precision=fp32; checkpoints are from before it",
         )
 
+    def _unequal_replicas(self, step: int, differences: list[str]) -> NumericsError:
+        return NumericsError(
+            f"ranks that hold the same parameters do not hold the same bits, {self._why_no_way_back()}",
+            where=f"step {step}",
+            found="\n           ".join(differences),
+            hint="leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
+            "which round differently, train.compare_replicas_every=null",
+        )
 
-def _unequal_replicas(step: int, differences: list[str]) -> NumericsError:
-    return NumericsError(
-        "ranks that hold the same parameters do not hold the same bits, and going back does not help",
-        where=f"step {step}",
-        found="\n           ".join(differences),
-        hint="leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
-        "which round differently, train.compare_replicas_every=null",
-    )
-
-
-def _so_often(rollbacks: int) -> str:
-    return f", again after going back to the last checkpoint {rollbacks} times" if rollbacks else ""
+    def _why_no_way_back(self) -> str:
+        if self._tally.may_go_back:
+            return "and there is no checkpoint to go back to"
+        return f"and the run has gone back {self._tally.rollbacks} times without getting beyond it"

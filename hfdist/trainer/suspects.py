@@ -14,7 +14,7 @@ from hfdist.data.audit.findings import escape
 from hfdist.data.ledger import read_records
 
 _MOST_NAMES = 4
-"""Of a step; the audit shows the others."""
+"""That a message names; the audit shows the others."""
 
 
 class Skipped(NamedTuple):
@@ -33,24 +33,27 @@ class Skipped(NamedTuple):
         return f"its loss is not finite on data {ranks}"
 
 
-def describe_skipped(trainer: Any, skipped: list[Skipped]) -> list[str]:
-    """One line a step, with its documents where the run has a ledger, which must be written. Call on all ranks."""
-    lines = []
-    for entry in skipped:
-        names = on_rank_zero(partial(_name_documents, trainer, entry))
-        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-        documents = f"; it read {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
-        lines.append(f"step {entry.step}: {entry}{documents}")
-    return lines
+def describe(trainer: Any, skipped: list[Skipped]) -> str:
+    """What was wrong with the first, and its documents where the run has a ledger, which must be written.
+
+    Call on all ranks.
+    """
+    first, *later = skipped
+    names = on_rank_zero(partial(_name_documents, trainer, first))
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    lines = [str(first), *([f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else [])]
+    lines += [f"step {entry.step}: {entry}" for entry in later]
+    return "\n           ".join(lines)
 
 
-def quarantine_hint(trainer: Any, skipped: list[Skipped]) -> str:
+def quarantine_hint(trainer: Any, skipped: Skipped) -> str:
     """How to look at the documents and to take them out. Call on all ranks."""
-    names = on_rank_zero(partial(_name_documents, trainer, skipped[0]))
+    names = on_rank_zero(partial(_name_documents, trainer, skipped))
     if not names:
         return ""
-    audit = f"python recipes/audit.py run={trainer.args.output_dir} step={skipped[0].step}"
-    return f"{audit} shows them; 'data.quarantine=[\"{names[0]}\"]' takes one out; or "
+    rows = ",".join(f'"{name}"' for name in names[:_MOST_NAMES])
+    audit = f"python recipes/audit.py run={trainer.args.output_dir} step={skipped.step}"
+    return f"{audit} shows the documents; 'data.quarantine=[{rows}]' takes some out; or "
 
 
 def _name_documents(trainer: Any, skipped: Skipped) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,6 +38,7 @@ class Fault:
     kind: Kind
     steps: tuple[int, ...]
     data_rank: int = 0
+    """-1: the last."""
     times: int = 1
     """How often a step fails that is done again."""
 
@@ -65,7 +67,8 @@ class _Saboteur(TrainerCallback):
     """Does it."""
 
     def __init__(self, faults, trainer):
-        self.faults = [fault for fault in faults if fault.data_rank == trainer.strategy.topology.data_rank]
+        topology = trainer.strategy.topology
+        self.faults = [fault for fault in faults if fault.data_rank % topology.data_size == topology.data_rank]
         self.trainer = trainer
         self.visits = Counter()
 
@@ -145,7 +148,7 @@ def _run(config, faults):
     return messages.texts
 
 
-def pretrain_with(faults: list[Fault], folder: Path, num_processes: int, *overrides: str) -> list[str]:
+def pretrain_with(faults: Sequence[Fault], folder: Path, num_processes: int, *overrides: str) -> list[str]:
     """Run the recipe, and give rank 0's warnings."""
     config = compose_config([*SMALL, f"run.dir={folder}", *overrides])
     return run_ranks(_run, num_processes, config, faults, group=num_processes > 1)[0]

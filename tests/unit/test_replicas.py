@@ -1,9 +1,13 @@
 """The vote over replicas, and the sums that it counts."""
 
-import torch
+import re
 
+import torch
+import torch.distributed as dist
+
+from hfdist.testing import run_ranks
 from hfdist.trainer.numerics import Limits, Tally, spread
-from hfdist.trainer.replicas import Difference, sum_bits, vote
+from hfdist.trainer.replicas import Difference, find_differences, sum_bits, vote
 from hfdist.trainer.suspects import Skipped
 
 
@@ -28,6 +32,22 @@ def test_only_ranks_that_hold_a_parameter_vote_on_it():
 def test_each_group_of_ranks_is_told_once():
     held = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1}]
     assert vote(held) == [Difference(parameters=("a", "b"), ranks=(2,), has_majority=True)]
+
+
+def _compare(flipped_rank):
+    parameters = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    equal = find_differences(parameters.items())
+    if dist.get_rank() == flipped_rank:
+        parameters["b"].view(torch.int16)[1, 1] ^= 1
+    return equal, find_differences(parameters.items())
+
+
+def test_three_ranks_find_the_one_that_is_wrong():
+    answers = run_ranks(_compare, 3, 1)
+    assert answers == [answers[0]] * 3
+    equal, (line,) = answers[0]
+    assert equal == []
+    assert re.fullmatch(r"b: rank 1 on \S+ differs from the majority", line)
 
 
 def test_any_flipped_bit_changes_the_sum():
@@ -67,13 +87,12 @@ def test_skipped_steps_count_in_a_row():
 
 def test_only_a_step_beyond_the_one_that_failed_is_progress():
     tally = Tally(Limits(rollbacks=2))
-    assert tally.go_back(10)
-    for step in range(5, 10):
+    tally.go_back(10)
+    for step in range(5, 11):
         tally.take(step)
-    assert tally.go_back(9)
+    assert tally.may_go_back
+    tally.go_back(9)
     tally.take(10)
-    assert not tally.go_back(11)
-    tally = Tally(Limits(rollbacks=1))
-    assert tally.go_back(10)
+    assert not tally.may_go_back
     tally.take(11)
-    assert tally.go_back(12)
+    assert tally.may_go_back
