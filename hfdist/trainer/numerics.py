@@ -11,11 +11,13 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hfdist.checkpoint.exchange import gather_json, world_size
+from hfdist.data import TokenStream
 from hfdist.errors import NumericsError
 from hfdist.trainer import saving
 from hfdist.trainer.replicas import find_differences
@@ -90,10 +92,12 @@ class StepGuard:
     Args:
         trainer: with an engine.
         limits: what it bears.
+        came_from: the checkpoint at which this training began, if any.
     """
 
-    def __init__(self, trainer: Any, limits: Limits) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, limits: Limits, came_from: Path | None) -> None:
+        self._trainer, self._came_from = trainer, came_from
+        self._has_saved = False
         self._tally = Tally(limits)
         self._is_finite: bool | None = None
         """Of the step's gradients; None: no step since the last look."""
@@ -123,15 +127,20 @@ class StepGuard:
             self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:
-        """See what became of the step; gives whether the run has gone back, so that nothing else is to be done.
+        """See what became of the step, before it is logged, evaluated and saved.
+
+        Returns:
+            Whether the run has gone back, so that nothing of this is to be done.
 
         Raises:
             NumericsError: it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
-        if is_finite is None:
-            return False
-        step = self._trainer.state.global_step
+        has_gone_back = is_finite is not None and self._settle(self._trainer.state.global_step, is_finite)
+        self._has_saved |= self._trainer.control.should_save
+        return has_gone_back
+
+    def _settle(self, step: int, is_finite: bool) -> bool:
         if not is_finite:
             self._restore_schedule()
             skipped = self._find_fault(step)
@@ -195,7 +204,7 @@ class StepGuard:
 
     def _go_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
         trainer = self._trainer
-        checkpoint = find_way_back(trainer) if self._tally.may_go_back else None
+        checkpoint = find_way_back(trainer, self._came_from) if self._can_go_back() else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
             saving.write_ledger(trainer)
@@ -228,7 +237,13 @@ class StepGuard:
             "which round differently, train.compare_replicas_every=null",
         )
 
+    def _can_go_back(self) -> bool:
+        has_checkpoint = self._has_saved or self._came_from is not None
+        return has_checkpoint and self._tally.may_go_back and isinstance(self._trainer.train_dataset, TokenStream)
+
     def _why_no_way_back(self) -> str:
-        if self._tally.may_go_back:
-            return "and there is no checkpoint to go back to"
-        return f"and the run has gone back {self._tally.rollbacks} times without getting beyond it"
+        if not self._tally.may_go_back:
+            return f"and the run has gone back {self._tally.rollbacks} times without getting beyond it"
+        if not isinstance(self._trainer.train_dataset, TokenStream):
+            return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"
+        return "and there is no checkpoint to go back to"

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerState
 
 from hfdist.checkpoint import find_newest
-from hfdist.data import TokenStream
+from hfdist.checkpoint.folder import step_name
 from hfdist.trainer import saving
 from hfdist.trainer.callbacks import GoesBack
 
@@ -25,12 +25,19 @@ _STATE_OF_STEPS = (
 )
 
 
-def find_way_back(trainer: Any) -> Path | None:
-    """Give the newest checkpoint that verifies; None: there is none, or the data cannot go back. Call on all ranks."""
+def find_way_back(trainer: Any, came_from: Path | None) -> Path | None:
+    """Give the newest checkpoint of this training that verifies; None: there is none. Call on all ranks.
+
+    Args:
+        trainer: that has saved, or has come from a checkpoint.
+        came_from: that one, perhaps of another run.
+    """
     saving.wait(trainer)
-    if not isinstance(trainer.train_dataset, TokenStream):
-        return None
-    return find_newest(Path(trainer.args.output_dir) / saving.CHECKPOINTS)
+    newest = find_newest(Path(trainer.args.output_dir) / saving.CHECKPOINTS)
+    if newest is None:
+        return came_from if came_from is not None and came_from.is_dir() else None
+    # A later one is of another training that has used the folder.
+    return newest if newest.name <= step_name(trainer.state.global_step) else None
 
 
 def go_back(trainer: Any, checkpoint: Path) -> None:

@@ -122,10 +122,11 @@ class DistributedTrainerMixin(_Trainer):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        self._guard = StepGuard(self, self.limits)
+        came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
-        if resume_from_checkpoint is not None:
-            saving.restore(self, Path(resume_from_checkpoint))
+        if came_from is not None:
+            saving.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):
             # A run that was killed before its first checkpoint may have written for it.
             self.train_dataset.cut_ledger()

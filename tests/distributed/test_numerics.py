@@ -90,6 +90,24 @@ def assert_found_flipped(said):
     assert len(back) == 2
 
 
+def test_a_mean_of_several_steps_leaves_skipped_ones_out(single, tmp_path):
+    pretrain_with(UNTAKEN, tmp_path, 1, "strategy=single", "report.log_every=4", *SAVING)
+    logged = {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS) if "loss" in line}
+    by_step = dict(enumerate(losses(single), start=1))
+    assert list(logged) == [3, 4, 5, 8, 12]
+    assert logged[3] is logged[5] is None
+    assert logged[4] == pytest.approx(sum(by_step[step] for step in (1, 2, 4)) / 3)
+    assert logged[8] == pytest.approx(sum(by_step[step] for step in (6, 7, 8)) / 3)
+
+
+def test_the_way_back_may_lead_to_the_checkpoint_of_another_run(single, tmp_path):
+    start = single / "checkpoints" / "step-00000012"
+    settings = (*SAVING, f"checkpoint.resume={start}", "train.max_skipped_steps=1")
+    said = pretrain_with([Fault(Kind.nan_loss, (13,))], tmp_path, 1, "strategy=single", *settings)
+    assert said[1].startswith(f"going back from step 13 to {start} ")
+    assert losses(tmp_path) == losses(single)[-1:]
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
     settings = ("train.precision=bf16", "train.max_steps=6", "train.micro_batch_size=2")
