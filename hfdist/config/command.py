@@ -22,7 +22,7 @@ from hfdist.config.explain import Request
 from hfdist.config.run import RunConfig
 from hfdist.config.sources import searching
 from hfdist.config.synonyms import override_for, reason_against
-from hfdist.errors import ConfigError, HfdistError, PartitionError, PreemptedError
+from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
 from hfdist.topology import read_launcher
 
 INTERRUPTED = 130
@@ -176,7 +176,7 @@ def _stop_here(error: HfdistError) -> NoReturn:
     """
     rank = _rank()
     has_group = _group_size() > 1
-    is_met_by_all = not has_group or isinstance(error, (ConfigError, PartitionError, PreemptedError))
+    is_met_by_all = not has_group or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
     if rank != 0 and is_met_by_all:
         time.sleep(RANK_0_PRINTS_SECONDS)
     _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")

@@ -42,6 +42,13 @@ class TrainConfig:
     precision: Precision = Precision.fp32
     max_grad_norm: float = limited(1.0, above=0)
     """Gradients are scaled down to this global norm."""
+    max_skipped_steps: int = limited(3, at_least=1)
+    """Steps without a finite loss and gradient, one behind the other, after which the run goes back to its last
+    checkpoint."""
+    max_rollbacks: int = limited(2, at_least=0)
+    """How often it goes back without getting beyond the step that failed, before it stops."""
+    compare_replicas_every: int | None = limited(100, at_least=1)
+    """Steps between comparisons of parameters that several processes hold, also made before each save; null: none."""
     seed: int = limited(0, at_least=0)
     """Of random weights and dropout."""
     compile: Compile = Compile.none

@@ -31,7 +31,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Norm of the gradients of the whole model.
+    """Norm of the gradients of the whole model, with the same bits on all ranks and in all replicas of a pipeline.
 
     Args:
         parameters: those that this rank counts; over the pipeline each parameter is counted once.
@@ -40,8 +40,10 @@ def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dev
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2
-    dist.all_reduce(squared, group=group)
-    return squared.sqrt()
+    # A reduction may add up in another order in each replica, whose weights would then part.
+    every = [torch.empty_like(squared) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, squared, group=group)
+    return torch.stack(every).sum().sqrt()
 
 
 def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Iterator[torch.Tensor]:

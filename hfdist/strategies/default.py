@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,10 @@ class DefaultEngine:
     def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the model on this rank's batch."""
         return default.sum_of_losses(default.model, batch)
+
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All of them."""
+        return self.model.named_parameters()
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip, or where DeepSpeed has clipped give the norm, as the Trainer does."""

@@ -87,6 +87,13 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
     yield from list_buffers(model)
 
 
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """List the working weights that every data rank holds whole between steps."""
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "ds_status") or parameter.ds_status.name == "AVAILABLE":
+            yield name, parameter
+
+
 def after_load(model: nn.Module, engine: Any) -> None:
     """Copy what the optimizer steps into the weights that the model computes with. A collective."""
     zero = engine.optimizer

@@ -221,6 +221,10 @@ class PipelineEngine:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
 
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Those of this rank's stages, which each replica of the pipeline has; tied ones are on several stages."""
+        return self.model.named_parameters()
+
     def pieces(self) -> Iterable[Piece]:
         """This rank's parameters and their optimizer state, whole; names are the whole model's."""
         optimizer = None if self._optimizer is None else self._optimizer.optimizer

@@ -100,7 +100,15 @@ class ZeroEngine(DefaultEngine):
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Keep the DeepSpeed engine that accelerate made."""
         self._engine = prepared
+        scaler = getattr(prepared.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
+            # The trainer counts skipped steps, and says what to do about them.
+            scaler.raise_error_at_min_scale = False
         return optimizer
+
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Working weights; under ZeRO-3 the small ones, which stay whole on every rank between steps."""
+        return pieces_zero.whole_parameters(self.model)
 
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
@@ -120,7 +128,8 @@ class ZeroEngine(DefaultEngine):
                 setattr(self._engine, name, numbers["counters"][name])
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         for name, value in numbers.get("loss_scaler", {}).items():
-            if scaler is not None and hasattr(scaler, name):
+            # Switches are settings, and not what steps have changed.
+            if hasattr(scaler, name) and not isinstance(value, bool):
                 setattr(scaler, name, value)
 
     def loaded(self) -> None:

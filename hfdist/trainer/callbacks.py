@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -19,6 +19,14 @@ from hfdist.strategies.base import Engine
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+
+
+@runtime_checkable
+class GoesBack(Protocol):
+    """A callback that must know when the run goes back to a checkpoint."""
+
+    def on_go_back(self, state: TrainerState) -> None:
+        """Forget the steps behind `state.global_step`: they will be done again."""
 
 
 class MetricsWriter(TrainerCallback):
@@ -35,8 +43,16 @@ class MetricsWriter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Open the file; on a resume, drop lines of steps that will be done again."""
-        if not state.is_world_process_zero:
-            return
+        if state.is_world_process_zero:
+            self._open(state)
+
+    def on_go_back(self, state: TrainerState) -> None:
+        """Drop lines of steps that will be done again."""
+        if self._file is not None:
+            self._file.close()
+            self._open(state)
+
+    def _open(self, state: TrainerState) -> None:
         kept = [line for line in read_metrics(self._path) if line["step"] <= state.global_step]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Beside the old file first: a run that is killed in between must find the lines again.
@@ -130,6 +146,13 @@ class ProgressBar(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Advance."""
+        self._move(state)
+
+    def on_go_back(self, state: TrainerState) -> None:
+        """Show the step at which the run goes on."""
+        self._move(state)
+
+    def _move(self, state: TrainerState) -> None:
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -145,7 +168,7 @@ class ProgressBar(TrainerCallback):
         if self._bar is None or logs is None:
             return
         for key, label, form in _SHOWN:
-            if key in logs:
+            if logs.get(key) is not None:
                 self._shown[label] = form.format(logs[key])
         self._bar.set_postfix(self._shown, refresh=False)
 

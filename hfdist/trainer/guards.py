@@ -9,6 +9,9 @@ import transformers
 from hfdist.errors import ConfigError, DataError
 from hfdist.strategies.base import Engine, Strategy
 
+MIXIN = "hfdist.trainer.trainer"
+"""Module of `DistributedTrainerMixin`, which imports this one."""
+
 
 def check_arguments(args: Any, strategy: Strategy) -> None:
     """Compare TrainingArguments with the layout's numbers, which the original class reads there.
@@ -54,7 +57,7 @@ def check_trainer(trainer: Any, engine: Engine) -> None:
         return
     if trainer.compute_metrics is not None:
         check_has_logits(engine, "compute_metrics")
-    if type(trainer).compute_loss is not transformers.Trainer.compute_loss:
+    if _owner_of_loss(trainer) is not transformers.Trainer:
         raise ConfigError(
             "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
             "wait for the other ranks for ever",
@@ -68,6 +71,12 @@ def check_trainer(trainer: Any, engine: Engine) -> None:
             found=type(trainer.optimizer).__name__,
             hint="TrainingArguments(optim=..., learning_rate=...)",
         )
+
+
+def _owner_of_loss(trainer: Any) -> type:
+    """The class that computes the loss, but for the mixin, whose part in it is done on any stage."""
+    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+    return next(owner for owner in owners if owner.__module__ != MIXIN)
 
 
 def check_has_logits(engine: Engine, wish: str) -> None:

@@ -6,6 +6,8 @@ import copy
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.retention import HELD_OUT_LOSS
 from hfdist.data import Cursor, PoolReport, TokenStream, report
+from hfdist.errors import HfdistError
 from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -41,6 +44,10 @@ def save(trainer: Any) -> None:
     """
     begin = time.monotonic()
     saving: Saving = trainer.saving
+    if isinstance(trainer.train_dataset, TokenStream):
+        # Before the checkpoint: a run that goes on from it does not say this again.
+        trainer.log(data_figures(trainer))
+    trainer.store_flos()
     # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
     write_ledger(trainer)
     on_rank_zero(lambda: saving.model_files.render(trainer))
@@ -72,6 +79,18 @@ def wait(trainer: Any) -> None:
     if trainer.saving is not None:
         trainer.saving.saver.wait()
         report_save(trainer)
+
+
+@contextmanager
+def settled(trainer: Any) -> Iterator[None]:
+    """Wait at the end of training, also at an error that has words: a save that goes on is worth its time."""
+    try:
+        yield
+    except HfdistError:
+        with suppress(HfdistError):
+            wait(trainer)
+        raise
+    wait(trainer)
 
 
 def report_save(trainer: Any) -> None:
@@ -107,6 +126,12 @@ class SaveListener:
     def agreed(self, wish: int, state: TrainerState, control: TrainerControl) -> None:
         """Raise what the save has raised."""
         wait(self._trainer)
+
+
+def num_samples(trainer: Any) -> int:
+    """Sequences of the stream that the whole run has read; 0: other data."""
+    dataset = trainer.train_dataset
+    return int(dataset.state_dict()["samples"]) if isinstance(dataset, TokenStream) else 0
 
 
 def write_ledger(trainer: Any) -> None:

@@ -46,6 +46,7 @@ from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
@@ -160,6 +161,11 @@ def build_trainer(
     checkpoint = config.checkpoint
     trainer.save_in_background = checkpoint.background
     trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
+    trainer.limits = Limits(
+        skipped_steps=config.train.max_skipped_steps,
+        rollbacks=config.train.max_rollbacks,
+        compare_replicas_every=config.train.compare_replicas_every,
+    )
     logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
     assert trainer.engine is not None
     if config.report.timeline:

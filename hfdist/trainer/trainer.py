@@ -6,8 +6,6 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
-import math
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
-from hfdist.errors import ConfigError, HfdistError, NumericsError
+from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving
@@ -31,8 +29,9 @@ from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
 from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.loss_scaler import AgreedLossScaler
+from hfdist.trainer.numerics import Limits, StepGuard, spread
 from hfdist.trainer.throughput import Throughput
-from hfdist.watch import Watch
+from hfdist.watch import watches_among
 
 if TYPE_CHECKING:
     # What the class after the mixin brings along.
@@ -63,6 +62,8 @@ class DistributedTrainerMixin(_Trainer):
         """Whether training goes on from a copy in memory while a checkpoint is written."""
         self.saving: saving.Saving | None = None
         self.agreement = Agreement()
+        self.limits = Limits()
+        """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
         if strategy is not None:
             check_arguments(args, strategy)
             # Once more where a recipe has done it: from Python nobody else would.
@@ -74,7 +75,6 @@ class DistributedTrainerMixin(_Trainer):
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             self.throughput = Throughput(self.args.device)
-            self._grad_norm: Any = None
             check_trainer(self, self.engine)
             self.agreement.listeners.append(saving.SaveListener(self))
             self.add_callback(self.agreement)
@@ -130,31 +130,31 @@ class DistributedTrainerMixin(_Trainer):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self.saving = saving.Saving(in_background=self.save_in_background)
-        if resume_from_checkpoint is not None:
-            saving.restore(self, Path(resume_from_checkpoint))
+        if came_from is not None:
+            saving.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):
             # A run that was killed before its first checkpoint may have written for it.
             self.train_dataset.cut_ledger()
+        self.start_clock()
+        return prepared
+
+    def start_clock(self) -> None:
+        """Measure the throughput from the present step on."""
         self.throughput.start(
             step=self.state.global_step,
             tokens=self.state.num_input_tokens_seen,
             flops_per_token=self._flops_per_token,
             num_devices=self.args.world_size,
         )
-        return prepared
 
     def train(self, *more: Any, **named: Any) -> Any:
         """As the original; a save that goes on at the end of training, or at an error, is waited for."""
-        try:
-            output = super().train(*more, **named)
-        except HfdistError:
-            with suppress(HfdistError):
-                saving.wait(self)
-            raise
-        saving.wait(self)
-        return output
+        with saving.settled(self):
+            return super().train(*more, **named)
 
     # ---- the step ----
 
@@ -163,6 +163,15 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self.engine.forward_backward(inputs, num_items_in_batch, self._defaults(model))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
+        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.engine is None:
+            return result
+        return (spread(result[0]), result[1]) if return_outputs else spread(result)
 
     def _defaults(self, model: nn.Module) -> Defaults:
         return Defaults(
@@ -197,7 +206,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
-        for watch in (found for found in self.callback_handler.callbacks if isinstance(found, Watch)):
+        for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
         samples, num_items = read()
@@ -215,6 +224,7 @@ class DistributedTrainerMixin(_Trainer):
         num_tokens = sum(batch["input_ids"].numel() for batch in samples)
         self.throughput.add(num_tokens * self.strategy.topology.data_size)
         self.state.num_input_tokens_seen = self.throughput.tokens
+        self._guard.begin_step()
         return samples, num_items
 
     def floating_point_ops(self, inputs: Batch) -> int:
@@ -232,37 +242,27 @@ class DistributedTrainerMixin(_Trainer):
         default = partial(super()._clip_grad_norm, model)
         if self.engine is None:
             return default()
-        self._grad_norm = self.engine.clip_grad_norm(self.args.max_grad_norm, default)
-        return self._grad_norm
+        return self.engine.clip_grad_norm(self.args.max_grad_norm, default)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.engine is not None and grad_norm is None:
+        """The last hook before the optimizer's step."""
+        if self.engine is None:
+            return super()._get_grad_norm(model, grad_norm)
+        if grad_norm is None:
             grad_norm = self.engine.clip_grad_norm(0.0, partial(super()._get_grad_norm, model))
-        return super()._get_grad_norm(model, grad_norm)
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        self._guard.judge(grad_norm)
+        return grad_norm
+
+    def _maybe_log_save_evaluate(self, *more: Any, **named: Any) -> None:
+        if self.engine is None or not self._guard.end_step():
+            super()._maybe_log_save_evaluate(*more, **named)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike.
-
-        Raises:
-            NumericsError: the loss or the gradient is not finite.
-        """
+        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
         if self.engine is not None and "loss" in logs:
-            self._check_finite(logs["loss"])
             logs |= self.throughput.read(self.state.global_step)
         super().log(logs, start_time)
-
-    def _check_finite(self, loss: float) -> None:
-        """Loss and gradient norm are equal on all ranks, so all stop together."""
-        # Under fp16 an infinite gradient is how the loss scale finds its limit; that step is skipped.
-        grad_norm = 0.0 if self.args.fp16 or self._grad_norm is None else float(self._grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NumericsError(
-                "the loss or the gradient is not finite",
-                where=f"step {self.state.global_step}",
-                found=f"loss {loss:g}, gradient norm {grad_norm:g}",
-                hint="the last checkpoint is good: go on from it with a lower optimizer.lr or train.max_grad_norm, "
-                "a longer warm-up, or train.precision=fp32",
-            )
 
     # ---- evaluation ----
 
@@ -318,13 +318,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             super()._save_checkpoint(model, trial)
             return
-        # Before anything is written: a checkpoint must not hold what is not finite, nor push a good one out.
-        self._check_finite(sum(gather_json(self._tr_loss.item())))
-        if isinstance(self.train_dataset, TokenStream):
-            # Before the checkpoint: a run that goes on from it does not say this again.
-            self.log(saving.data_figures(self))
         with self.throughput.paused():
-            self.store_flos()
             saving.save(self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Notices a rank that is dead, hung or cut off, says which rank waits for which, and ends the run with exit code 6."""
 
-from hfdist.watch.callback import Watch
+from hfdist.watch.beat import SAVING
+from hfdist.watch.callback import Watch, watches_among
 
-__all__ = ["Watch"]
+__all__ = ["SAVING", "Watch", "watches_among"]

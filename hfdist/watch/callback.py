@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,6 +148,11 @@ class Watch(TrainerCallback):
         if self._watcher is not None and self._heartbeat_seconds is not None:
             self._watcher.broke()
             time.sleep(self._heartbeat_seconds + _VERDICT_SECONDS)
+
+
+def watches_among(callbacks: Iterable[object]) -> list[Watch]:
+    """Find those of a Trainer."""
+    return [callback for callback in callbacks if isinstance(callback, Watch)]
 
 
 def is_broken_connection(error: BaseException) -> bool:

@@ -1,0 +1,98 @@
+"""The vote over replicas, and the sums that it counts."""
+
+import re
+
+import torch
+import torch.distributed as dist
+
+from hfdist.testing import run_ranks
+from hfdist.trainer.numerics import Limits, Tally, spread
+from hfdist.trainer.replicas import Difference, find_differences, sum_bits, vote
+from hfdist.trainer.suspects import Skipped
+
+
+def test_a_majority_names_the_rank():
+    held = [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}]
+    assert vote(held) == [Difference(parameters=("b",), ranks=(2,), has_majority=True)]
+
+
+def test_a_tie_names_all():
+    held = [{"a": 1}, {"a": 2}]
+    assert vote(held) == [Difference(parameters=("a",), ranks=(0, 1), has_majority=False)]
+    held = [{"a": 1}, {"a": 1}, {"a": 2}, {"a": 2}]
+    assert vote(held) == [Difference(parameters=("a",), ranks=(0, 1, 2, 3), has_majority=False)]
+
+
+def test_only_ranks_that_hold_a_parameter_vote_on_it():
+    held = [{"a": 1}, {"b": 5}, {"a": 1}, {"b": 5}, {"a": 9}, {"b": 5}]
+    assert vote(held) == [Difference(parameters=("a",), ranks=(4,), has_majority=True)]
+    assert vote([{"a": 1}, {"b": 2}]) == []
+
+
+def test_each_group_of_ranks_is_told_once():
+    held = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1}]
+    assert vote(held) == [Difference(parameters=("a", "b"), ranks=(2,), has_majority=True)]
+
+
+def _compare(flipped_rank):
+    parameters = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    equal = find_differences(parameters.items())
+    if dist.get_rank() == flipped_rank:
+        parameters["b"].view(torch.int16)[1, 1] ^= 1
+    return equal, find_differences(parameters.items())
+
+
+def test_three_ranks_find_the_one_that_is_wrong():
+    answers = run_ranks(_compare, 3, 1)
+    assert answers == [answers[0]] * 3
+    equal, (line,) = answers[0]
+    assert equal == []
+    assert re.fullmatch(r"b: rank 1 on \S+ differs from the majority", line)
+
+
+def test_any_flipped_bit_changes_the_sum():
+    for dtype, integers in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float64, torch.int64)):
+        tensor = torch.randn(5, 7).to(dtype).T
+        before = sum_bits([("a", tensor)])
+        for bit in range(8 * dtype.itemsize - 1):
+            tensor.view(integers)[3, 2] ^= 1 << bit
+            assert sum_bits([("a", tensor)]) != before
+            tensor.view(integers)[3, 2] ^= 1 << bit
+        assert sum_bits([("a", tensor)]) == before
+
+
+def test_a_spread_loss_is_the_same_or_spoils_every_gradient():
+    for value in (1.7, -0.0, 3e38):
+        weight = torch.tensor(value, requires_grad=True)
+        loss = spread(weight * 1)
+        loss.backward()
+        assert loss.view(torch.int32) == weight.view(torch.int32)
+        assert weight.grad == 1
+    weight = torch.tensor(2.0, requires_grad=True)
+    spread(weight + torch.inf).backward()
+    assert weight.grad.isnan()
+
+
+def skip(step):
+    return Skipped(step=step, data_ranks=(), end_sample=0)
+
+
+def test_skipped_steps_count_in_a_row():
+    tally = Tally(Limits(skipped_steps=2))
+    assert not tally.skip(skip(1))
+    tally.take(2)
+    assert not tally.skip(skip(3))
+    assert tally.skip(skip(4))
+
+
+def test_only_a_step_beyond_the_one_that_failed_is_progress():
+    tally = Tally(Limits(rollbacks=2))
+    tally.go_back(10)
+    for step in range(5, 11):
+        tally.take(step)
+    assert tally.may_go_back
+    tally.go_back(9)
+    tally.take(10)
+    assert not tally.may_go_back
+    tally.take(11)
+    assert tally.may_go_back
