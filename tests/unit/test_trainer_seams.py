@@ -28,6 +28,7 @@ SEAMS = {
         "epochs_trained",
         "steps_trained_in_current_epoch",
     ],
+    "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [
         "self",
