@@ -10,7 +10,7 @@ from hfdist.errors import PeerError
 from hfdist.watch.beat import Beat
 
 IDLE_TIMES = 5
-"""A pause between two marks may be this many times the longest so far: a loaded machine, a slow shard, long sequences."""
+"""A pause between two marks may be so many times the longest so far: a loaded machine, a slow shard, long sequences."""
 _BEATS_AFTER_A_BREAK = 2.5
 _LEAST_SILENT_SECONDS = 1.0
 
