@@ -24,8 +24,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
 
+# Two at a time, a file each: many tests wait for processes of their own.
 test: $(READY)  ## Run all tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
 	$(BIN)/python -m pytest tests/zoo -m zoo
