@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from hfdist.checkpoint.exchange import on_all_ranks, rank, world_size
 from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
@@ -35,7 +35,8 @@ def save_random_state(checkpoint: Path) -> None:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     rest = {"numpy": [numpy_position, has_gauss, cached_gauss], "python": [version, python_gauss]}
-    save_file(tensors, checkpoint / random_file(rank()), metadata={"rest": json.dumps(rest)})
+    # Not `save_file`: what it raises on a full disk is no OSError.
+    (checkpoint / random_file(rank())).write_bytes(save(tensors, metadata={"rest": json.dumps(rest)}))
 
 
 def restore_random_state(checkpoint: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,7 @@ def _write_model_files(trainer: Any, path: Path) -> None:
     if trainer.model.can_generate():
         _save_generation_config(trainer.model.generation_config, path)
     if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(path)
+        _save_tokenizer(trainer.processing_class, path)
 
 
 def _save_generation_config(config: Any, path: Path) -> None:
@@ -139,6 +141,17 @@ def _save_generation_config(config: Any, path: Path) -> None:
     except ValueError as error:
         # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
         logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
+
+
+def _save_tokenizer(tokenizer: Any, path: Path) -> None:
+    try:
+        tokenizer.save_pretrained(path)
+    except Exception as error:
+        # The tokenizers library tells the system's errors in words alone.
+        number = re.search(r"\(os error (\d+)\)$", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _restore_schedule(trainer: Any, steps: int) -> None:
