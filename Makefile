@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test zoo parity interruptions check format clean
+.PHONY: help setup demo test zoo parity interruptions faults check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -37,6 +37,10 @@ parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
+
+faults: $(READY)  ## Kill runs at every named moment, fail their disks, stop them, and write docs/faults.md (about 15 minutes).
+	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m tests.distributed.fault_report docs/faults.md
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .
