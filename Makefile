@@ -42,8 +42,9 @@ interruptions: $(READY)  ## Stop and resume streams and runs in thousands of way
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
 
-faults: $(READY)  ## Damage checkpoints in thousands of ways, and see that each is noticed (about 3 minutes).
-	$(BIN)/python -m pytest tests -m faults
+faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/faults.md (15 minutes).
+	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m tests.distributed.fault_report docs/faults.md
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

@@ -35,7 +35,12 @@ def prune(folder: Path, keep: Keep) -> None:
     """Remove the complete checkpoints that nothing keeps. Any rank may call it; rank 0 acts."""
     if rank() != 0:
         return
-    complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
+    try:
+        complete = [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]
+    except OSError as error:
+        # The checkpoint that was just saved is whole, and the next save tries again.
+        logger.warning("the checkpoints in %s cannot be listed, and none is removed: %s", folder, error)
+        return
     kept = set(complete[-keep.newest :])
     if keep.every is not None:
         kept |= {path for path in complete if int(path.name.removeprefix("step-")) % keep.every == 0}

@@ -139,7 +139,12 @@ def _sequence_of(line: bytes) -> float:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # Python names the file only where it cannot be opened.
+        error.filename = str(path)
+        raise

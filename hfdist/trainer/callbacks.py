@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfdist.errors import ResourceError
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
 from hfdist.pipeline.timeline_plot import draw
 from hfdist.strategies.base import Engine
@@ -33,6 +35,9 @@ class MetricsWriter(TrainerCallback):
     """One JSON object for each logged step and each evaluation, floats at full precision.
 
     A value that is not finite is written as null: JSON has no NaN.
+
+    Raises:
+        ResourceError: in any of its events, a line that the disk does not take.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -78,8 +83,17 @@ class MetricsWriter(TrainerCallback):
     def _write(self, line: dict[str, Any]) -> None:
         assert self._file is not None
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A disk that takes no line takes no checkpoint either; the last one is whole.
+            raise ResourceError(
+                "the metrics cannot be written",
+                where=str(self._path),
+                found=f"{error.strerror}; {shutil.disk_usage(self._path.parent).free:,} bytes free",
+                hint="free space, or another disk for run.dir",
+            ) from error
 
 
 class TimelineDrawer(TrainerCallback):
@@ -103,8 +117,13 @@ class TimelineDrawer(TrainerCallback):
         record = self._engine.step_record
         if record is None or not record.events or not state.is_world_process_zero:
             return
-        picture = draw(record.events, self._run_dir / "timeline.png", title=record.title, formula=record.formula)
-        write_chrome_trace(record.events, self._run_dir / "timeline.json")
+        try:
+            picture = draw(record.events, self._run_dir / "timeline.png", title=record.title, formula=record.formula)
+            write_chrome_trace(record.events, self._run_dir / "timeline.json")
+        except OSError as error:
+            # The model is still to be exported, and matters more.
+            logger.warning("no picture of the schedule: %s", error)
+            return
         measured, expected = 100 * bubble_fraction(record.events), 100 * record.formula
         logger.info("schedule: %s, %.1f %% idle, %.1f %% by the formula", picture, measured, expected)
 

@@ -41,7 +41,7 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
         if run.report.sample_prompt is not None:
             _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
-            logger.info("loss curve: %s", plot_losses(run_dir))
+            _report_losses(run_dir)
         logger.info("model: %s", folder)
     if dist.is_initialized():
         # Ranks that leave early would take the launcher down while rank 0 still samples.
@@ -61,6 +61,14 @@ def _last_held_out_loss(trainer: Trainer) -> float:
 def _report_loss(loss: float, baseline: float) -> None:
     logger.info("held-out loss %.4f, perplexity %.1f", loss, _perplexity(loss))
     logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, _perplexity(baseline))
+
+
+def _report_losses(run_dir: Path) -> None:
+    try:
+        logger.info("loss curve: %s", plot_losses(run_dir))
+    except OSError as error:
+        # As with a sample: the model is exported.
+        logger.warning("no picture of the losses: %s", error)
 
 
 def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ def write_model_files(trainer: Any, folder: Path) -> None:
     if trainer.model.can_generate():
         _save_generation_config(trainer.model.generation_config, folder)
     if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(folder)
+        _save_tokenizer(trainer.processing_class, folder)
 
 
 class RenderedModelFiles:
@@ -56,3 +58,14 @@ def _save_generation_config(config: Any, folder: Path) -> None:
     except ValueError as error:
         # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
         logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library tells the system's errors in words alone.
+        number = re.search(r"\(os error (\d+)\)$", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error

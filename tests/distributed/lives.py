@@ -37,11 +37,13 @@ class Victim(Enum):
 
 
 class Life:
-    """One start of a run, in a process group of its own."""
+    """One start of a run, in a process group of its own; each rank calls `run`."""
 
-    def __init__(self, config: RunConfig, num_ranks: int, log: Path) -> None:
+    def __init__(
+        self, config: RunConfig, num_ranks: int, log: Path, run: Callable[[RunConfig], object] = main.__wrapped__
+    ) -> None:
         self._has_store = num_ranks > 1
-        self._process = multiprocessing.get_context("fork").Process(target=_live, args=(config, num_ranks, log))
+        self._process = multiprocessing.get_context("fork").Process(target=_live, args=(config, num_ranks, log, run))
         self._process.start()
         self.log = log
 
@@ -84,10 +86,10 @@ class Life:
         assert self.wait(find), f"over before there was {victim.value}:\n{self.log.read_text()}"
         return random.Random(seed).choice(find()).kill
 
-    def end(self) -> float:
+    def end(self, most_seconds: float = MOST_SECONDS_TO_END) -> float:
         """See that all ranks end once one process is gone, and give the seconds that it took."""
         begin = time.monotonic()
-        self._process.join(MOST_SECONDS_TO_END)
+        self._process.join(most_seconds)
         if not self.is_over:
             os.killpg(self.group, signal.SIGKILL)
             raise AssertionError(f"ranks hang:\n{self.log.read_text()}")
@@ -99,14 +101,14 @@ class Life:
         assert self.has_finished, self.log.read_text()
 
 
-def _live(config: RunConfig, num_ranks: int, log: Path) -> None:
+def _live(config: RunConfig, num_ranks: int, log: Path, run: Callable[[RunConfig], object]) -> None:
     os.setsid()
     # What the ranks inherit is no garbage: their collections need not look through it.
     gc.freeze()
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(sys.stderr.fileno(), descriptor)
-    run_ranks(main.__wrapped__, num_ranks, config, group=num_ranks > 1, timeout_seconds=LONGEST_SECONDS)
+    run_ranks(run, num_ranks, config, group=num_ranks > 1, timeout_seconds=LONGEST_SECONDS)
 
 
 def _children(pid: int) -> list[psutil.Process]:

@@ -1,0 +1,109 @@
+"""Killed at every named moment, told to stop at any, short of disk: the run goes on as if nothing had been."""
+
+import pytest
+
+from tests.distributed.disk_faults import ERRORS, STEP, every_fault, make_small_config, require_strace, run_fault
+from tests.distributed.faults import LAYOUTS, Case, Victim, go_on, make_config, read_run, run_case, run_whole, strike
+from tests.distributed.moments import Moment
+from tests.distributed.signalled import draw_stops, run_stop
+from tests.distributed.small_disk import require_mount, run_on_tmpfs, run_with_short_files
+
+pytestmark = pytest.mark.distributed
+
+CHAINS = {
+    "ddp": [(Moment.first_batch, 1), (Moment.first_file, 2), (Moment.sync, 2), (Moment.reduction, 3),
+            (Moment.snapshot, 4), (Moment.prune, 4), (Moment.export, 6), (Moment.shutdown, 6)],
+    "zero2": [(Moment.forward, 1), (Moment.before_step, 3), (Moment.weights, 4)],
+    "zero3": [(Moment.backward, 1), (Moment.optimizer, 4)],
+    "pipeline": [(Moment.after_step, 1), (Moment.state, 2), (Moment.before_manifest, 2), (Moment.after_manifest, 4),
+                 (Moment.rename, 4), (Moment.evaluation, 6), (Moment.export_moves, 6)],
+}  # fmt: skip
+"""Every moment once, over the layouts: one run after the other is killed there, and goes on until the next."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory, cache_dir):
+    """Runs that nobody kills, one a layout, made when first asked for."""
+    made = {}
+
+    def reference(layout):
+        if layout not in made:
+            folder = tmp_path_factory.mktemp(layout)
+            made[layout] = run_whole(folder, make_config(folder / "run", layout))
+        return made[layout]
+
+    return reference
+
+
+@pytest.fixture(scope="module")
+def small_reference(tmp_path_factory, cache_dir):
+    """Of the runs whose disk fails: one process."""
+    folder = tmp_path_factory.mktemp("small")
+    return run_whole(folder, make_small_config(folder / "run"), num_ranks=1)
+
+
+def test_the_chains_have_every_moment():
+    assert {moment for chain in CHAINS.values() for moment, _ in chain} == set(Moment)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_that_is_killed_at_one_moment_after_the_other(references, tmp_path, layout):
+    config = make_config(tmp_path / "run", layout)
+    whole = 0
+    for number, (moment, step) in enumerate(CHAINS[layout]):
+        victim = (Victim.rank, Victim.everyone)[number % 2]
+        whole = strike(tmp_path, config, Case(layout, moment, victim, step, rank=number // 2 % 2))
+    assert go_on(tmp_path, config)[0] == whole
+    assert read_run(tmp_path / "run") == references(layout)
+
+
+def test_the_ranks_of_a_killed_launcher_harm_nothing(references, tmp_path):
+    outcome = run_case(tmp_path, Case("pipeline", Moment.weights, Victim.launcher, 4), references("pipeline"))
+    assert outcome.is_equal
+    # They went on, and the next start waited for them.
+    assert outcome.resumed > 4
+
+
+def test_files_that_may_not_grow(small_reference, tmp_path):
+    outcome = run_with_short_files(tmp_path, 100_000, small_reference)
+    assert outcome.exit_code in (4, 7), outcome
+    assert outcome.names == (outcome.whole,) == ("step-00000002",)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("call", ERRORS)
+def test_every_call_of_a_save_that_fails(small_reference, tmp_path, call):
+    require_strace()
+    outcomes = []
+    for number, fault in enumerate(every_fault(call)):
+        outcome = run_fault(tmp_path / str(number), fault, small_reference)
+        if outcome is None:
+            break
+        outcomes.append(outcome)
+    assert any(f"step-{STEP:08d}" in outcome.path or call in ("unlinkat", "rmdir") for outcome in outcomes)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_disk_of_any_size(small_reference, tmp_path):
+    require_mount()
+    num_bytes = small_reference.checkpoint_bytes
+    outcomes = []
+    for number, share in enumerate((0.2, 0.9, 1.1, 1.5, 1.9, 1.95, 1.98, 2.0, 2.02, 2.05, 2.2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        outcome = run_on_tmpfs(folder, int(share * num_bytes), small_reference)
+        assert outcome.exit_code in (0, 7), outcome
+        assert outcome.names == (() if outcome.whole is None else (outcome.whole,)), outcome
+        assert (outcome.whole is None) == (share < 1), outcome
+        outcomes.append(outcome)
+    assert {outcome.exit_code for outcome in outcomes} == {0, 7}
+    assert "needed" in outcomes[0].message
+    assert "free" in outcomes[0].message
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stop", draw_stops(20, seed=0), ids=str)
+def test_one_rank_is_told_to_stop(references, tmp_path, stop):
+    run_stop(tmp_path, stop, references(stop.layout))
