@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.report import RESULTS, describe_machine, markdown, write_section
 from hfdist.checkpoint import read_checkpoint, verify, write_checkpoint
-from hfdist.checkpoint.manifest import hash_file, read_manifest
+from hfdist.checkpoint.manifest import check_hashes, read_manifest
 from hfdist.checkpoint.piece import WEIGHT, Piece
 
 NUM_PARAMETERS, ELEMENTS = 16, 1_050_000
@@ -49,9 +50,9 @@ def measure(folder: Path) -> list[list[str]]:
         return write_checkpoint(folder, step=1, pieces=pieces, state={}, write_model_files=lambda path: None)
 
     path = save()
-    files = read_manifest(path).files
-    megabytes = sum(record.num_bytes for record in files.values()) / 1e6
-    hashing = median_seconds(lambda: [hash_file(path / name) for name in files])
+    parts = read_manifest(path).parts()
+    megabytes = sum(part.num_bytes for part in parts) / 1e6
+    hashing = median_seconds(lambda: check_hashes(path, parts))
     saving = median_seconds(save)
     verifying = median_seconds(lambda: verify(path))
     reading = median_seconds(lambda: read_checkpoint(path, pieces))
@@ -70,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         table = markdown(["one process", "seconds", "of which hashing"], measure(Path(name)))
     section = f"## What hashing adds to checkpoints\n\n{table}\n\n{describe_machine('torch')}"
-    print(section)
+    sys.stdout.write(section + "\n")
     write_section(RESULTS, "checkpoint-hash", section)
 
 

@@ -7,12 +7,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState
 
-from hfdist.checkpoint.random_state import random_file, save_random_state
 from hfdist.data.ledger import _append
 from hfdist.errors import ResourceError
 from hfdist.trainer.callbacks import METRICS, MetricsWriter
 from hfdist.trainer.finish import _report_losses
-from hfdist.trainer.saving import _save_tokenizer
+from hfdist.trainer.model_files import _save_tokenizer
 
 
 @pytest.fixture
@@ -42,13 +41,6 @@ def test_a_tokenizer(full, tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(OSError, match="No space left on device") as raised:
         _save_tokenizer(tokenizer, tmp_path)
-    assert raised.value.errno == errno.ENOSPC
-
-
-def test_random_states(full, tmp_path):
-    full(random_file(0))
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        save_random_state(tmp_path)
     assert raised.value.errno == errno.ENOSPC
 
 
