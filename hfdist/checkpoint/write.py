@@ -144,6 +144,9 @@ def export_model(folder: Path, pieces: Iterable[Piece], write_model_files: Calla
 
     def begin() -> str:
         folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(".tmp-*"):
+            # By an export that was killed.
+            shutil.rmtree(left, ignore_errors=True)
         unfinished = folder / f".tmp-{secrets.token_hex(4)}"
         with _removed_on_failure(unfinished):
             _lay_out(unfinished, plan, write_model_files)
@@ -200,7 +203,6 @@ def _finish(save: PreparedSave, unfinished: Path, parts: list[Part]) -> None:
     headers = [tensorfile.header_part(name, file_plan) for name, file_plan in save.plan.files.items()]
     hashed = {part.file for part in (*parts, *headers)}
     small = [hash_file(unfinished, name) for name in list_files(unfinished) if name not in hashed]
-    folders.sync_tree(unfinished)
     manifest = Manifest.of_parts(save.step, [*parts, *headers, *small])
     (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
     folders.commit(unfinished, save.final)

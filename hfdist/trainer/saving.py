@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from hfdist.checkpoint import Keep, Saver, export_model, read_checkpoint, restore_random_state
+from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
-from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.folder import remove_unfinished, step_name
 from hfdist.checkpoint.retention import HELD_OUT_LOSS
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.errors import HfdistError
@@ -58,14 +58,13 @@ def save(trainer: Any) -> None:
         saving.model_files.write(path)
         progress.save_to_json(str(path / TRAINER_STATE))
 
-    limit = trainer.args.save_total_limit
     saving.saver.save(
         Path(trainer.args.output_dir) / CHECKPOINTS,
         step=trainer.state.global_step,
         pieces=trainer.engine.pieces(),
         state=_state(trainer),
         write_model_files=write_files,
-        keep=trainer.keep or (None if limit is None else Keep(newest=limit)),
+        keep=_keep(trainer),
         begin_seconds=begin,
     )
 
@@ -169,6 +168,21 @@ def restore(trainer: Any, path: Path) -> None:
     if isinstance(trainer.train_dataset, TokenStream):
         trainer.train_dataset.load_state_dict(state["cursor"])
     restore_random_state(path)
+    on_rank_zero(lambda: _tidy(trainer))
+
+
+def _tidy(trainer: Any) -> None:
+    """Remove what a run that was killed behind its last save has left: no save may come that would."""
+    folder, keep = Path(trainer.args.output_dir) / CHECKPOINTS, _keep(trainer)
+    if folder.is_dir():
+        remove_unfinished(folder)
+        if keep is not None:
+            prune(folder, keep)
+
+
+def _keep(trainer: Any) -> Keep | None:
+    limit = trainer.args.save_total_limit
+    return trainer.keep or (None if limit is None else Keep(newest=limit))
 
 
 def _state(trainer: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ CHAINS = {
     "zero2": [(Moment.forward, 1), (Moment.before_step, 3), (Moment.weights, 4)],
     "zero3": [(Moment.backward, 1), (Moment.optimizer, 4)],
     "pipeline": [(Moment.after_step, 1), (Moment.state, 2), (Moment.before_manifest, 2), (Moment.after_manifest, 4),
-                 (Moment.rename, 4), (Moment.evaluation, 6), (Moment.export_moves, 6)],
+                 (Moment.rename, 4), (Moment.evaluation, 6), (Moment.prune, 6), (Moment.export_moves, 6)],
 }  # fmt: skip
 """Every moment once, over the layouts: one run after the other is killed there, and goes on until the next."""
 
