@@ -235,7 +235,7 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Times]]) -> s
         f"A Llama of {num_parameters / 1e6:.0f} M parameters with AdamW's moments in float32, "
         f"{12 * num_parameters / 1e6:.0f} MB in all, {NUM_RANKS} ranks. Stall: for how long the training stands still, "
         "the plan and what ranks tell each other included; of DCP the call of `async_save` alone, with a state dict "
-        "that is there. Total: until all is on the disk (`fsync`), nothing else going on; hfdist's includes SHA-256 of "
+        "that is there. Total: until all is on the disk (`fsync`), nothing else going on; hfdist's includes hashes of "
         "all bytes. A copy and a write are of one rank's half, without any format. The slowest rank counts. Medians of "
         f"{options.rounds} interleaved rounds after one to warm up; x DCP: the one that keeps its memory.\n\n"
         f"{describe_machine('torch', 'deepspeed', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hfdist.checkpoint.exchange import world_size
 from hfdist.checkpoint.piece import Piece
+from hfdist.checkpoint.plan import Planner
 from hfdist.checkpoint.retention import Keep, prune
 from hfdist.checkpoint.share import HostCopy
 from hfdist.checkpoint.write import PreparedSave, complete, prepare
@@ -42,6 +43,7 @@ class Saver:
     """
 
     def __init__(self, *, in_background: bool = True) -> None:
+        self._planner = Planner()
         self._copy = HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
         self._thread: threading.Thread | None = None
@@ -74,7 +76,7 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        prepared = prepare(folder, step=step, pieces=pieces, state=state, write_model_files=write_model_files)
+        prepared = prepare(self._planner, folder, step, pieces, state, write_model_files)
         if self._copy is None:
             self._complete(prepared, keep, begin_seconds)
             self.wait()

@@ -1,17 +1,19 @@
 """The manifest: sizes and hashes of all files of a checkpoint, written last, so that its presence means complete.
 
-A file that several ranks have written has a hash for each of their parts: each hashes what it writes, on the way.
+A file that several ranks have written has a hash for each of their parts: each hashes what it writes, on the way. XXH3
+finds damage as surely as SHA-256, at ten times its speed; neither would keep out somebody who can write a manifest.
 docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import xxhash
 
 from hfdist.errors import CheckpointError
 
@@ -44,17 +46,17 @@ class Part:
     """Relative to the checkpoint, with `/`."""
     begin: int
     num_bytes: int
-    sha256: str
+    xxh128: str
 
     def to_json(self) -> list[Any]:
         """As a list for the exchange."""
-        return [self.file, self.begin, self.num_bytes, self.sha256]
+        return [self.file, self.begin, self.num_bytes, self.xxh128]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Part:
         """From the list of another rank."""
-        file, begin, num_bytes, sha256 = values
-        return cls(file=file, begin=begin, num_bytes=num_bytes, sha256=sha256)
+        file, begin, num_bytes, xxh128 = values
+        return cls(file=file, begin=begin, num_bytes=num_bytes, xxh128=xxh128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +82,11 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file."""
         files = {
-            name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.sha256] for part in parts]}
+            name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.xxh128] for part in parts]}
             for name, parts in self.files.items()
         }
         content = {"format": FORMAT, "step": self.step, "files": files}
-        return content | {"sha256": hash_of_content(content)}
+        return content | {"xxh128": hash_of_content(content)}
 
 
 def _size(parts: tuple[Part, ...]) -> int:
@@ -93,7 +95,7 @@ def _size(parts: tuple[Part, ...]) -> int:
 
 def hash_of_content(content: dict[str, Any]) -> str:
     """The manifest's hash of itself."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def list_files(folder: Path) -> dict[str, int]:
@@ -119,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
         version = content["format"]
         if _count(version) != FORMAT:
             raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
-        if content.pop("sha256") != hash_of_content(content):
+        if content.pop("xxh128") != hash_of_content(content):
             raise ValueError("its own hash does not fit")
         files = {name: _parse_parts(name, record) for name, record in content["files"].items()}
         if not files:
@@ -138,8 +140,8 @@ def _count(value: Any) -> int:
 def _parse_parts(file: str, record: dict[str, Any]) -> tuple[Part, ...]:
     parts = []
     begin = 0
-    for num_bytes, sha256 in record["parts"]:
-        parts.append(Part(file=file, begin=begin, num_bytes=_count(num_bytes), sha256=str(sha256)))
+    for num_bytes, xxh128 in record["parts"]:
+        parts.append(Part(file=file, begin=begin, num_bytes=_count(num_bytes), xxh128=str(xxh128)))
         begin += num_bytes
     if _count(record["bytes"]) != begin:
         raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {begin}")
@@ -206,7 +208,7 @@ def check_hashes(folder: Path, parts: Iterable[Part]) -> None:
     """
     for part in parts:
         path = inside(folder, part.file)
-        if hash_part(path, part.begin, part.num_bytes) != part.sha256:
+        if hash_part(path, part.begin, part.num_bytes) != part.xxh128:
             raise DamagedError(
                 "hash",
                 "the content of a file of the checkpoint has changed",
@@ -227,8 +229,8 @@ def verify(path: Path) -> None:
 
 
 def hash_part(path: Path, begin: int, num_bytes: int) -> str:
-    """The SHA-256 of a run of bytes; of a whole file it is what `sha256sum` prints."""
-    digest = hashlib.sha256()
+    """The XXH3 hash of a run of bytes in 128 bits; of a whole file it is what `xxhsum -H2` prints."""
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
         while num_bytes > 0 and (data := file.read(min(num_bytes, _READ_BYTES))):
@@ -240,4 +242,4 @@ def hash_part(path: Path, begin: int, num_bytes: int) -> str:
 def hash_file(folder: Path, name: str) -> Part:
     """Give a small file as one part."""
     size = (folder / name).stat().st_size
-    return Part(file=name, begin=0, num_bytes=size, sha256=hash_part(folder / name, 0, size))
+    return Part(file=name, begin=0, num_bytes=size, xxh128=hash_part(folder / name, 0, size))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.exchange import on_all_ranks
+from hfdist.checkpoint.exchange import gather_json, on_all_ranks
 from hfdist.checkpoint.layout import Assignment, Region, TensorId, TensorSpec, assign_writers, pack_files
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES, FilePlan
@@ -64,51 +64,74 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
     return regions
 
 
-def agree_on_plan(pieces: Iterable[Piece], *, weights_only: bool) -> tuple[Plan, list[Piece]]:
-    """Find out from what all ranks hold which file each tensor goes into, and who writes what. A collective.
+class Planner:
+    """Finds out from what all ranks hold which file each tensor goes into, and who writes what.
+
+    In a series of saves the plan is made once: later ones only ask whether any rank holds something else than before.
 
     Args:
-        pieces: what this rank holds.
         weights_only: leave out the optimizer's state.
-
-    Returns:
-        The plan, equal on all ranks, and the pieces of this rank that are in it.
-
-    Raises:
-        CheckpointError: elements that no rank holds, or ranks that contradict each other; on all ranks alike.
     """
-    own: list[Piece] = []
-    steps: dict[str, int] = {}
 
-    def list_own() -> dict[str, Any]:
-        for piece in pieces:
-            if piece.key == STEP:
-                steps[piece.name] = int(piece.view)
-            elif piece.key == WEIGHT or not weights_only:
-                own.append(piece)
-        return {"regions": [region.to_json() for region in declare(own)], "steps": steps}
+    def __init__(self, *, weights_only: bool = False) -> None:
+        self._weights_only = weights_only
+        self._declared: tuple[list[Region], list[str]] | None = None
+        """What this rank held at the last plan: elements, and names with a step count."""
+        self._stepped: list[list[str]] = []
+        """Those names, of each rank."""
+        self._plan: Plan | None = None
 
-    declared = on_all_ranks(list_own)
-    regions = [[Region.from_json(values) for values in other["regions"]] for other in declared]
-    assignments = assign_writers(regions)
-    specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
-    return _make_plan(list(specs.values()), assignments, _merge_steps([other["steps"] for other in declared])), own
+    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[Piece]]:
+        """Give the plan, equal on all ranks, and the pieces of this rank that are in it. A collective.
+
+        Raises:
+            CheckpointError: elements that no rank holds, or ranks that contradict each other; on all ranks alike.
+        """
+        own: list[Piece] = []
+        steps: dict[str, int] = {}
+        regions: list[Region] = []
+
+        def look() -> list[Any]:
+            for piece in pieces:
+                if piece.key == STEP:
+                    steps[piece.name] = int(piece.view)
+                elif piece.key == WEIGHT or not self._weights_only:
+                    own.append(piece)
+            regions.extend(declare(own))
+            values = list(steps.values())
+            is_as_before = self._declared == (regions, list(steps))
+            # Mostly all parameters were stepped equally often.
+            return [is_as_before, values[0] if values and len(set(values)) == 1 else values]
+
+        looked = on_all_ranks(look)
+        if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
+            self._make([region.to_json() for region in regions], list(steps))
+            self._declared = regions, list(steps)
+        assert self._plan is not None
+        return replace(self._plan, steps=self._merge_steps([values for _, values in looked])), own
+
+    def _make(self, own_regions: list[list[object]], own_stepped: list[str]) -> None:
+        declared = gather_json([own_regions, own_stepped])
+        regions = [[Region.from_json(values) for values in of_rank] for of_rank, _ in declared]
+        self._stepped = [names for _, names in declared]
+        assignments = assign_writers(regions)
+        specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
+        self._plan = _make_plan(list(specs.values()), assignments)
+
+    def _merge_steps(self, values_by_rank: list[int | list[int]]) -> dict[str, int]:
+        merged: dict[str, int] = {}
+        for names, values in zip(self._stepped, values_by_rank, strict=True):
+            for name, step in zip(names, [values] * len(names) if isinstance(values, int) else values, strict=True):
+                if merged.setdefault(name, step) != step:
+                    raise CheckpointError(
+                        "the ranks disagree about how often a parameter was stepped",
+                        where=name,
+                        found=f"{merged[name]} and {step}",
+                    )
+        return dict(sorted(merged.items()))
 
 
-def _merge_steps(steps_by_rank: list[dict[str, int]]) -> dict[str, int]:
-    merged: dict[str, int] = {}
-    for steps in steps_by_rank:
-        for name, step in steps.items():
-            if merged.setdefault(name, step) != step:
-                raise CheckpointError(
-                    "the ranks disagree about how often a parameter was stepped",
-                    where=name,
-                    found=f"{merged[name]} and {step}",
-                )
-    return dict(sorted(merged.items()))
-
-
-def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], steps: dict[str, int]) -> Plan:
+def _make_plan(specs: list[TensorSpec], assignments: list[Assignment]) -> Plan:
     files: dict[str, FilePlan] = {}
     places: dict[TensorId, tuple[str, int]] = {}
     weights = pack_files([spec for spec in specs if spec.key == WEIGHT], MAX_FILE_BYTES)
@@ -127,7 +150,7 @@ def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], steps: di
         by_name = {spec.name: places[spec.id][0] for members in weights for spec in members}
         total = sum(spec.num_bytes for members in weights for spec in members)
         index = {"metadata": {"total_size": total}, "weight_map": by_name}
-    return Plan(files=files, places=places, assignments=assignments, steps=steps, index=index)
+    return Plan(files=files, places=places, assignments=assignments, steps={}, index=index)
 
 
 def _name_in_file(spec: TensorSpec) -> str:

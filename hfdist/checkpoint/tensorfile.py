@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from hfdist.checkpoint.layout import TensorSpec
 from hfdist.checkpoint.manifest import Part
@@ -87,7 +87,7 @@ def create(path: Path, plan: FilePlan) -> None:
 
 def header_part(name: str, plan: FilePlan) -> Part:
     """Give the part of the manifest that `create` has written, of the file `name`."""
-    return Part(file=name, begin=0, num_bytes=len(plan.header), sha256=hashlib.sha256(plan.header).hexdigest())
+    return Part(file=name, begin=0, num_bytes=len(plan.header), xxh128=xxhash.xxh3_128(plan.header).hexdigest())
 
 
 def read_header(path: Path) -> dict[str, Entry]:

@@ -19,7 +19,7 @@ from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file, list_files
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import TRAINING_STATE, Plan, agree_on_plan
+from hfdist.checkpoint.plan import TRAINING_STATE, Plan, Planner
 from hfdist.checkpoint.random_state import capture_random_state, random_file
 from hfdist.checkpoint.share import Write, list_writes, write_share
 from hfdist.errors import CheckpointError, ResourceError
@@ -70,19 +70,19 @@ def write_checkpoint(
         NumericsError: a trained parameter or its state is not finite; on all ranks alike.
         ResourceError: the disk is full; on all ranks alike.
     """
-    return complete(prepare(folder, step=step, pieces=pieces, state=state, write_model_files=write_model_files))
+    return complete(prepare(Planner(), folder, step, pieces, state, write_model_files))
 
 
 def prepare(
+    planner: Planner,
     folder: Path,
-    *,
     step: int,
     pieces: Iterable[Piece],
     state: dict[str, Any],
     write_model_files: Callable[[Path], object],
 ) -> PreparedSave:
     """Agree on what is written where, and write nothing yet. A collective. Arguments as of `write_checkpoint`."""
-    plan, own = agree_on_plan(pieces, weights_only=False)
+    plan, own = planner.plan(pieces)
     content = {"format": FORMAT, "step": step, "world_size": world_size(), "steps": plan.steps, "state": state}
     texts: list[str] = []
     on_rank_zero(lambda: texts.append(_to_json(content)))
@@ -140,7 +140,7 @@ def export_model(folder: Path, pieces: Iterable[Piece], write_model_files: Calla
     Raises:
         CheckpointError, ResourceError: as for `write_checkpoint`.
     """
-    plan, own = agree_on_plan(pieces, weights_only=True)
+    plan, own = Planner(weights_only=True).plan(pieces)
 
     def begin() -> str:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,8 @@ from hfdist.checkpoint import read_checkpoint, write_checkpoint
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.checkpoint.write import OPTIMIZER_STEM, STATE_FILE
+from hfdist.checkpoint.plan import OPTIMIZER_STEM
+from hfdist.checkpoint.write import STATE_FILE
 from hfdist.testing import run_ranks
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from tests.distributed.runs import eval_losses, losses, pretrain

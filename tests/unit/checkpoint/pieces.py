@@ -44,6 +44,6 @@ def save(folder, step, pieces=None, state=None):
 def edit_manifest(path, change):
     """Change what a manifest says, so that it agrees with itself."""
     content = json.loads((path / MANIFEST).read_text())
-    del content["sha256"]
+    del content["xxh128"]
     change(content)
-    (path / MANIFEST).write_text(json.dumps(content | {"sha256": hash_of_content(content)}))
+    (path / MANIFEST).write_text(json.dumps(content | {"xxh128": hash_of_content(content)}))

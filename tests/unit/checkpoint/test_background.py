@@ -130,3 +130,15 @@ def test_without_a_copy_it_is_done_at_once(tmp_path):
     verify(tmp_path / "step-00000001")
     report = saver.take_report()
     assert report.stall_seconds == report.total_seconds
+
+
+def test_a_parameter_that_comes_later_is_saved_too(tmp_path):
+    saver, pieces = Saver(), small_pieces(2)
+    begin(saver, tmp_path, 1, pieces[:2] + pieces[3:])
+    pieces[2].view.fill_(9)
+    begin(saver, tmp_path, 2, pieces)
+    begin(saver, tmp_path, 3, pieces)
+    saver.wait()
+    loaded = blank(pieces)
+    read_checkpoint(tmp_path / "step-00000003", loaded)
+    assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, pieces, strict=True))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, verify
 from hfdist.checkpoint.manifest import MANIFEST
@@ -209,6 +209,7 @@ for step in itertools.count(int(sys.argv[2])):
 """
 
 
+@pytest.mark.faults
 def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
     """`kill -9` at eight moments while it saves without a pause: the newest that verifies is whole and of one step."""
     import torch
@@ -235,14 +236,12 @@ def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
         first = step + 1
 
 
-def test_hashes_are_those_of_sha256sum(tmp_path):
+def test_hashes_are_those_of_the_bytes(tmp_path):
     path = save(tmp_path, 1)
-    if shutil.which("sha256sum") is None:
-        pytest.skip("no sha256sum")
     for name, record in json.loads((path / MANIFEST).read_text())["files"].items():
         content = (path / name).read_bytes()
         assert len(content) == record["bytes"]
         for num_bytes, digest in record["parts"]:
-            printed = subprocess.run(["sha256sum"], input=content[:num_bytes], capture_output=True, check=True)
-            assert printed.stdout.split()[0].decode() == digest
+            assert xxhash.xxh3_128(content[:num_bytes]).hexdigest() == digest
             content = content[num_bytes:]
+        assert content == b""
