@@ -68,10 +68,12 @@ def main() -> None:
 
 def measure(contenders: Callable[[], dict[str, Save]], num_rounds: int) -> dict[str, list[Times]]:
     """Save in turn with each contender, over and over; what is first is warming up, and does not count."""
-    saves = contenders()
-    measured: dict[str, list[Times]] = {name: [] for name in saves}
+    saves = list(contenders().items())
+    measured: dict[str, list[Times]] = {name: [] for name, _ in saves}
     for turn in range(num_rounds + 1):
-        for name, save in saves.items():
+        # What one has written is still on its way when the next begins: each follows each.
+        saves = [*saves[1:], saves[0]]
+        for name, save in saves:
             with _shared_folder() as folder:
                 os.sync()
                 dist.barrier()
@@ -246,7 +248,7 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Times]]) -> s
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each, interleaved")
+    parser.add_argument("--rounds", type=int, default=10, help="saves of each, interleaved")
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     return parser.parse_args()
 
