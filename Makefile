@@ -43,7 +43,7 @@ interruptions: $(READY)  ## Stop and resume streams and runs in thousands of way
 	$(BIN)/python -m tests.distributed.kills 20
 
 faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/faults.md (15 minutes).
-	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m pytest -n 2 -m faults
 	$(BIN)/python -m tests.distributed.fault_report docs/faults.md
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.

@@ -119,7 +119,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(0.9 * timeout_seconds, file=2)
     try:
         torch.set_num_threads(1)
-        _forget_accelerate_state()
+        forget_parent()
         if port is not None:
             # accelerate and deepspeed both take over a group that is already there.
             dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
@@ -157,10 +157,15 @@ def _store(port: int) -> Any:
     return kind("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
 
-def _forget_accelerate_state() -> None:
-    """Drop what the parent process may have put into accelerate's process-wide singletons."""
+def forget_parent() -> None:
+    """Drop what the parent process may have put into accelerate's singletons, and torch's pool of compiling threads."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        # Its threads did not come along, and `torch.compile` would wait for them for ever (torch 2.13 forgets only its
+        # pool of processes at a fork).
+        inductor.AsyncCompile.pool.cache_clear()

@@ -90,6 +90,9 @@ def find_stalled(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdic
     The limit grows with the run's own times between marks, so that neither a slow rank nor a micro batch that takes
     longer than the heartbeat counts as hung.
     """
+    if any(one.beat.left for one in heard.values()):
+        # They wait for one that has ended with an error, for which `find_left` gives them time.
+        return None
     here = {rank: one for rank, one in heard.items() if one.beat.left is None}
     beats = {rank: one.beat for rank, one in here.items()}
     if not beats or any(beat.exempt is not None for beat in beats.values()):

@@ -18,7 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by ev
 import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
-from hfdist.testing.launch import _forget_accelerate_state
+from hfdist.testing.launch import forget_parent
 from hfdist.trainer import saving
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from hfdist.trainer.trainer import Trainer
@@ -92,7 +92,7 @@ def _rank(folder: Path, rank: int, num_ranks: int, arguments: list[str], fault: 
     for descriptor in (1, 2):
         os.dup2(sys.stderr.fileno(), descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
-    _forget_accelerate_state()
+    forget_parent()
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
     os.chdir(folder)
     fault(rank)

@@ -79,6 +79,11 @@ def test_nobody_is_stalled_while_some_rank_does_what_may_take_long(exempt):
     assert find_stalled(heard(*stalled), HEARTBEAT_SECONDS) is None
 
 
+def test_nobody_is_stalled_who_waits_for_one_that_has_ended_with_an_error():
+    waiting = heard({"marks": 5, "idle_seconds": 61}, {"marks": 5, "idle_seconds": 61}, {"left": 3})
+    assert find_stalled(waiting, HEARTBEAT_SECONDS) is None
+
+
 def test_nobody_is_stalled_while_one_makes_progress_or_pauses_were_as_long_before():
     assert find_stalled(heard({"idle_seconds": 1000.0}, {"idle_seconds": 1.0}), HEARTBEAT_SECONDS) is None
     slow = ({"idle_seconds": 99.0}, {"idle_seconds": 99.0, "longest_idle_seconds": 20.0})
