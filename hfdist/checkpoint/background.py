@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from hfdist.checkpoint.exchange import world_size
+from hfdist.checkpoint.exchange import on_rank_zero, world_size
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import Planner
 from hfdist.checkpoint.retention import Keep, prune
@@ -118,7 +119,8 @@ class Saver:
         try:
             path = complete(prepared, self._group)
             if keep is not None:
-                prune(path.parent, keep)
+                # Awaited by all: a rank that ends takes the others along under most launchers.
+                on_rank_zero(partial(prune, path.parent, keep), self._group)
         except Exception as error:
             self._error = error
             return

@@ -103,8 +103,12 @@ def inject(fault: Fault, trace: Path) -> None:
 
 
 def make_small_config(run_dir: Path) -> RunConfig:
-    """A run whose second save is its last, with one block, so that it makes few calls."""
-    return make_config(run_dir, "single", f"train.max_steps={STEP}", "model.config.num_hidden_layers=1")
+    """A run whose second save is its last, with one block, so that it makes few calls.
+
+    It saves in its main thread: strace counts the calls of each thread by themselves.
+    """
+    small = ("model.config.num_hidden_layers=1", "checkpoint.background=false")
+    return make_config(run_dir, "single", f"train.max_steps={STEP}", *small)
 
 
 def run_fault(folder: Path, fault: Fault, reference: Reference) -> Outcome | None:
