@@ -126,4 +126,4 @@ class Saver:
             return
         total_seconds = time.monotonic() - begin_seconds
         stalled = total_seconds if stall_seconds is None else stall_seconds
-        self._report = SaveReport(path, prepared.step, prepared.num_bytes, stalled, total_seconds)
+        self._report = SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds)

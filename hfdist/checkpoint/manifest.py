@@ -48,6 +48,11 @@ class Part:
     num_bytes: int
     xxh128: str
 
+    @classmethod
+    def first(cls, file: str, content: bytes) -> Part:
+        """Of bytes with which a file begins, from memory."""
+        return cls(file=file, begin=0, num_bytes=len(content), xxh128=xxhash.xxh3_128(content).hexdigest())
+
     def to_json(self) -> list[Any]:
         """As a list for the exchange."""
         return [self.file, self.begin, self.num_bytes, self.xxh128]

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from hfdist.checkpoint.layout import TensorSpec
-from hfdist.checkpoint.manifest import Part
 from hfdist.errors import CheckpointError
 
 DTYPE_NAMES = {
@@ -83,11 +81,6 @@ def create(path: Path, plan: FilePlan) -> None:
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, plan.num_bytes)
         file.write(plan.header)
-
-
-def header_part(name: str, plan: FilePlan) -> Part:
-    """Give the part of the manifest that `create` has written, of the file `name`."""
-    return Part(file=name, begin=0, num_bytes=len(plan.header), xxh128=xxhash.xxh3_128(plan.header).hexdigest())
 
 
 def read_header(path: Path) -> dict[str, Entry]:

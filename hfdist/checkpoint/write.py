@@ -42,11 +42,6 @@ class PreparedSave:
     random_state: bytes
     write_model_files: Callable[[Path], object]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensor files of all ranks."""
-        return self.plan.num_bytes
-
 
 def write_checkpoint(
     folder: Path,
@@ -119,7 +114,7 @@ def complete(save: PreparedSave, group: dist.ProcessGroup | None = None) -> Path
         parts = _write_share(unfinished, save.plan, save.writes)
         name = random_file(rank())
         (unfinished / name).write_bytes(save.random_state)
-        return [part.to_json() for part in [*parts, hash_file(unfinished, name)]]
+        return [part.to_json() for part in [*parts, Part.first(name, save.random_state)]]
 
     unfinished = folder / on_rank_zero(begin, group)
     with _removed_on_failure(unfinished):
@@ -200,7 +195,7 @@ def _no_room(folder: Path, plan: Plan) -> ResourceError:
 
 
 def _finish(save: PreparedSave, unfinished: Path, parts: list[Part]) -> None:
-    headers = [tensorfile.header_part(name, file_plan) for name, file_plan in save.plan.files.items()]
+    headers = [Part.first(name, file_plan.header) for name, file_plan in save.plan.files.items()]
     hashed = {part.file for part in (*parts, *headers)}
     small = [hash_file(unfinished, name) for name in list_files(unfinished) if name not in hashed]
     manifest = Manifest.of_parts(save.step, [*parts, *headers, *small])

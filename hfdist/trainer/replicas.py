@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from hfdist.checkpoint.exchange import gather_json
-
-logger = logging.getLogger(__name__)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -44,9 +44,10 @@ def save(trainer: Any) -> None:
     """
     begin = time.monotonic()
     saving: Saving = trainer.saving
-    if isinstance(trainer.train_dataset, TokenStream):
+    cursor = merged_cursor(trainer)
+    if cursor is not None:
         # Before the checkpoint: a run that goes on from it does not say this again.
-        trainer.log(data_figures(trainer))
+        trainer.log(_data_figures(report(cursor, trainer.train_dataset.plan)))
     trainer.store_flos()
     # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
     write_ledger(trainer)
@@ -62,7 +63,7 @@ def save(trainer: Any) -> None:
         Path(trainer.args.output_dir) / CHECKPOINTS,
         step=trainer.state.global_step,
         pieces=trainer.engine.pieces(),
-        state=_state(trainer),
+        state=_state(trainer, cursor),
         write_model_files=write_files,
         keep=_keep(trainer),
         begin_seconds=begin,
@@ -185,8 +186,8 @@ def _keep(trainer: Any) -> Keep | None:
     return trainer.keep or (None if limit is None else Keep(newest=limit))
 
 
-def _state(trainer: Any) -> dict[str, Any]:
-    scaler, cursor = trainer.accelerator.scaler, merged_cursor(trainer)
+def _state(trainer: Any, cursor: Cursor | None) -> dict[str, Any]:
+    scaler = trainer.accelerator.scaler
     held_out_loss = last_held_out_loss(trainer)
     return {
         "schedule_steps": trainer.lr_scheduler.last_epoch,
@@ -213,11 +214,11 @@ def data_reports(trainer: Any) -> list[PoolReport]:
     return [] if cursor is None else report(cursor, trainer.train_dataset.plan)
 
 
-def data_figures(trainer: Any) -> dict[str, float]:
-    """The same as figures to log: `data/NAME/share` and so on. Call on all ranks."""
+def _data_figures(reports: list[PoolReport]) -> dict[str, float]:
+    """The same as figures to log: `data/NAME/share` and so on."""
     return {
         f"data/{pool.name}/{name}": value
-        for pool in data_reports(trainer)
+        for pool in reports
         for name, value in pool._asdict().items()
         if name != "name"
     }
