@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from hfdist.config.compose import compose_config
+from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
 from hfdist.config.sources import list_groups, list_options
@@ -29,7 +30,7 @@ DOCUMENTED_IN = {
 
 def test_the_folder_holds_exactly_these_groups():
     assert set(list_groups(CONF)) == set(GROUPS)
-    assert {path.name for path in CONF.iterdir()} == {*GROUPS, "launch", "pretrain.yaml"}
+    assert {path.name for path in CONF.iterdir()} == {*GROUPS, "launch", "pretrain.yaml", "finetune.yaml"}
     for group in GROUPS:
         assert list_options(CONF, group), group
 
@@ -39,6 +40,13 @@ def test_the_primary_config_composes_to_the_dataclasses_defaults_where_presets_s
     assert isinstance(config, RunConfig)
     assert config.train == RunConfig().train
     assert config.optimizer == RunConfig().optimizer
+
+
+def test_fine_tuning_starts_from_a_pretrained_model():
+    config = compose_config(["model.name=some/model"], name="finetune")
+    assert config.model.init is Init.pretrained
+    assert config.model.tokenizer.name == "some/model"
+    assert config.optimizer.lr < RunConfig().optimizer.lr
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
@@ -73,7 +81,8 @@ def test_an_experiment_opens_with_the_command_that_runs_it(experiment):
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     command = re.fullmatch(
-        rf"# accelerate launch --config_file (conf/launch/\w+\.yaml) recipes/pretrain.py \+experiment={experiment}",
+        r"# accelerate launch --config_file (conf/launch/\w+\.yaml) recipes/(?:pretrain|finetune).py "
+        rf"\+experiment={experiment}",
         lines[1],
     )
     assert command is not None

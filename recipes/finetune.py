@@ -1,0 +1,31 @@
+"""Fine-tune a causal language model of the Hub.
+
+accelerate launch --config_file conf/launch/gpu_8.yaml recipes/finetune.py model.name=ID data=...
+"""
+
+from hfdist.config.command import recipe
+from hfdist.config.run import RunConfig
+
+
+@recipe(primary="finetune")
+def main(config: RunConfig) -> None:
+    """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
+    # Imported here, so that --help and a misspelt key need no torch.
+    from hfdist.models import build_model, find_architecture, fit_vocabulary
+    from hfdist.strategies.select import select_strategy
+    from hfdist.trainer.arguments import build_arguments
+    from hfdist.trainer.session import build_data, build_trainer, prepare_run, train
+
+    topology, batch = prepare_run(config)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
+    data = build_data(config, topology)
+    fit_vocabulary(architecture, data.tokenizer, config.model)
+    arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
+    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
+    trainer = build_trainer(config, arguments, model, strategy, data)
+    train(trainer, data, config)
+
+
+if __name__ == "__main__":
+    main()
