@@ -21,7 +21,8 @@ def main(config: RunConfig) -> None:
     architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
     data = build_data(config, topology)
     fit_vocabulary(architecture, data.tokenizer, config.model)
-    arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
+    # Before the model: ZeRO-3 cuts it while it is made.
+    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
     model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
     trainer = build_trainer(config, arguments, model, strategy, data)
     train(trainer, data, config)

@@ -35,7 +35,8 @@ def train_small(config: RunConfig) -> None:
     architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
     fit_vocabulary(architecture, data.tokenizer, config.model)
-    arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
+    # Before the model: ZeRO-3 cuts it while it is made.
+    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
     model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
     trainer = build_trainer(config, arguments, model, strategy, data)
     resume = config.checkpoint.resume

@@ -5,8 +5,10 @@ global_batch = micro_batch * num_microbatches * data_size          (sequences)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from hfdist.config.optimizer import OptimizerConfig
 from hfdist.errors import ConfigError
 
 
@@ -70,3 +72,12 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
     """Give the multiples of `unit` just below and above `value`, without zero."""
     below = value // unit * unit
     return [m for m in (below, below + unit) if m > 0]
+
+
+def num_warmup_steps(optimizer: OptimizerConfig, *, tokens_per_step: int, max_steps: int) -> int:
+    """Length of the warm-up in steps, given in steps, in tokens, or as a share of all steps, though never all."""
+    if optimizer.warmup_fraction is not None:
+        return min(math.ceil(optimizer.warmup_fraction * max_steps), max_steps - 1)
+    if optimizer.warmup_tokens is None:
+        return optimizer.warmup_steps
+    return math.ceil(optimizer.warmup_tokens / tokens_per_step)

@@ -35,7 +35,7 @@ _SAFE = (
     "data.file_cache_bytes",
     "data.token_cache_bytes",
 )
-_LENGTH = "train.max_steps"
+_LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
 
 
@@ -58,7 +58,7 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Ch
     safe = {key for pattern in _SAFE for key in fnmatch.filter(old | new, pattern)}
     if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
         # Elsewhere the rate of every step depends on it.
-        safe.add(_LENGTH)
+        safe.update(_LENGTHS)
     keys = dict.fromkeys([*new, *old])
     return [Change(key, old.get(key), new.get(key), key in safe) for key in keys if old.get(key) != new.get(key)]
 

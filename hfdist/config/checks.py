@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks_data import check_data
 from hfdist.config.checks_layout import check_layout
 from hfdist.config.data import SourceKind
@@ -33,6 +33,7 @@ def check_config(config: RunConfig) -> None:
     _check_model(config.model)
     check_data(config.data)
     check_layout(config.strategy, config.train)
+    _check_length(config.train)
     _check_optimizer(config)
     _check_tokens(config)
     _check_precision(config)
@@ -127,20 +128,40 @@ def _check_tokens(config: RunConfig) -> None:
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    optimizer, max_steps = config.optimizer, config.train.max_steps
-    if optimizer.warmup_steps and optimizer.warmup_tokens is not None:
+    given = [key for key, value in _warmups(config.optimizer).items() if value]
+    if len(given) > 1:
         raise ConfigError(
-            "the warm-up is given twice, in steps and in tokens",
-            where="optimizer.warmup_steps, optimizer.warmup_tokens",
-            found=f"{optimizer.warmup_steps} steps and {optimizer.warmup_tokens} tokens",
-            hint="optimizer.warmup_tokens=null, or optimizer.warmup_steps=0",
+            "the warm-up is given more than once",
+            where=", ".join(given),
+            found=", ".join(f"{value}" for value in _warmups(config.optimizer).values() if value),
+            hint=" ".join(f"{key}={0 if key.endswith('steps') else 'null'}" for key in given[1:]),
         )
-    key, given, warmup_steps = _warmup(config)
+    if config.train.max_steps is not None and config.train.epochs is None:
+        check_schedule(config, config.train.max_steps)
+    _check_min_lr_ratio(config.optimizer)
+
+
+def _warmups(optimizer: OptimizerConfig) -> dict[str, float | None]:
+    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
+    return {f"optimizer.{name}": getattr(optimizer, name) for name in names}
+
+
+def check_schedule(config: RunConfig, max_steps: int) -> None:
+    """Check warm-up and decay against the number of steps, which is only counted later where the run is so many epochs.
+
+    Raises:
+        ConfigError: they are longer than the run.
+    """
+    optimizer = config.optimizer
+    tokens_per_step = config.train.global_batch_size * config.data.sequence_length
+    warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
     if warmup_steps >= max_steps:
+        key = "optimizer.warmup_steps" if optimizer.warmup_tokens is None else "optimizer.warmup_tokens"
+        given = optimizer.warmup_steps if optimizer.warmup_tokens is None else optimizer.warmup_tokens
         raise ConfigError(
             "the warm-up is as long as the whole run, so the learning rate never reaches its peak",
             where=key,
-            found=f"{warmup_steps} steps, with train.max_steps={max_steps}",
+            found=f"{warmup_steps} steps of {max_steps}",
             allowed=f"fewer than {max_steps} steps",
             hint=f"{key}={given * (max_steps // 10) // warmup_steps}",
         )
@@ -149,19 +170,9 @@ def _check_optimizer(config: RunConfig) -> None:
         raise ConfigError(
             "warm-up and decay are longer than the run",
             where="optimizer.decay_fraction",
-            found=f"{warmup_steps} + {decay_steps} steps, with train.max_steps={max_steps}",
+            found=f"{warmup_steps} + {decay_steps} steps of {max_steps}",
             allowed=f"<= {(max_steps - warmup_steps) / max_steps:g}",
         )
-    _check_min_lr_ratio(optimizer)
-
-
-def _warmup(config: RunConfig) -> tuple[str, int, int]:
-    """The key that gives the warm-up, its value, and the length in steps."""
-    optimizer = config.optimizer
-    if optimizer.warmup_tokens is None:
-        return "optimizer.warmup_steps", optimizer.warmup_steps, optimizer.warmup_steps
-    tokens_per_step = config.train.global_batch_size * config.data.sequence_length
-    return "optimizer.warmup_tokens", optimizer.warmup_tokens, math.ceil(optimizer.warmup_tokens / tokens_per_step)
 
 
 def _check_min_lr_ratio(optimizer: OptimizerConfig) -> None:
@@ -210,6 +221,17 @@ def _check_flash(config: RunConfig) -> None:
                 allowed="1 (use longer sequences instead)",
                 hint=f"train.{name}=1, or model.attention=sdpa",
             )
+
+
+def _check_length(train: TrainConfig) -> None:
+    if train.max_steps is None and train.epochs is None:
+        raise ConfigError(
+            "nothing ends the run",
+            where="train.max_steps, train.epochs",
+            found="both null",
+            allowed="a number of steps, of passes over the data, or both",
+            hint="train.epochs=1",
+        )
 
 
 def _check_batch(train: TrainConfig) -> None:

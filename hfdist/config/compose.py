@@ -100,7 +100,15 @@ def to_run_config(config: DictConfig) -> RunConfig:
     assert isinstance(values, RunConfig)
     _expand_home(values)
     check_config(values)
+    _limit_epochs(values)
     return values
+
+
+def _limit_epochs(config: RunConfig) -> None:
+    """Write `train.epochs` out as the limit of each source, which is what ends a stream."""
+    for source in config.data.sources.values():
+        if source.epochs is None:
+            source.epochs = config.train.epochs
 
 
 def _expand_home(config: RunConfig) -> None:

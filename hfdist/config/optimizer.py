@@ -38,6 +38,8 @@ class OptimizerConfig:
     warmup_steps: int = limited(0, at_least=0)
     warmup_tokens: int | None = limited(None, at_least=0)
     """Warm-up length in tokens instead of steps; rounded up to whole steps."""
+    warmup_fraction: float | None = limited(None, at_least=0, at_most=0.9)
+    """Warm-up length as a share of all steps; rounded up to whole steps."""
     decay_fraction: float = limited(0.2, above=0, at_most=1)
     """wsd: the last share of the steps, over which the rate falls."""
     min_lr_ratio: float | None = limited(None, at_least=0, at_most=1)

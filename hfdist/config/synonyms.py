@@ -22,6 +22,8 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "steps": "train.max_steps={value}",
         "num_steps": "train.max_steps={value}",
         "max_train_steps": "train.max_steps={value}",
+        "num_train_epochs": "train.epochs={value}",
+        "num_epochs": "train.epochs={value}",
         "eval_steps": "train.eval_every={value}",
         "clip_grad": "train.max_grad_norm={value}",
         "gradient_clipping": "train.max_grad_norm={value}",
@@ -40,6 +42,7 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "lr_scheduler": "optimizer.schedule={value}",
         "scheduler": "optimizer.schedule={value}",
         "num_warmup_steps": "optimizer.warmup_steps={value}",
+        "warmup_ratio": "optimizer.warmup_fraction={value}",
         # data
         "block_size": "data.sequence_length={value}",
         "seq_length": "data.sequence_length={value}",
@@ -99,10 +102,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
     {
         "gradient_accumulation_steps": "it follows from train.global_batch_size / (train.micro_batch_size x data "
         "ranks): set train.global_batch_size",
-        "num_train_epochs": "a run is measured in steps: set train.max_steps (one step reads "
-        "train.global_batch_size x data.sequence_length tokens)",
-        "epochs": "a run is measured in steps: set train.max_steps",
-        "warmup_ratio": "warm-up is given in steps or tokens: set optimizer.warmup_steps to ratio x train.max_steps",
         "do_train": "the recipe says what is done: recipes/pretrain.py trains",
         "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
         "streaming": "data is always streamed",

@@ -29,8 +29,11 @@ class Compile(Enum):
 class TrainConfig:
     """What a step is and how many there are."""
 
-    max_steps: int = limited(100, at_least=1)
-    """Optimizer steps."""
+    max_steps: int | None = limited(100, at_least=1)
+    """Optimizer steps at the most; null: `epochs` ends the run."""
+    epochs: int | None = limited(None, at_least=1)
+    """Passes over the data at the most. The steps that they take are counted beforehand, so that the learning rate
+    falls over just as many. It is the limit of each source that gives none."""
     global_batch_size: int = limited(32, at_least=1)
     """Sequences in one optimizer step, over all processes."""
     micro_batch_size: int = limited(8, at_least=1)

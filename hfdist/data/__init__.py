@@ -5,6 +5,7 @@ from hfdist.data.cursor import Cursor
 from hfdist.data.heldout import HeldOut, build_held_out
 from hfdist.data.ledger import LEDGER, Ledger
 from hfdist.data.report import PoolReport, report
+from hfdist.data.steps import count_steps
 from hfdist.data.stream import TokenStream
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "TokenStream",
     "build_held_out",
     "cache_dir",
+    "count_steps",
     "open_corpus",
     "report",
 ]

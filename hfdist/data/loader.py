@@ -32,7 +32,7 @@ class StreamLoader:
         self.dataset = stream
         self._micro_batch_size = micro_batch_size
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Generator[dict[str, torch.Tensor]]:
         """Start the workers; they end with the iterator."""
         sequences = self._sequences()
         try:

@@ -73,7 +73,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._tokenizer, self._global_batch_size = tokenizer, global_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
-        self._identity = _identity(corpus, tokenizer, config, global_batch_size)
+        self.identity = _identity(corpus, tokenizer, config, global_batch_size)
+        """Of all that decides which token stands where."""
         self.lanes = lanes_of_rank(data_rank, data_size, config.lanes)
         start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
         self._states = dict.fromkeys(self.lanes, start)
@@ -83,7 +84,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Give the cursor of this rank's lanes, after what was handed out (not what was read ahead)."""
         return Cursor(
-            identity=self._identity,
+            identity=self.identity,
             num_lanes=self.config.lanes,
             samples=self._num_sequences * self._data_size,
             lanes=dict(self._states),
@@ -96,14 +97,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
         cursor = Cursor.from_json(state)
-        if cursor.identity != self._identity and self.may_begin_anew:
+        if cursor.identity != self.identity and self.may_begin_anew:
             self._begin_anew(cursor)
             return
-        if cursor.identity != self._identity:
+        if cursor.identity != self.identity:
             raise CheckpointError(
                 "the data, the tokenizer or data.* have changed since this checkpoint",
                 where="cursor.identity",
-                found=self._identity,
+                found=self.identity,
                 allowed=cursor.identity,
                 hint="the same data.*, or checkpoint.allow_changes=true to begin the new data",
             )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from hfdist.config.batch import BatchPlan
+from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
@@ -20,13 +19,18 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.restart import start_group_under_torchrun
 
 
-def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
+def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
     """Give the Trainer's arguments. Starts the process group, and then the strategy.
+
+    Args:
+        config: of the run.
+        strategy: the layout.
+        max_steps: how many steps the run takes.
 
     Raises:
         ConfigError: TrainingArguments refuses a value.
     """
-    fields = _generated(config, strategy.batch) | strategy.training_arguments()
+    fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     start_group_under_torchrun()
     try:
         arguments = TrainingArguments(**fields, **config.train.arguments)
@@ -39,12 +43,12 @@ def build_arguments(config: RunConfig, strategy: Strategy) -> TrainingArguments:
     return arguments
 
 
-def _generated(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
+def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
     train = config.train
     return {
         "output_dir": config.run.dir,
         "run_name": config.run.name,
-        "max_steps": train.max_steps,
+        "max_steps": max_steps,
         "per_device_train_batch_size": batch.micro_batch_size,
         "per_device_eval_batch_size": train.eval_micro_batch_size or batch.micro_batch_size,
         "max_grad_norm": train.max_grad_norm,
@@ -72,7 +76,7 @@ def _generated(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
         "ddp_find_unused_parameters": False,
-    } | _optimizer(config.optimizer, batch, train.max_steps)
+    } | _optimizer(config.optimizer, batch, max_steps)
 
 
 def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
@@ -86,15 +90,8 @@ def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> 
         "weight_decay": optimizer.weight_decay,
         "lr_scheduler_type": scheduler_type,
         "lr_scheduler_kwargs": scheduler_kwargs,
-        "warmup_steps": num_warmup_steps(optimizer, batch),
+        "warmup_steps": num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps),
     }
-
-
-def num_warmup_steps(optimizer: OptimizerConfig, batch: BatchPlan) -> int:
-    """Length of the warm-up in steps, given in steps or in tokens."""
-    if optimizer.warmup_tokens is None:
-        return optimizer.warmup_steps
-    return math.ceil(optimizer.warmup_tokens / batch.tokens_per_step)
 
 
 def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, Any]]:
@@ -118,7 +115,7 @@ _ELSEWHERE = {
     "fsdp_config": "strategy.sharding",
     "parallelism_config": "strategy.*",
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
-    "num_train_epochs": "train.max_steps",
+    "num_train_epochs": "train.epochs",
     "auto_find_batch_size": "train.micro_batch_size",
     "dataloader_num_workers": "data.workers",
     "dataloader_prefetch_factor": "data.prefetch",
@@ -153,7 +150,8 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
         ConfigError: one that TrainingArguments does not have or that hfdist sets itself; a tracker that is not there.
     """
     _check_trackers(config.report.to)
-    ours = _generated(config, batch)
+    # For the names alone.
+    ours = _generated(config, batch, max_steps=1)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in config.train.arguments.items():
         key = f"train.arguments.{name}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.checkpoint.exchange import on_rank_zero, rank
 from hfdist.checkpoint.folder import step_name
-from hfdist.config.batch import BatchPlan
+from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.compose import to_yaml
 from hfdist.config.model import Dtype, Init
 from hfdist.config.optimizer import OptimizerConfig
@@ -24,7 +24,6 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import HfdistError, NumericsError
 from hfdist.models.shrink import shrink
-from hfdist.trainer.arguments import num_warmup_steps
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
 from hfdist.trainer.session import plan_run
@@ -207,10 +206,11 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         ),
         # Numbers of blocks of the asked model do not fit the small one.
         strategy=replace(config.strategy, blocks_per_stage=None),
-        optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps),
+        optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps or NUM_STEPS),
         train=replace(
             config.train,
             max_steps=NUM_STEPS,
+            epochs=None,
             global_batch_size=asked.micro_batch_size * num_microbatches * asked.data_size,
             eval_every=None,
         ),
@@ -230,6 +230,12 @@ def _most_microbatches(strategy: StrategyConfig) -> int:
 
 def _short_schedule(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> OptimizerConfig:
     """The same shape over `NUM_STEPS`."""
-    asked = num_warmup_steps(optimizer, batch)
+    asked = num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps)
     warmup_steps = max(1, NUM_STEPS * asked // max_steps) if asked > 0 else 0
-    return replace(optimizer, warmup_steps=warmup_steps, warmup_tokens=None, eps=max(optimizer.eps, LEAST_EPS))
+    return replace(
+        optimizer,
+        warmup_steps=warmup_steps,
+        warmup_tokens=None,
+        warmup_fraction=None,
+        eps=max(optimizer.eps, LEAST_EPS),
+    )

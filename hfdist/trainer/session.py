@@ -23,6 +23,7 @@ from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.changes import Change, check_changes, find_changes
+from hfdist.config.checks import check_schedule
 from hfdist.config.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
@@ -34,6 +35,7 @@ from hfdist.data import (
     TokenStream,
     build_held_out,
     cache_dir,
+    count_steps,
     open_corpus,
 )
 from hfdist.errors import CheckpointError, ConfigError
@@ -65,6 +67,8 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
     held_out: HeldOut | None
+    max_steps: int
+    """How many steps the run takes."""
 
 
 def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
@@ -133,7 +137,20 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     if topology.rank == topology.replica(topology.data_rank)[0]:
         # Ranks of one model replica read the same: one of them writes it down.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
-    return RunData(corpus, tokenizer, stream, held_out)
+    return RunData(corpus, tokenizer, stream, held_out, _find_max_steps(config, corpus, tokenizer))
+
+
+def _find_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number given, or as many steps as the epochs take, if those are fewer."""
+    train = config.train
+    if train.epochs is None:
+        assert train.max_steps is not None  # checked with the config
+        return train.max_steps
+    max_steps = count_steps(
+        corpus, tokenizer, config.data, global_batch_size=train.global_batch_size, at_most=train.max_steps
+    )
+    check_schedule(config, max_steps)
+    return max_steps
 
 
 def build_trainer(

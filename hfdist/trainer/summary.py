@@ -32,7 +32,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     state_bytes = sum(held.values()) * size * _BYTES_PER_VALUE
     num_sequences = f"{batch.global_batch_size:,} sequences"
     cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
-    total = config.train.max_steps * batch.tokens_per_step
+    total = trainer.args.max_steps * batch.tokens_per_step
     rows = [
         (
             "model",
@@ -54,7 +54,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         ("data", data),
         (
             "train",
-            f"{config.train.max_steps:,} steps, {total:,} tokens; {config.optimizer.name.value}, "
+            f"{trainer.args.max_steps:,} steps, {total:,} tokens; {config.optimizer.name.value}, "
             f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
         ),
         ("folder", config.run.dir),

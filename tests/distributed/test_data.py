@@ -1,6 +1,7 @@
 """Every packing and a mixture trains the same in every layout, and data that end stop all ranks at once."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -69,6 +70,16 @@ def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, c
     before = losses(run)
     # The last step was saved, so the same command again has nothing left to do.
     assert losses(pretrain(tmp_path, 1, *settings[:-1], "strategy=single")) == before
+
+
+def test_epochs_end_the_run_with_the_learning_rate_at_its_end(tmp_path, sources, cache_dir):
+    settings = (*sources, "train.epochs=2", "train.max_steps=null", "data.sequence_length=512")
+    settings = (*settings, "optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.2")
+    run = pretrain(tmp_path, 2, *settings, "strategy=ddp")
+    rates = [line["learning_rate"] for line in read_metrics(run / METRICS) if "loss" in line]
+    num_warmup_steps = math.ceil(0.2 * len(rates))
+    assert rates[num_warmup_steps] == max(rates) == 3e-3
+    assert rates[-1] == pytest.approx(3e-3 / (len(rates) - num_warmup_steps))
 
 
 @pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("ddp", 2)])

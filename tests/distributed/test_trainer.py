@@ -171,7 +171,10 @@ def rates(folder, optimizer):
     config.run.dir = str(folder)
     strategy = make_strategy(Sharding.none)
     trainer = hfdist.Trainer(
-        make_model(), build_arguments(config, strategy), strategy=strategy, train_dataset=uneven_items()
+        make_model(),
+        build_arguments(config, strategy, max_steps=config.train.max_steps),
+        strategy=strategy,
+        train_dataset=uneven_items(),
     )
     groups = trainer.create_optimizer().param_groups
     trainer.create_scheduler(20)

@@ -86,7 +86,14 @@ CONTRADICTIONS = [
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without sharding", "strategy=zero1"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
-    (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "given twice", "optimizer.warmup_tokens=null"),
+    (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
+    (
+        ["optimizer.warmup_steps=5", "optimizer.warmup_fraction=0.1"],
+        None,
+        "more than once",
+        "optimizer.warmup_fraction=null",
+    ),
+    (["train.max_steps=null"], "train.max_steps, train.epochs", "nothing ends the run", "train.epochs=1"),
     (["optimizer.warmup_steps=100"], "optimizer.warmup_steps", "fewer than 100", "optimizer.warmup_steps=10"),
     (["optimizer.warmup_tokens=1622017"], "optimizer.warmup_tokens", "fewer than 100", "optimizer.warmup_tokens="),
     (
@@ -134,6 +141,8 @@ def test_axes_that_are_not_built_say_what_there_is(axis):
     "overrides",
     [
         ["optimizer.warmup_steps=99"],
+        ["optimizer.warmup_fraction=0.9", "train.max_steps=1"],
+        ["optimizer.warmup_steps=99", "train.max_steps=null", "train.epochs=1"],
         ["optimizer.warmup_tokens=1622016"],  # 99 steps of 32 x 512 tokens
         ["optimizer=adamw_wsd", "optimizer.warmup_steps=80"],
         ["optimizer=adamw_wsd", "optimizer.min_lr_ratio=0"],
