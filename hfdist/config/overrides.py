@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,23 @@ class GivenOverride:
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
-    Two things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
-    `strategy.deepspeed.*`) and of `data.sources` need no `+`, and text stays text (`model.revision=1e5`).
+    Three things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    `strategy.deepspeed.*`) and of `data.sources` need no `+`, text stays text (`model.revision=1e5`), and `data=` takes
+    files as well as an option (`data=chats/*.jsonl`).
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.
     """
-    return [_prepare(text) for text in texts]
+    return [_prepare(part) for text in texts for part in _name_files(text)]
+
+
+def _name_files(text: str) -> list[str]:
+    """Write `data=FILES` out as the option for files, and their path."""
+    key, _, value = text.partition("=")
+    if key != "data" or not re.search(r"[/*?\\]|\.\w", value):
+        return [text]
+    path = value.strip("\"'").replace("'", "\\'")
+    return ["data=files", f"data.sources.files.path='{path}'"]
 
 
 def _prepare(text: str) -> GivenOverride:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hfdist.config.compose import compose_config, to_yaml
-from hfdist.config.data import SourceKind
+from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.sources import list_groups
 from hfdist.errors import ConfigError
@@ -167,3 +167,10 @@ def test_composing_writes_nothing_and_stays_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     compose_config(["+experiment=demo"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["chats.jsonl", "/texts/*.parquet", "a folder/it's.txt", "s3://bucket/texts/"])
+def test_the_group_of_data_takes_files_too(path):
+    config = compose_config([f"data={path}", "data.seed=3"])
+    assert config.data.sources == {"files": SourceConfig(path=path)}
+    assert config.data.seed == 3
