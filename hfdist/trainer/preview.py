@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -41,11 +41,11 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, *, colours: bool
     lines = []
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         ids, is_target = rows[INPUT_IDS, start:stop], rows[LABELS, start:stop] >= 0
         edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), stop - start]
         shown, before = "", ""
-        for first, end in zip(edges, edges[1:], strict=False):
+        for first, end in pairwise(edges):
             # From the beginning each time: some tokenizers write a piece by itself without the space before it.
             text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
             shown += _paint(_safe(text[len(before) :]), bool(is_target[first]), colours=colours)

@@ -41,6 +41,14 @@ class _Marked(NamedTuple):
     ends: Mapping[int, int]
 
 
+class _Prompt(NamedTuple):
+    """What a template writes for the assistant to go on; may be nothing."""
+
+    text: str
+    space: str
+    """White space at its end, or, where it is nothing, at the end of what stands before."""
+
+
 class TurnFinder:
     """Finds the assistant's turns.
 
@@ -51,7 +59,7 @@ class TurnFinder:
 
     def __init__(self, template: ChatTemplate, tokens: re.Pattern[str]) -> None:
         self._template, self._tokens = template, tokens
-        self._prompts: dict[tuple[Any, ...], str] = {}
+        self._prompts: dict[tuple[Any, ...], _Prompt] = {}
         self._ends: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
     def find(self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]) -> list[Span]:
@@ -84,13 +92,14 @@ class TurnFinder:
         body, end, low = marked.starts.get(k), marked.ends[k], marked.ends[k - 1]
         if not low <= (end if body is None else body) <= end:
             return None
-        prompt = self._prompt(of, k)
+        prompt, space = self._prompt(of, k)
         at = of.text.find(prompt, low, end if body is None else body) if prompt else -1
         content = message["content"]
         if at >= 0:
             start = at + len(prompt)
         elif body is not None:
-            start = _back_over(of.text, body, content[: len(content) - len(content.lstrip())])
+            own = content[: len(content) - len(content.lstrip())]
+            start = _back_over(of.text, body, own) if prompt else _behind(of.text, low, body, space)
         else:
             return None
         behind = content[len(content.rstrip()) :]
@@ -124,9 +133,11 @@ class TurnFinder:
 
     def _begin(self, of: _Conversation, k: int, body: int) -> int:
         """Where a turn begins whose first own character is at `body`: behind the generation prompt, if it is there."""
-        prompt = self._prompt(of, k)
+        prompt, space = self._prompt(of, k)
         low, _ = of.bounds(k) or (0, 0)
-        at = of.text.rfind(prompt, low, body) if prompt else -1
+        if not prompt:
+            return _behind(of.text, low, body, space)
+        at = of.text.rfind(prompt, low, body)
         return at + len(prompt) if at >= 0 else body
 
     def _close(self, of: _Conversation, k: int, end: int, behind: str = "") -> int:
@@ -152,23 +163,23 @@ class TurnFinder:
         token = self._tokens.search(of.text, end, high)
         return min(found) if found else token.end() if token is not None else end
 
-    def _prompt(self, of: _Conversation, k: int) -> str:
-        """What the template appends to the messages before k for the assistant to go on; may be nothing."""
+    def _prompt(self, of: _Conversation, k: int) -> _Prompt:
+        """What the template appends to the messages before k for the assistant to go on."""
         key = (of.messages[k - 1]["role"], "tool_calls" in of.messages[k - 1], k == 1, bool(of.tools)) if k else ()
         return _cached(self._prompts, key, lambda: self._read_prompt(of, k))
 
-    def _read_prompt(self, of: _Conversation, k: int) -> str:
+    def _read_prompt(self, of: _Conversation, k: int) -> _Prompt:
         try:
             asking = of.render(of.messages[:k], asks=True)
             without = of.render(of.messages[:k])
         except RefusedError:
-            return ""
+            return _Prompt("", "")
         common = _common(asking, without)
         # Without a prompt, a template may close the text: with a token that begins as the prompt does.
         for token in self._tokens.finditer(asking):
             if token.start() < common < token.end():
                 common = token.start()
-        return asking[common:]
+        return _Prompt(asking[common:], asking[len(asking.rstrip()) :])
 
     def _closings(self, of: _Conversation, k: int) -> tuple[str, ...]:
         """What the template may write behind a turn of the assistant, the longest first.
@@ -270,6 +281,12 @@ def _mark(content: str, number: int) -> str:
 
 def _back_over(text: str, place: int, before: str) -> int:
     return place - len(before) if before and text.endswith(before, 0, place) else place
+
+
+def _behind(text: str, low: int, place: int, space: str) -> int:
+    """Go back over the white space before a place, but for `space` at its beginning."""
+    start = low + len(text[low:place].rstrip())
+    return start + len(space) if text.startswith(space, start, place) else place
 
 
 def _common(one: str, other: str) -> int:
