@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  DeepSeek's style has bars of full width
 """Chat templates in the styles of well-known models, written for these tests, and what of each is to be learned.
 
 Targets stand between brackets. `{% generation %}` is taken out for the tests in which turns must be found without it.
@@ -199,8 +200,8 @@ QWEN = Style(
     "{% endif %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools><|im_end|>\n"
     "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
-    "{% elif m.role == 'assistant' %}{% set content = m.content %}{% set thought = m.reasoning_content or '' %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n"
+    "{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant' %}{% set content = m.content %}{% set thought = m.reasoning_content or '' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n{% generation %}"
     "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}"
@@ -261,7 +262,8 @@ DEEPSEEK = Style(
         ),
         "a call whose arguments must be text": (
             [user("1+2"), said("", tool_calls=call(a=1)), result("3"), said("It is 3.")],
-            '<｜begin｜><｜User｜>1+2<｜Assistant｜>⟦<｜calls｜><｜call｜>add\n{"a": 1}<｜/call｜><｜/calls｜><｜end｜>⟧'
+            "<｜begin｜><｜User｜>1+2<｜Assistant｜>"
+            '⟦<｜calls｜><｜call｜>add\n{"a": 1}<｜/call｜><｜/calls｜><｜end｜>⟧'
             "<｜out｜>3<｜/out｜>⟦It is 3.<｜end｜>⟧",
         ),
     },
@@ -290,8 +292,8 @@ HARMONY = Style(
 
 PLAIN = Style(
     template="{% for m in messages %}### {{ m.role | capitalize }}:\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-    "{{ '' if loop.last else '\n\n' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '' if loop.last else '\n\n' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}",
     special=[],
     end="<|endoftext|>",
     cases={
@@ -330,7 +332,7 @@ def chat_tokenizer(name: str, *, marked: bool = False):
 
 def bracketed(tokenizer, tokens) -> str:
     """Decoded, with brackets around each run of targets."""
-    text, is_open = "", False
+    text = ""
     runs: list[tuple[bool, list[int]]] = []
     for token in tokens.tolist():
         if not runs or runs[-1][0] != (token >= 0):
