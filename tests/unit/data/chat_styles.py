@@ -201,7 +201,8 @@ QWEN = Style(
     "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n"
-    "{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant' %}{% set content = m.content %}{% set thought = m.reasoning_content or '' %}"
+    "{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}{% set content = m.content %}{% set thought = m.reasoning_content or '' %}"
     "{% if '</think>' in content %}{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n{% generation %}"
     "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}"
@@ -293,7 +294,8 @@ HARMONY = Style(
 PLAIN = Style(
     template="{% for m in messages %}### {{ m.role | capitalize }}:\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}{{ '' if loop.last else '\n\n' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}",
+    "{% else %}{{ m.content }}{% endif %}"
+    "{{ '' if loop.last else '\n\n' }}{% endfor %}{% if add_generation_prompt %}\n\n### Assistant:\n{% endif %}",
     special=[],
     end="<|endoftext|>",
     cases={
