@@ -32,6 +32,7 @@ def main(config: RunConfig) -> None:
         folder,
         workers=config.data.workers,
         on_bad_rows=config.data.on_bad_rows,
+        chat=config.data.chat,
         progress=config.report.progress,
     )
     say_what_was_made(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 from hfdist.config.addresses import check_address, scheme_of
-from hfdist.config.data import DataConfig, SourceConfig, SourceKind, WeightChange
+from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, WeightChange
 from hfdist.errors import ConfigError
 
 _PATHS = {
@@ -25,6 +26,7 @@ def check_data(data: DataConfig) -> None:
     for name, source in data.sources.items():
         _check_source(f"data.sources.{name}", source)
     check_mixture(data)
+    _check_chat(data.chat)
     for entry in data.quarantine:
         _check_quarantined(entry, data.sources)
 
@@ -73,6 +75,24 @@ def _check_source(key: str, source: SourceConfig) -> None:
                 found=value,
                 allowed="null",
                 hint=f"{key}.kind=hub, or {key}.{name}=null",
+            )
+
+
+def _check_chat(chat: ChatConfig) -> None:
+    if chat.template is not None and not Path(chat.template).expanduser().is_file():
+        raise ConfigError(
+            "there is no such chat template",
+            where="data.chat.template",
+            found=chat.template,
+            allowed="a file with a chat template in Jinja; null: the tokenizer's own",
+        )
+    ours = {"messages", "tools", "add_generation_prompt"}
+    for name in chat.template_arguments:
+        if name in ours:
+            raise ConfigError(
+                "this variable of the template comes from the data",
+                where=f"data.chat.template_arguments.{name}",
+                allowed="any other name, such as enable_thinking",
             )
 
 

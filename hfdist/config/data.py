@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hfdist.config.limits import limited
 
@@ -29,6 +30,39 @@ class Packing(Enum):
     none = "none"
 
 
+class RowFormat(Enum):
+    """What a row holds, by its columns.
+
+    `text`: documents, every token a target; `messages`: conversations as OpenAI writes them; `sharegpt`:
+    `conversations` of `from` and `value`; `alpaca`: `instruction`, `input`, `output`; `prompt_completion`: `prompt` and
+    `completion`, as text or as messages; `auto`: whichever of these a row's columns fit.
+    """
+
+    text = "text"
+    auto = "auto"
+    messages = "messages"
+    sharegpt = "sharegpt"
+    alpaca = "alpaca"
+    prompt_completion = "prompt_completion"
+
+
+class TrainOn(Enum):
+    """Which tokens of a conversation are targets: those of the assistant, of its last turn, or all."""
+
+    assistant = "assistant"
+    last = "last"
+    all = "all"
+
+
+class TooLong(Enum):
+    """What to do with a document longer than a sequence: cut it in pieces, cut one end off, or leave it out."""
+
+    split = "split"
+    truncate_end = "truncate_end"
+    truncate_start = "truncate_start"
+    drop = "drop"
+
+
 class BadRows(Enum):
     """What to do with a row or a file that cannot be read."""
 
@@ -49,6 +83,8 @@ class SourceConfig:
     hf://; hub: the dataset's id or saved folder; tokens: the folder."""
     text: str = "text"
     """The column that holds the text. Unused for .txt files, which are one document each."""
+    format: RowFormat | None = None
+    """What its rows hold; null: as `data.format` says."""
     subset: str | None = None
     """hub: the dataset's configuration name."""
     split: str = "train"
@@ -70,6 +106,20 @@ class WeightChange:
 
 
 @dataclass(kw_only=True)
+class ChatConfig:
+    """How conversations become tokens and targets."""
+
+    template: str | None = None
+    """A file with a chat template in Jinja; null: the tokenizer's own."""
+    system: str | None = None
+    """System prompt of conversations that have none; null: none."""
+    train_on: TrainOn = TrainOn.assistant
+    """Which tokens are targets; of a prompt with its completion: `all`, or only the completion."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking`."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The token stream."""
 
@@ -80,6 +130,11 @@ class DataConfig:
     sequence_length: int = limited(512, at_least=2)
     """Tokens in one sequence."""
     packing: Packing = Packing.concat
+    too_long: TooLong = TooLong.split
+    """What to do with a document longer than a sequence. With `packing=none`, `split` keeps its beginning only."""
+    format: RowFormat = RowFormat.text
+    """What rows hold, in sources that do not say it themselves."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
     seed: int = limited(0, at_least=0)
     """Of the order of the documents; independent of `train.seed`."""
     lanes: int = limited(48, at_least=1)

@@ -17,6 +17,8 @@ class ReportConfig:
     """Trackers of transformers' `report_to`, such as tensorboard or wandb."""
     progress: bool = True
     """Show a progress bar on rank 0."""
+    preview: int = limited(0, at_least=0)
+    """Sequences shown before the first step, targets and context told apart; 0: none."""
     plot: bool = True
     """Draw loss.png at the end."""
     timeline: bool = True

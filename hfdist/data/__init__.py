@@ -4,7 +4,7 @@ from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.cursor import Cursor
 from hfdist.data.heldout import HeldOut, build_held_out
 from hfdist.data.ledger import LEDGER, Ledger
-from hfdist.data.report import PoolReport, report
+from hfdist.data.report import PoolReport, describe_losses, report
 from hfdist.data.steps import count_steps
 from hfdist.data.stream import TokenStream
 
@@ -19,6 +19,7 @@ __all__ = [
     "build_held_out",
     "cache_dir",
     "count_steps",
+    "describe_losses",
     "open_corpus",
     "report",
 ]

@@ -18,8 +18,10 @@ from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.data.order import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
+from hfdist.data.sources.examples import texts_in
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.problems import Problems
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenize import text_digest
 from hfdist.errors import ConfigError, DataError
 
@@ -64,6 +66,8 @@ class Corpus:
         self._held_out_below = round(config.eval_fraction * 2**64)
         self.quarantined = self._find(config.quarantine)
         """Documents that `data.quarantine` names."""
+        self.has_examples = any(shard.gives_examples for _, shard in self.shards)
+        """Whether only some tokens of some documents are targets."""
         self.fingerprint = self._identity(config.eval_fraction)
         """Changes when a file's size, ends or rows, the column, or the split changes."""
         self.local_fingerprint = _digest([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
@@ -120,8 +124,9 @@ class Corpus:
                     if read_bytes >= max_bytes:
                         return
                     if isinstance(text, str) and not self.is_held_out(text_digest(text)):
-                        read_bytes += len(text.encode("utf-8", "replace"))
-                        yield text
+                        written = texts_in(text) if shard.gives_examples and not hasattr(shard, "read_tokens") else text
+                        read_bytes += len(written.encode("utf-8", "replace"))
+                        yield written
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))
@@ -187,7 +192,7 @@ def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None
         name: find_shards(name, config, cache_dir(config), problems) for name in sources if name not in given
     }
     for name, dataset in given.items():
-        shards[name] = [DatasetShard(name, dataset, sources[name].text)]
+        shards[name] = [DatasetShard(name, dataset, RowReader.of(sources[name], config.format))]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
         num_documents = sum(sum(shard.runs) for shard in pool.shards)

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import BadRows, DataConfig
+from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.cache.tokens import TokenCache, shard_key
 from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.encoders import Encoders
 from hfdist.data.records import Fate
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
-from hfdist.data.tokenize import Encoder, text_digest, tokenizer_digest
+from hfdist.data.tokenize import text_digest
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,12 @@ class Document:
 
     number: int
     tokens: NDArray[np.int32]
-    """Empty unless the fate is `trained` or `quarantined`. Shape [tokens]."""
+    """Empty unless the fate is `trained` or `quarantined`; complements (negative) are no targets. Shape [tokens]."""
     fate: Fate
     error: DataError | None = None
     """Why it is bad."""
+    cut_tokens: int = 0
+    """How many `data.too_long` has cut off."""
 
 
 class Documents:
@@ -47,7 +50,7 @@ class Documents:
         corpus: the documents.
         tokenizer: must have an end-of-text token.
         cache: of tokens.
-        on_bad_rows: `data.on_bad_rows`.
+        config: `data.*`.
         held_out: give the held-out documents, and pass over the others.
     """
 
@@ -56,14 +59,13 @@ class Documents:
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
         cache: TokenCache,
-        on_bad_rows: BadRows,
+        config: DataConfig,
         *,
         held_out: bool = False,
     ) -> None:
         self.corpus = corpus
-        self._cache, self._on_bad_rows, self._wants_held_out = cache, on_bad_rows, held_out
-        self._encoder = Encoder(tokenizer)
-        self._tokenizer_digest = tokenizer_digest(tokenizer)
+        self._cache, self._config, self._wants_held_out = cache, config, held_out
+        self._encoders = Encoders(tokenizer, config.chat)
 
     def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
         """Give documents of one run in the order asked for, in portions that are cheap to make together.
@@ -74,19 +76,40 @@ class Documents:
         shard, rows = self.corpus.locate(neighbours)
         numbers = iter(neighbours)
         for portion in self._rows(shard, rows):
-            yield [self._judge(next(numbers), row) for row in portion]
+            yield [self._judge(next(numbers), row, shard) for row in portion]
 
-    def _judge(self, number: int, row: TokenRow | BadRow) -> Document:
+    def _judge(self, number: int, row: TokenRow | BadRow, shard: Shard) -> Document:
         if isinstance(row, BadRow):
-            if self._on_bad_rows is BadRows.error and number not in self.corpus.quarantined:
+            if self._config.on_bad_rows is BadRows.error and number not in self.corpus.quarantined:
                 raise self._with_way_out(row.error, number)
             return Document(number, _NOTHING, Fate.bad, row.error)
         if len(row.tokens) == 0:
             return Document(number, _NOTHING, Fate.empty)
         if self.corpus.is_held_out(row.text_digest) != self._wants_held_out:
             return Document(number, _NOTHING, Fate.held_out)
+        tokens = self._cut(row.tokens)
+        if tokens is None:
+            return Document(number, _NOTHING, Fate.too_long)
+        # The first token is never a target: nothing stands before it.
+        if shard.gives_examples and not (tokens[1:] >= 0).any():
+            return Document(number, _NOTHING, Fate.no_target)
         fate = Fate.quarantined if number in self.corpus.quarantined else Fate.trained
-        return Document(number, row.tokens, fate)
+        return Document(number, tokens, fate, cut_tokens=len(row.tokens) - len(tokens))
+
+    def _cut(self, tokens: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """What `data.too_long` leaves of a document; None: nothing."""
+        length = self._config.sequence_length
+        if len(tokens) <= length:
+            return tokens
+        match self._config.too_long:
+            case TooLong.split:
+                return tokens
+            case TooLong.truncate_end:
+                return tokens[:length]
+            case TooLong.truncate_start:
+                return tokens[-length:]
+            case TooLong.drop:
+                return None
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
@@ -107,14 +130,14 @@ class Documents:
                 yield from self._tokenized(shard, together)
 
     def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
-        key = shard_key(shard.local_identity, self._tokenizer_digest)
+        key = shard_key(shard.local_identity, self._encoders.digest(examples=shard.gives_examples))
         known = self._cache.get(key, rows)
         if len(known) == len(rows):
             yield [known[row] for row in rows]
             return
         start = 0
         for texts in _batches(shard, [row for row in rows if row not in known]):
-            new = self._tokenize(texts)
+            new = self._tokenize(shard, texts)
             self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
             # As far as the new ones reach, with the known ones between them.
             stop = start
@@ -125,12 +148,12 @@ class Documents:
             start = stop
             yield ready
 
-    def _tokenize(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
+    def _tokenize(self, shard: Shard, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
         good = {row: text for row, text in texts.items() if isinstance(text, str)}
-        many = self._encoder.encode(list(good.values()))
+        many = self._encoders.encode(shard, list(good), list(good.values()))
         made: dict[int, TokenRow | BadRow] = {row: text for row, text in texts.items() if isinstance(text, BadRow)}
         for (row, text), tokens in zip(good.items(), many, strict=True):
-            made[row] = TokenRow(tokens, text_digest(text))
+            made[row] = tokens if isinstance(tokens, BadRow) else TokenRow(tokens, text_digest(text))
         return made
 
 

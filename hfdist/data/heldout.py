@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.files import write_atomically
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import NAMES, Placed, Shape
-from hfdist.data.tokenize import tokenizer_digest
+from hfdist.data.packing.sequence import LABELS, NAMES, Placed, Shape
+from hfdist.data.packing.windows import best_fit
 from hfdist.errors import DataError
 
 
@@ -40,15 +41,17 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
-    End to end, whatever `data.packing` is for training; a last sequence that does not fill up is left out.
+    Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up;
+    examples stay whole.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
     """
     if config.eval_fraction == 0:
         return None
-    settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined)]
-    identity = json.dumps([3, corpus.local_fingerprint, tokenizer_digest(tokenizer), *settings])
+    settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
+    tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
+    identity = json.dumps([4, corpus.local_fingerprint, tokens, *settings])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,15 +64,18 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
 
 
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
-    documents = Documents(corpus, tokenizer, open_token_cache(config), config.on_bad_rows, held_out=True)
+    documents = Documents(corpus, tokenizer, open_token_cache(config), config, held_out=True)
     portions = (
         [Placed(0, document.number, document) for document in portion]
         for block in corpus.mixed_blocks()
         for portion in documents.read(block)
     )
     shape = Shape(config.sequence_length, fill_id=0)
-    whole = (sequence.rows for sequence in concat(portions, 0, shape) if sequence.num_tokens == shape.length)
-    sequences = list(islice(whole, config.eval_sequences))
+    if corpus.has_examples:
+        packed = (one.rows for one in best_fit(portions, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
+    else:
+        packed = (one.rows for one in concat(portions, 0, shape) if one.num_tokens == shape.length)
+    sequences = list(islice(packed, config.eval_sequences))
     if not sequences:
         raise DataError(
             "the held-out documents do not fill one sequence",

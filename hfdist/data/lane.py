@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hfdist.config.data import Packing
+from hfdist.config.data import Packing, TooLong
 from hfdist.data.corpus import Pool
 from hfdist.data.cursor import Place, Progress
 from hfdist.data.documents import Documents
@@ -34,6 +34,7 @@ class Plan:
     """Of each pool."""
     mixture: Mixture
     packing: Packing
+    too_long: TooLong
     shape: Shape
     seed: int
 

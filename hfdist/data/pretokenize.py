@@ -23,7 +23,8 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import BadRows
+from hfdist.config.data import BadRows, ChatConfig
+from hfdist.data.encoders import Encoders
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.tokenfile import (
     META,
@@ -41,7 +42,7 @@ from hfdist.data.sources.tokenfile import (
     read_meta,
     sizes_of,
 )
-from hfdist.data.tokenize import tokenizer_digest
+from hfdist.data.tokenize import token_dtype, tokenizer_digest
 from hfdist.data.tokenizing import Made, cut_portions, make_tokens
 from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.topology import read_launcher
@@ -84,6 +85,7 @@ def pretokenize(
     *,
     workers: int,
     on_bad_rows: BadRows,
+    chat: ChatConfig | None = None,
     progress: bool = False,
 ) -> Tokenized:
     """Write token files of all documents; files that an interrupted call has finished are kept.
@@ -94,6 +96,7 @@ def pretokenize(
         folder: made where there is none.
         workers: processes that read and tokenize; 0: this one.
         on_bad_rows: `error` stops; else they become empty documents, and meta.json lists them.
+        chat: `data.chat`; None: its defaults.
         progress: show a bar.
 
     Raises:
@@ -108,7 +111,7 @@ def pretokenize(
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock", timeout=0):
-            job = _Job(shards, tokenizer, folder)
+            job = _Job(shards, tokenizer, folder, chat or ChatConfig())
             new_tokens = 0 if job.is_done() else job.run(workers, on_bad_rows, progress)
     files = read_meta(folder).files
     size_bytes = sum(sum(sizes_of(file, job.dtype)) for file in files)
@@ -168,10 +171,14 @@ def say_what_was_made(made: Tokenized, folder: Path, *, vocab_size: int | None) 
 class _Job:
     """What is to be written into a folder."""
 
-    def __init__(self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def __init__(
+        self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path, chat: ChatConfig
+    ) -> None:
         self._folder, self._tokenizer = folder, tokenizer
-        self._digest = tokenizer_digest(tokenizer)
-        self.dtype = "uint16" if max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32"
+        self._encoders, self._digest = Encoders(tokenizer, chat), tokenizer_digest(tokenizer)
+        has_examples = any(shard.gives_examples for _, shard in shards)
+        self._encoding = self._encoders.digest(examples=has_examples)
+        self.dtype = token_dtype(tokenizer, examples=has_examples)
         self._files = _share(shards)
 
     def is_done(self) -> bool:
@@ -183,11 +190,11 @@ class _Job:
         if not (self._folder / META).is_file():
             return False
         meta = read_meta(self._folder)
-        same_tokenizer = meta.tokenizer_digest == self._digest
+        same_tokenizer = (meta.tokenizer_digest, meta.encoding) == (self._digest, self._encoding)
         if same_tokenizer and [file.origins for file in meta.files] == [_origins(shards) for shards in self._files]:
             return True
         raise ConfigError(
-            f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer'}",
+            f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer or data.chat'}",
             where="run.dir",
             found=str(self._folder),
             hint="another run.name, or delete the folder",
@@ -203,7 +210,7 @@ class _Job:
             if number not in records
         }
         portions = [portion for portions in missing.values() for portion in portions]
-        made = make_tokens(portions, self._tokenizer, self.dtype, workers=workers, on_bad_rows=on_bad_rows)
+        made = make_tokens(portions, self._encoders, self.dtype, workers=workers, on_bad_rows=on_bad_rows)
         with tqdm(
             total=sum(_num_rows(shards) for shards in self._files),
             initial=sum(record.rows for record in records.values()),
@@ -216,7 +223,7 @@ class _Job:
             shown = _show(made, bar)
             for number, of_file in missing.items():
                 records[number] = self._write(number, islice(shown, len(of_file)))
-        meta = Meta(self._digest, self.dtype, [records[number] for number in range(len(self._files))])
+        meta = Meta(self._digest, self.dtype, [records[number] for number in range(len(self._files))], self._encoding)
         _write_json(self._folder / META, {"version": VERSION, **asdict(meta)})
         for number in records:
             self._record_path(number).unlink(missing_ok=True)
@@ -258,7 +265,7 @@ class _Job:
 
     @property
     def _made_by(self) -> list[Any]:
-        return [VERSION, self._digest, self.dtype]
+        return [VERSION, self._digest, self.dtype, self._encoding]
 
     def _record_path(self, number: int) -> Path:
         return self._folder / f"{name_of(number)}.json"

@@ -22,6 +22,10 @@ class Fate(IntEnum):
     """It cannot be read, and `data.on_bad_rows` leaves such rows out."""
     quarantined = 4
     """Named in `data.quarantine`: its tokens keep their places, without their values and targets."""
+    too_long = 5
+    """Longer than a sequence, and `data.too_long` leaves such documents out."""
+    no_target = 6
+    """An example of which no token is a target, or none that `data.too_long` has left."""
 
 
 RECORD = np.dtype(

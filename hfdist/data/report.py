@@ -1,12 +1,15 @@
-"""How much of each source a run has read, and how well sequences were filled."""
+"""How much of each source a run has read, how well sequences were filled, and what was cut or left out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from hfdist.config.data import DataConfig, Packing, TooLong
 from hfdist.data.cursor import Cursor, Place
 from hfdist.data.lane import Plan
 from hfdist.data.order import LaneOrder
+from hfdist.data.records import Fate, Records
 
 
 class PoolReport(NamedTuple):
@@ -37,6 +40,35 @@ def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
             PoolReport(pool.name, sequences, sequences / max(num_sequences, 1), tokens, epochs, tokens / places)
         )
     return reports
+
+
+def describe_losses(ledger: Sequence[Records], config: DataConfig) -> str | None:
+    """Say how many documents of a ledger were cut or left out, for whatever reason but the held-out split; None: none.
+
+    Args:
+        ledger: records of all lanes.
+        config: `data.*`.
+    """
+    counts = dict.fromkeys(_LOSSES.values(), 0)
+    num_read = num_cut = 0
+    for records in ledger:
+        for fate, what in _LOSSES.items():
+            counts[what] += int((records["fate"] == fate).sum())
+        begins = (records["fate"] == Fate.trained) & (records["first_token"] == 0)
+        num_read += int(begins.sum())
+        num_cut += int((begins & (records["of_tokens"] > config.sequence_length)).sum())
+    is_cut = config.packing is Packing.none or config.too_long is not TooLong.split
+    told = {f"cut to {config.sequence_length:,} tokens": num_cut if is_cut else 0, **counts}
+    losses = ", ".join(f"{count:,} {what}" for what, count in told.items() if count)
+    return f"{num_read:,} documents read, {losses}" if losses else None
+
+
+_LOSSES = {
+    Fate.too_long: "left out as too long",
+    Fate.no_target: "left out without a target",
+    Fate.bad: "left out as bad",
+    Fate.empty: "empty",
+}
 
 
 def _epochs(order: LaneOrder, lane: int, place: Place) -> float:

@@ -14,11 +14,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, SourceKind
+from hfdist.config.data import DataConfig, SourceKind, TooLong
 from hfdist.data.collate import collate
 from hfdist.data.corpus import Corpus
 from hfdist.data.cursor import Cursor, LaneState, Progress
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.lane import Lane, Packed, Plan
 from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
@@ -147,8 +148,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     @property
     def may_lack_targets(self) -> bool:
-        """Whether a whole batch may have no target: a source ends, or documents are taken out."""
-        return bool(self.corpus.quarantined) or any(pool.epochs is not None for pool in self.corpus.pools)
+        """Whether a whole batch may have no target: a source ends, documents are taken out, or pieces are context."""
+        has_limit = any(pool.epochs is not None for pool in self.corpus.pools)
+        return self.corpus.has_examples or bool(self.corpus.quarantined) or has_limit
 
     @property
     def has_ended(self) -> bool:
@@ -190,7 +192,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
         cache = open_token_cache(self.config)
-        documents = Documents(self.corpus, self._tokenizer, cache, self.config.on_bad_rows)
+        documents = Documents(self.corpus, self._tokenizer, cache, self.config)
         lanes = {lane: Lane(self.plan, documents, lane=lane, pools=state.pools) for lane, state in self._states.items()}
         number = self._num_sequences + worker
         while True:
@@ -243,6 +245,7 @@ def _make_plan(
         ],
         mixture=make_mixture({pool.name: weights.get(pool.name) for pool in corpus.pools}, changes, lanes=config.lanes),
         packing=config.packing,
+        too_long=config.too_long,
         shape=Shape(config.sequence_length, fill_id),
         seed=config.seed,
     )
@@ -253,9 +256,12 @@ def _identity(
 ) -> str:
     """Hash of all that decides which token stands where."""
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
+    if config.too_long is not TooLong.split:
+        settings.append(config.too_long.value)
+    tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     mixture = [
         [[name, source.weight, source.epochs] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
-    identity = json.dumps([4, corpus.fingerprint, tokenizer_digest(tokenizer), *settings, mixture])
+    identity = json.dumps([4, corpus.fingerprint, tokens, *settings, mixture])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 # Text of every kind that tokenizers treat in their own ways: to see whether two ways of calling one agree.
 _SAMPLE = " Hello  world!\n\n\tdef f(x): return x**2  # naïve 日本語 🙂 e\u0301 <|endoftext|></s><s> 12345\r\n"
 
+_BARE: dict[str, Any] = {"verbose": False, "split_special_tokens": True, "add_special_tokens": False}
+
 
 class Encoder:
     """A tokenizer as documents need it: each with one end-of-text token behind.
@@ -24,7 +26,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_token_id
-        self._backend = _plain_backend(tokenizer)
+        self._backend = plain_backend(tokenizer)
         if self._backend is not None:
             # A text that is a special token must not forge the end of a document.
             self._backend.encode_special_tokens = True
@@ -33,10 +35,19 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Give the tokens of documents, each of shape [tokens]; without text: none."""
-        written = [text for text in texts if text]
-        many = self._slow(written) if self._backend is None else self._quick(written)
-        ids = iter(many)
+        ids = iter(self.raw([text for text in texts if text]))
         return [self._finish(next(ids)) if text else np.empty(0, dtype=np.int32) for text in texts]
+
+    def raw(self, texts: Sequence[str]) -> list[list[int]]:
+        """Give the tokens of texts as the tokenizer does, with its own beginnings and ends."""
+        return self._slow(texts) if self._backend is None else self._quick(texts)
+
+    def inside(self, text: str) -> list[int]:
+        """Give the tokens of a text that stands behind another one: without a beginning, an end or a space in front."""
+        before = list(self._tokenizer("\n", **_BARE)["input_ids"])
+        ids = list(self._tokenizer("\n" + text, **_BARE)["input_ids"])
+        # Some tokenizers put a space in front of every text; a line break that keeps its own tokens takes it instead.
+        return ids[len(before) :] if ids[: len(before)] == before else list(self._tokenizer(text, **_BARE)["input_ids"])
 
     def _quick(self, texts: Sequence[str]) -> list[list[int]]:
         # The wrapper of transformers spends as long on masks and offsets as the tokenizer on tokens.
@@ -58,11 +69,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
-    backend = _plain_backend(tokenizer)
+    backend = plain_backend(tokenizer)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     # Some classes do more than their vocabulary or their backend says.
     identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, _call(tokenizer, _SAMPLE)])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase, *, examples: bool) -> str:
+    """Name the narrowest type of a file's tokens; complements of context tokens take the upper half of four bytes."""
+    return "uint16" if not examples and max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32"
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -76,8 +92,8 @@ def text_digest(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None.
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Give a copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None.
 
     The first call of a tokenizer switches both off: they must not tell two tokenizers apart.
     """

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import BadRows
+from hfdist.data.encoders import Encoders
 from hfdist.data.loader import as_it_is, next_item
 from hfdist.data.sources.base import BadRow, Shard
-from hfdist.data.tokenize import Encoder, text_digest
+from hfdist.data.tokenize import text_digest
 from hfdist.errors import DataError, HfdistError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ _PORTION_READS = 8
 _ENCODED_ROWS = 32
 _PORTIONS_AHEAD = 4
 _SHOWN_BAD_ROWS = 10
+_NOTHING = np.empty(0, dtype=np.int32)
 
 Portion = tuple[Shard, range]
 """Rows of one run of a shard."""
@@ -57,7 +58,7 @@ def cut_portions(shards: Sequence[Shard]) -> list[Portion]:
 
 def make_tokens(
     portions: Sequence[Portion],
-    tokenizer: PreTrainedTokenizerBase,
+    encoders: Encoders,
     dtype: str,
     *,
     workers: int,
@@ -67,8 +68,8 @@ def make_tokens(
 
     Args:
         portions: see `cut_portions`.
-        tokenizer: must have an end-of-text token.
-        dtype: of the tokens: uint16 or uint32.
+        encoders: of the tokenizer.
+        dtype: of the tokens: uint16, or uint32, which complements need.
         workers: processes that read and tokenize; 0: this one.
         on_bad_rows: `error` stops; else such rows become empty documents.
 
@@ -77,7 +78,7 @@ def make_tokens(
         ResourceError: a worker has died.
     """
     loader = DataLoader(
-        _Portions(portions, tokenizer, dtype),
+        _Portions(portions, encoders, dtype),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=_PORTIONS_AHEAD if workers else None,
@@ -112,8 +113,8 @@ def _keep_to_one_thread(worker: int) -> None:
 class _Portions(Dataset[Any]):
     """Portions, each tokenized in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, portions: Sequence[Portion], tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
-        self._portions, self._encoder = portions, Encoder(tokenizer)
+    def __init__(self, portions: Sequence[Portion], encoders: Encoders, dtype: str) -> None:
+        self._portions, self._encoders = portions, encoders
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def __len__(self) -> int:
@@ -123,14 +124,22 @@ class _Portions(Dataset[Any]):
         shard, rows = self._portions[index]
         try:
             found = shard.read(rows)
+            made = [
+                row
+                for start in range(0, len(found), _ENCODED_ROWS)
+                for row in self._encode(
+                    shard, rows[start : start + _ENCODED_ROWS], found[start : start + _ENCODED_ROWS]
+                )
+            ]
         except HfdistError as error:
             return error
-        bad = {place: text.error for place, text in enumerate(found) if isinstance(text, BadRow)}
-        texts = ["" if isinstance(text, BadRow) else text for text in found]
-        documents = [
-            tokens.astype(self._dtype)
-            for start in range(0, len(texts), _ENCODED_ROWS)
-            for tokens in self._encoder.encode(texts[start : start + _ENCODED_ROWS])
-        ]
+        bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
+        documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
+        digests = [text_digest("" if isinstance(text, BadRow) else text) for text in found]
         lengths = [len(tokens) for tokens in documents]
-        return Made(np.concatenate(documents), lengths, [text_digest(text) for text in texts], bad)
+        return Made(np.concatenate(documents).astype(self._dtype), lengths, digests, bad)
+
+    def _encode(self, shard: Shard, rows: range, texts: Sequence[str | BadRow]) -> Iterator[NDArray[np.int32] | BadRow]:
+        good = {row: text for row, text in zip(rows, texts, strict=True) if isinstance(text, str)}
+        made = iter(self._encoders.encode(shard, list(good), list(good.values())))
+        return (text if isinstance(text, BadRow) else next(made) for text in texts)

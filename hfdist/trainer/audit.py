@@ -125,7 +125,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         DataError: a row cannot be read any more.
     """
     data = run.config.data
-    documents = Documents(run.corpus, run.tokenizer, open_token_cache(data), data.on_bad_rows)
+    documents = Documents(run.corpus, run.tokenizer, open_token_cache(data), data)
     pools = [pool.name for pool in run.corpus.pools]
     reader = StepReader(run.ledger, pools, run.config.train.global_batch_size, documents, run.tokenizer)
     yield from reader.describe(step, shows_all_text=shows_all_text)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.config.run import RunConfig
-from hfdist.data import HeldOut
+from hfdist.data import LEDGER, HeldOut, describe_losses
+from hfdist.data.ledger import read_records
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.plot import plot_losses
 from hfdist.trainer.saving import data_reports, last_held_out_loss
@@ -33,6 +34,10 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
             "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
             *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
         )
+    if trainer.is_world_process_zero():
+        lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
+        if (losses := describe_losses(lanes, run.data)) is not None:
+            logger.info("data: %s", losses)
     loss = None if held_out is None else _last_held_out_loss(trainer)
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():

@@ -50,6 +50,7 @@ from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
+from hfdist.trainer.preview import preview, survey
 from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
@@ -184,12 +185,21 @@ def build_trainer(
         compare_replicas_every=config.train.compare_replicas_every,
     )
     logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+    if trainer.is_world_process_zero():
+        _show_data(config, data)
     assert trainer.engine is not None
     if config.report.timeline:
         trainer.add_callback(TimelineDrawer(Path(config.run.dir), trainer.engine))
     # The bar and metrics.jsonl say the same, legibly.
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _show_data(config: RunConfig, data: RunData) -> None:
+    if data.corpus.has_examples:
+        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
+    for text in preview(data.stream, data.tokenizer, config.report.preview):
+        logger.info("%s", text)
 
 
 def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:

@@ -135,7 +135,7 @@ class _Audit:
 
     def _check_pool(self, records: Records, lane: int, pool: int) -> bool:
         plan = self._plan
-        rules = Rules(plan.packing, plan.shape.length, plan.pools[pool].epochs, self._first_sample > 0)
+        rules = Rules(plan.packing, plan.too_long, plan.shape.length, plan.pools[pool].epochs, self._first_sample > 0)
         place = None if self._newest is None else self._newest.lanes[lane].pools[pool].place
         check = PoolAudit(records[records["pool"] == pool], plan.orders[pool], lane, rules, place)
         for spots in check.check():

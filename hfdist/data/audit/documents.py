@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.config.data import Packing
+from hfdist.config.data import Packing, TooLong
 from hfdist.data.audit.findings import Kind, Spots
 from hfdist.data.cursor import Place
 from hfdist.data.order import LaneOrder
@@ -34,12 +34,14 @@ class Rules:
 
     Args:
         packing: of the run.
+        too_long: likewise.
         length: of sequences, in tokens.
         epochs: limit of the pool.
         begins_inside: whether the records begin in the middle of a run.
     """
 
     packing: Packing
+    too_long: TooLong
     length: int
     epochs: int | None
     begins_inside: bool
@@ -132,7 +134,8 @@ class PoolAudit:
 
     def _whole(self, of_tokens: Integers) -> Integers:
         """How many tokens of a document are to be read."""
-        return np.minimum(of_tokens, self._rules.length) if self._rules.packing is Packing.none else of_tokens
+        is_cut = self._rules.packing is Packing.none or self._rules.too_long is not TooLong.split
+        return np.minimum(of_tokens, self._rules.length) if is_cut else of_tokens
 
     def _handed_out(self, records: Records) -> int:
         """What a place's offset counts, of records behind its position; -1: there may not be any."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.data.audit.findings import escape
 from hfdist.data.audit.ledger import batches_of_steps
 from hfdist.data.documents import Documents
+from hfdist.data.packing.sequence import ids_and_labels
 from hfdist.data.records import Fate, Records
 from hfdist.errors import ConfigError, DataError
 
@@ -79,10 +80,13 @@ class StepReader:
         note = ", quarantined" if fate is Fate.quarantined else ""
         yield f"  {row}  tokens {first}..{end - 1} of {total}{note}"
         (document,) = next(self.documents.read([int(record["document"])]))
-        if len(document.tokens) != total:
-            raise DataError("the row has changed since the run", where=row, found=f"{len(document.tokens)} tokens")
+        found = len(document.tokens) + document.cut_tokens
+        if found != total:
+            raise DataError("the row has changed since the run", where=row, found=f"{found} tokens")
         # What the model saw: the piece, through the tokenizer and back.
-        text = str(self.tokenizer.decode(document.tokens[first:end], clean_up_tokenization_spaces=False))
+        text = str(
+            self.tokenizer.decode(ids_and_labels(document.tokens[first:end])[0], clean_up_tokenization_spaces=False)
+        )
         if shows_all_text:
             yield from (f"      {escape(line)}" for line in text.split("\n"))
         else:

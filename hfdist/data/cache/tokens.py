@@ -290,7 +290,8 @@ def _encode(rows: Mapping[int, TokenRow]) -> list[_Columns]:
     """Rows as they are kept: little-endian, in the narrowest type that holds them all, in order of their numbers."""
     numbers = sorted(rows)
     tokens = np.concatenate([rows[number].tokens for number in numbers])
-    width = 2 if tokens.max(initial=0) < 1 << 16 else 4
+    # Complements of context tokens are negative, and come back as such from four bytes.
+    width = 2 if tokens.min(initial=0) >= 0 and tokens.max(initial=0) < 1 << 16 else 4
     whole = memoryview(tokens.astype(f"<u{width}").tobytes())
     encoded, start = [], 0
     for number in numbers:

@@ -18,6 +18,7 @@ from hfdist.data.packing.sequence import (
     Sequence,
     Shape,
     assemble,
+    ids_and_labels,
     problems_of,
 )
 from hfdist.data.records import RECORD, Fate, Records
@@ -122,8 +123,7 @@ def _rows(items: list[_Item], starts: NDArray[np.int64], num_sequences: int, sha
     """Shape [sequences, 3, length]."""
     parts = [item.placed.document.tokens[item.first : item.first + item.length] for item in items if item.length]
     num_tokens = num_sequences * shape.length
-    ids = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-    labels = ids.copy()
+    ids, labels = ids_and_labels(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
     places = np.arange(num_tokens, dtype=np.int32)
     begin = np.zeros(num_tokens, dtype=np.int32)
     for item, start in zip(items, starts.tolist(), strict=True):
@@ -161,9 +161,9 @@ def _records(
     records = np.zeros(len(owner), dtype=RECORD)
     of_item = np.array(
         [
-            (item.placed.document.number, item.first, len(item.placed.document.tokens), item.placed.epoch,
-             item.placed.document.fate)
+            (document.number, item.first, len(document.tokens) + document.cut_tokens, item.placed.epoch, document.fate)
             for item in items
+            for document in (item.placed.document,)
         ],
         dtype=np.int64,
     )[owner]  # fmt: skip

@@ -4,6 +4,8 @@ documents   a a a |  b b b b b | c c
 input_ids   a a a b | b b b b | c c ...
 position    0 1 2 0 | 0 1 2 3 | 0 1          restarts: models of transformers then mask across documents
 labels      . a a . | . b b b | . c          . is ignored: nothing before it is of its document and its sequence
+
+A negative token of a document is the complement of one that is context: `~id` becomes id, without a label.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def assemble(
         document = placed.document
         span = slice(filled, filled + num_tokens)
         put(rows[:, span], document, first, shape)
-        records.append(Piece(document.number, placed.epoch, document.fate, first, num_tokens, len(document.tokens)))
+        whole = len(document.tokens) + document.cut_tokens
+        records.append(Piece(document.number, placed.epoch, document.fate, first, num_tokens, whole))
         filled += num_tokens
     rows[INPUT_IDS, filled:] = shape.fill_id
     rows[POSITION_IDS, filled:] = np.arange(rows.shape[1] - filled)
@@ -108,5 +111,11 @@ def put(rows: NDArray[np.int32], document: Document, first: int, shape: Shape) -
         rows[INPUT_IDS] = shape.fill_id
         rows[LABELS] = IGNORED
         return
-    rows[INPUT_IDS] = rows[LABELS] = document.tokens[first : first + num_tokens]
+    rows[INPUT_IDS], rows[LABELS] = ids_and_labels(document.tokens[first : first + num_tokens])
     rows[LABELS, :1] = IGNORED
+
+
+def ids_and_labels(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Tell tokens of documents from their targets; both of shape [tokens]."""
+    is_context = tokens < 0
+    return np.where(is_context, ~tokens, tokens), np.where(is_context, np.int32(IGNORED), tokens)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from pyarrow import ipc
 
 from hfdist.data.sources.base import BadRow, damage, local_identity, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, texts_at
+from hfdist.data.sources.columns import check_schema, one_array, texts_at
 from hfdist.data.sources.rowindex import cached_index
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
@@ -24,12 +25,13 @@ _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowShard:
-    """One file of either format. It is memory-mapped, so only the pages of the text column are ever read."""
+    """One file of either format. It is memory-mapped, so only the pages of the columns that are read are ever read."""
 
-    def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
+    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
-        self._file, self._column = file, column
+        self._file, self._rows = file, rows
+        self.gives_examples = rows.gives_examples
         index = cached_index(cache.folder, file, identity, self._index)
         self._offsets = index[0]
         self.runs: Sequence[int] = index[1].tolist()
@@ -37,13 +39,15 @@ class ArrowShard:
         self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give rows of the text column; all in one record batch."""
+        """Give the texts of rows; all in one record batch."""
         batch = int(np.searchsorted(self._ends, rows[0], side="right"))
         first = int(self._ends[batch]) - self.runs[batch]
         try:
             with whole_file(self._file) as path, self._open(path) as (source, reader):
-                column = _checked(_batch_at(int(self._offsets[batch]), source, reader).column(0))
-                texts = texts_at(column, [row - first for row in rows], rows, where=self._file.url)
+                found = _batch_at(int(self._offsets[batch]), source, reader)
+                checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
+                places = [row - first for row in rows]
+                texts = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
         except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
             where = f"{self._file.url}, record batch {batch}"
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
@@ -73,9 +77,10 @@ class ArrowShard:
             start = len(_FILE_MARK) if source.read(len(_FILE_MARK)) == _FILE_MARK else 0
             source.seek(start)
             schema = ipc.read_schema(source)
-            place = check_schema(schema, self._column, where=self._file.url)
+            columns = check_schema(schema, self._rows, where=self._file.url)
+            places = [schema.names.index(name) for name in columns]
             source.seek(start)
-            yield source, ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=[place]))
+            yield source, ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))
 
 
 def _batch_at(offset: int, source: pa.MemoryMappedFile, reader: ipc.RecordBatchStreamReader) -> pa.RecordBatch:

@@ -56,6 +56,8 @@ class Shard(Protocol):
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
+    gives_examples: bool
+    """Whether texts are examples in canonical JSON: see `examples.py`."""
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 

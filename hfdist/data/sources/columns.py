@@ -1,27 +1,28 @@
-"""A column of texts in Arrow's memory: its type checked, its values decoded one by one."""
+"""Columns in Arrow's memory: types checked, values decoded one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
-from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, decode_text, missing_column
+from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, decode_text, first_line
+from hfdist.data.sources.rows import RowReader
 
 
-def check_schema(schema: pa.Schema, column: str, *, where: str) -> int:
-    """Give the place of the text column among the columns.
+def check_schema(schema: pa.Schema, rows: RowReader, *, where: str) -> list[str]:
+    """Give the columns that are read, in the order of the file.
 
     Raises:
-        ContentError: it is not there, or holds no text.
+        ContentError: they are not there, or the one of plain text holds no text.
     """
-    if column not in schema.names:
-        raise missing_column(column, schema.names, where=where)
-    place = schema.names.index(column)
-    kind = schema.field(place).type
-    if not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
-        raise ContentError("the text column holds no text", where=f"{where}, column {column}", found=str(kind))
-    return place
+    columns = rows.columns(schema.names, where=where)
+    if not rows.gives_examples:
+        kind = schema.field(rows.text).type
+        if not is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+            raise ContentError("the text column holds no text", where=f"{where}, column {rows.text}", found=str(kind))
+    return columns
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -29,8 +30,40 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-def texts_at(column: pa.Array, places: Sequence[int], rows: Sequence[int], *, where: str) -> list[str | BadRow]:
-    """Decode some values of a column, which are those rows of what `where` names."""
+def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
+    """What is read of some rows, as one array for `texts_at`."""
+    return batch.to_struct_array() if rows.gives_examples else batch.column(0)
+
+
+def texts_at(
+    column: pa.Array, places: Sequence[int], numbers: Sequence[int], rows: RowReader, *, where: str
+) -> list[str | BadRow]:
+    """Decode some values of `one_array`, which are rows of those numbers of what `where` names."""
+    if rows.gives_examples:
+        return [
+            _example(column[place], rows, f"{where}, row {number}")
+            for place, number in zip(places, numbers, strict=True)
+        ]
+    return _plain_texts(column, places, numbers, where)
+
+
+def _example(value: pa.StructScalar, rows: RowReader, where: str) -> str | BadRow:
+    try:
+        row = value.as_py()
+    # Nested values are decoded by Arrow, which says no more than that.
+    except (ValueError, OverflowError) as error:
+        return BadRow(ContentError(f"the row cannot be decoded: {first_line(error)}", where=where))
+    return rows.read(_without_nulls(row), where=where)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that Arrow fills up: structs of a column have the keys of all rows."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _plain_texts(column: pa.Array, places: Sequence[int], rows: Sequence[int], where: str) -> list[str | BadRow]:
     values, keys = column, places
     if isinstance(column, pa.DictionaryArray):
         # A thousand rows may share one value of many megabytes: it is decoded once.

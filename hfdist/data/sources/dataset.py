@@ -10,7 +10,8 @@ import pyarrow as pa
 from datasets import Dataset
 
 from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, texts_at
+from hfdist.data.sources.columns import check_schema, one_array, texts_at
+from hfdist.data.sources.rows import RowReader
 
 _SAMPLED_ROWS = 64
 
@@ -18,29 +19,29 @@ _SAMPLED_ROWS = 64
 class DatasetShard:
     """The rows of a dataset, in memory or memory-mapped."""
 
-    def __init__(self, name: str, dataset: Dataset, column: str) -> None:
-        """Check the column.
+    def __init__(self, name: str, dataset: Dataset, rows: RowReader) -> None:
+        """Check the columns.
 
         Args:
             name: of the shard, and of the place in messages.
             dataset: of known length, not a stream.
-            column: the one that holds the text.
+            rows: what is read of it.
 
         Raises:
-            ContentError: there is no such column, or it holds no text.
+            ContentError: there are no such columns, or the one of plain text holds no text.
         """
-        check_schema(dataset.features.arrow_schema, column, where=name)
+        columns = check_schema(dataset.features.arrow_schema, rows, where=name)
         self.name = name
         self.runs: Sequence[int] = (len(dataset),)
         # The other columns may hold images or audio, which would be decoded with each row.
-        self._rows = dataset.select_columns([column]).with_format("arrow")
-        self._column = column
+        self._rows = dataset.select_columns(columns).with_format("arrow")
+        self._reader, self.gives_examples = rows, rows.gives_examples
         sample = self.read(range(0, len(dataset), max(1, len(dataset) // _SAMPLED_ROWS)))
         texts = [None if isinstance(text, BadRow) else text for text in sample]
         self.rows_at_once = rows_held_at_once(sum(len(text or "") for text in texts), len(texts))
         # The library's own fingerprint holds times of files, which differ between machines, so that it is for the
         # caches only. It has no public name.
-        identity = json.dumps([column, len(dataset), texts])
+        identity = json.dumps([rows.key, len(dataset), texts])
         self.identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         self.local_identity = json.dumps([self.identity, dataset._fingerprint])
 
@@ -49,7 +50,7 @@ class DatasetShard:
         if not rows:
             return []
         try:
-            column = self._rows[list(rows)][self._column].combine_chunks()
+            (batch,) = self._rows[list(rows)].combine_chunks().to_batches()
         except (pa.ArrowException, OSError) as error:
             return [BadRow(damage("the dataset is damaged", error, where=self.name))] * len(rows)
-        return texts_at(column, range(len(rows)), rows, where=self.name)
+        return texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name)

@@ -16,6 +16,7 @@ from hfdist.data.sources.hub import open_hub
 from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.parquet import ParquetShard
 from hfdist.data.sources.problems import Problems
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.text import TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.datafile import DataFile
@@ -47,14 +48,14 @@ def find_shards(name: str, data: DataConfig, cache_dir: Path, problems: Problems
         case SourceKind.stdlib:
             return _standard_library(cache)
         case SourceKind.hub:
-            return [open_hub(name, config)]
+            return [open_hub(name, config, data.format)]
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
             return open_token_shards(config.path, key)
         case SourceKind.files:
             assert config.path is not None
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
-            shards = _open_all(files, config.text, cache, problems)
+            shards = _open_all(files, RowReader.of(config, data.format), cache, problems)
             if not shards:
                 first = problems.bad_files[-len(files)]
                 raise DataError(
@@ -80,16 +81,16 @@ def _standard_library(cache: FileCache) -> list[Shard]:
     return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
 
 
-def _open_all(files: Sequence[DataFile], column: str, cache: FileCache, problems: Problems) -> list[Shard]:
+def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, problems: Problems) -> list[Shard]:
     """Open files and hand the bad ones to `problems`, in order."""
 
     def try_open(file: DataFile, identity: str) -> Shard | ContentError:
         try:
-            return _open(file, identity, column, cache)
+            return _open(file, identity, rows, cache)
         except ContentError as error:
             return error
 
-    identities = identify_all(files, column)
+    identities = identify_all(files, rows.key)
     shards: list[Shard] = []
     first_by_identity: dict[str, DataFile] = {}
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
@@ -107,18 +108,18 @@ def _open_all(files: Sequence[DataFile], column: str, cache: FileCache, problems
     return shards
 
 
-def _open(file: DataFile, identity: str, column: str, cache: FileCache) -> Shard:
+def _open(file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> Shard:
     if not file.size_bytes:
         raise ContentError("the file is empty", where=file.url)
     shard: Shard
     if file.name.endswith(".parquet"):
-        shard = ParquetShard(file, identity, column)
+        shard = ParquetShard(file, identity, rows)
     elif file.name.endswith((".arrow", ".feather")):
-        shard = ArrowShard(file, identity, column, cache)
+        shard = ArrowShard(file, identity, rows, cache)
     elif file.name.endswith(".txt"):
         shard = TextShard(file, identity, cache)
     else:
-        shard = JsonLinesShard(file, identity, column, cache)
+        shard = JsonLinesShard(file, identity, rows, cache)
     if not sum(shard.runs):
         raise ContentError("the file has no rows", where=file.url)
     return shard

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import datasets
 
-from hfdist.config.data import SourceConfig
+from hfdist.config.data import RowFormat, SourceConfig
 from hfdist.data.sources.base import ContentError, first_line
 from hfdist.data.sources.dataset import DatasetShard
+from hfdist.data.sources.rows import RowReader
 from hfdist.errors import ConfigError
 
 
-def open_hub(name: str, config: SourceConfig) -> DatasetShard:
-    """Open one split.
+def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.text) -> DatasetShard:
+    """Open one split; `default` is the format of its rows where the source names none.
 
     Raises:
         ConfigError: no such dataset or split.
-        ContentError: it lacks the text column.
+        ContentError: it lacks the columns.
     """
     assert config.path is not None  # checked with the config
     folder = Path(config.path).expanduser()
@@ -37,7 +38,7 @@ def open_hub(name: str, config: SourceConfig) -> DatasetShard:
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error
     version = f"{config.subset}/{config.split}@{config.revision}"
-    return DatasetShard(f"{config.path}/{version}", dataset, config.text)
+    return DatasetShard(f"{config.path}/{version}", dataset, RowReader.of(config, default))
 
 
 def _saved(folder: Path, config: SourceConfig) -> datasets.Dataset:

@@ -16,13 +16,12 @@ from hfdist.data.sources.base import (
     BadRow,
     ContentError,
     check_size,
-    check_text,
     decode_text,
     local_identity,
-    missing_column,
     rows_held_at_once,
 )
 from hfdist.data.sources.rowindex import cached_index
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.unpack import open_unpacked, whole_unpacked
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
@@ -36,10 +35,11 @@ _SHOWN_BYTES = 80
 class JsonLinesShard:
     """One file of JSON objects, a line each. Blank lines are no rows."""
 
-    def __init__(self, file: DataFile, identity: str, column: str, cache: FileCache) -> None:
+    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
-        self._file, self._column, self._cache = file, column, cache
+        self._file, self._rows, self._cache = file, rows, cache
+        self.gives_examples = rows.gives_examples
         self._starts = cached_index(cache.folder, file, identity, self._index)
         self.runs: Sequence[int] = [len(self._starts) - 1]
         self.rows_at_once = rows_held_at_once(int(self._starts[-1]), self.runs[0])
@@ -50,7 +50,7 @@ class JsonLinesShard:
             return [self._text(file, row) for row in rows]
 
     def _index(self) -> NDArray[np.int64]:
-        """Find the lines, and check that the column is in one of the first."""
+        """Find the lines, and check that the columns are in the first."""
         with open_unpacked(self._file) as file:
             self._starts = _line_starts(file)
         with open_unpacked(self._file) as file:
@@ -58,18 +58,15 @@ class JsonLinesShard:
         whole_rows = int(np.searchsorted(self._starts, len(head), side="right")) - 1
         objects = [self._object(io.BytesIO(head), row) for row in range(min(whole_rows, _SAMPLED_ROWS))]
         sampled = [value for value in objects if isinstance(value, dict)]
-        if sampled and not any(self._column in value for value in sampled):
-            raise missing_column(self._column, list(sampled[0]), where=self._file.url)
+        if sampled:
+            self._rows.columns(list(dict.fromkeys(name for value in sampled for name in value)), where=self._file.url)
         return self._starts
 
     def _text(self, file: BinaryIO, row: int) -> str | BadRow:
         value = self._object(file, row)
         if isinstance(value, BadRow):
             return value
-        where = f"{self._file.url}, row {row}"
-        if self._column not in value:
-            return BadRow(missing_column(self._column, list(value), where=where))
-        return check_text(value[self._column], where=where)
+        return self._rows.read(value, where=f"{self._file.url}, row {row}")
 
     def _object(self, file: BinaryIO, row: int) -> dict[str, Any] | BadRow:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])

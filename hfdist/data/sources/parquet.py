@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hfdist.data.sources.base import BadRow, ContentError, damage, local_identity, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, texts_at
+from hfdist.data.sources.columns import check_schema, one_array, texts_at
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.unpack import expands_too_much
 from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
@@ -51,12 +52,13 @@ recent = _Recent()
 
 
 class ParquetShard:
-    """One file. Only the text column is ever read; of a large row group, only up to the last row asked for."""
+    """One file. Only the columns that are asked for are read; of a large row group, up to the last row asked for."""
 
-    def __init__(self, file: DataFile, identity: str, column: str) -> None:
+    def __init__(self, file: DataFile, identity: str, rows: RowReader) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
-        self._file, self._column = file, column
+        self._file, self._rows = file, rows
+        self.gives_examples = rows.gives_examples
         try:
             # The handle is not kept: workers are forked, and would share its position.
             with file.open() as opened:
@@ -64,24 +66,24 @@ class ParquetShard:
             schema = metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError) as error:
             raise damage("not a whole parquet file", error, where=file.url) from error
-        check_schema(schema, column, where=file.url)
-        group_bytes = _column_bytes(metadata, column)
+        self._columns = check_schema(schema, rows, where=file.url)
+        group_bytes = _column_bytes(metadata, self._columns)
         packed_bytes, text_bytes = sum(size for size, _ in group_bytes), sum(size for _, size in group_bytes)
         if expands_too_much(packed_bytes, text_bytes):
             raise ContentError(
-                "the text column expands beyond reason",
-                where=f"{file.url}, column {column}",
+                "what is read of it expands beyond reason",
+                where=f"{file.url}, column {', '.join(self._columns)}",
                 found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
             )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._ends = np.cumsum(np.array(self.runs, dtype=np.int64))
         self._decoded_bytes = [
-            unpacked + _ROW_BYTES * rows for (_, unpacked), rows in zip(group_bytes, self.runs, strict=True)
+            unpacked + _ROW_BYTES * num for (_, unpacked), num in zip(group_bytes, self.runs, strict=True)
         ]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give rows of the text column; all in one row group.
+        """Give the texts of rows; all in one row group.
 
         Behind a damaged place of a row group all rows are bad, those before it are not, whatever is asked together.
         """
@@ -98,10 +100,11 @@ class ParquetShard:
         start, where = 0, f"{self._file.url}, row group {group}"
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
-            for column in self._columns(path, group):
+            for column in self._arrays(path, group):
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 found = (inside + first + start).tolist()
-                texts.update(zip(found, texts_at(column, inside.tolist(), found, where=self._file.url), strict=True))
+                read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
+                texts.update(zip(found, read, strict=True))
                 start += len(column)
                 if start > wanted[-1]:
                     break
@@ -109,7 +112,7 @@ class ParquetShard:
             missing = damage("the file is damaged", error, where=where)
         return texts, BadRow(missing)
 
-    def _columns(self, path: Path, group: int) -> Iterator[pa.Array]:
+    def _arrays(self, path: Path, group: int) -> Iterator[pa.Array]:
         kept = recent.get(self, group)
         if kept is None and self._decoded_bytes[group] <= _LARGEST_KEPT_BYTES:
             # A damaged one is decoded row by row below, up to the damage.
@@ -121,17 +124,23 @@ class ParquetShard:
 
     def _decode(self, path: Path, group: int, *, num_rows: int) -> Iterator[pa.Array]:
         # As a dictionary, because one value of a small file can stand for a million rows.
-        options = {"read_dictionary": [self._column], "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
+        dictionaries = [] if self.gives_examples else self._columns
+        options = {"read_dictionary": dictionaries, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
         with pq.ParquetFile(path, **options) as file:
-            for batch in file.iter_batches(num_rows, [group], [self._column], use_threads=False):
-                yield batch.column(0)
+            for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
+                yield one_array(batch, self._rows)
 
 
-def _column_bytes(metadata: pq.FileMetaData, column: str) -> list[tuple[int, int]]:
-    """Size of the text column in the file and decompressed, of each row group, as the footer tells."""
+def _column_bytes(metadata: pq.FileMetaData, columns: list[str]) -> list[tuple[int, int]]:
+    """Size of the columns in the file and decompressed, of each row group, as the footer tells."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     if not groups:
         return []
     paths = [groups[0].column(index).path_in_schema for index in range(groups[0].num_columns)]
-    chunks = [group.column(paths.index(column)) for group in groups]
-    return [(chunk.total_compressed_size, chunk.total_uncompressed_size) for chunk in chunks]
+    # Nested columns are stored by their leaves, such as messages.list.element.role.
+    leaves = [number for number, path in enumerate(paths) if path in columns or path.split(".")[0] in columns]
+    sizes = [[group.column(leaf) for leaf in leaves] for group in groups]
+    return [
+        (sum(chunk.total_compressed_size for chunk in chunks), sum(chunk.total_uncompressed_size for chunk in chunks))
+        for chunks in sizes
+    ]

@@ -26,7 +26,7 @@ class TextShard:
     def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
-        self.rows_at_once = 1
+        self.rows_at_once, self.gives_examples = 1, False
         self._file, self._errors = file, errors
         if file.size_bytes <= MOST_DOCUMENT_BYTES:
             self._starts = np.array([0, file.size_bytes], dtype=np.int64)

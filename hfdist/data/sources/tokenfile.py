@@ -2,7 +2,8 @@
 
     <folder>/meta.json             all about the files; written last
              tokenizer/            the tokenizer that made them
-             00000.tokens          documents end to end, little-endian uint16 or uint32
+             00000.tokens          documents end to end, little-endian uint16 or uint32; of examples, uint32
+                               with the complements of context tokens
              00000.index.npy       int64, shape [rows + 1]: where each document begins
              00000.digests.npy     uint64, shape [rows]: `tokenize.text_digest` of each text
 
@@ -77,12 +78,14 @@ class Meta:
     dtype: str
     """Of the tokens: uint16 or uint32."""
     files: list[FileRecord]
+    encoding: str
+    """`Encoders.digest` of what made them; another one than `tokenizer_digest` where they are examples."""
 
 
 class TokenFileShard:
     """One token file. Memory-mapped on first use, in each process."""
 
-    def __init__(self, folder: Path, record: FileRecord, dtype: str, tokenizer: SavedTokenizer) -> None:
+    def __init__(self, folder: Path, record: FileRecord, meta: Meta, tokenizer: SavedTokenizer) -> None:
         """Check that the files are there, and as large as they must be.
 
         Raises:
@@ -93,10 +96,11 @@ class TokenFileShard:
         self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
         mean_bytes = 4 * record.tokens / max(record.rows, 1)
         self.rows_at_once = min(max(int(_HELD_BYTES / max(mean_bytes, 1)), 1), _MOST_ROWS_AT_ONCE)
-        self._record, self._dtype, self._tokenizer = record, np.dtype(dtype).newbyteorder("<"), tokenizer
+        self._record, self._dtype, self._tokenizer = record, np.dtype(meta.dtype).newbyteorder("<"), tokenizer
+        self.gives_examples = meta.encoding != meta.tokenizer_digest
         paths = paths_of(folder, record.name)
         self._tokens_path, self._index_path, self._digests_path = paths
-        for path, size_bytes in zip(paths, sizes_of(record, dtype), strict=True):
+        for path, size_bytes in zip(paths, sizes_of(record, meta.dtype), strict=True):
             _check_size(path, size_bytes)
 
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
@@ -154,7 +158,8 @@ class SavedTokenizer:
             DataError: the tokenizer cannot be loaded.
         """
         # Those in its text were split, so that only the ends are special.
-        return str(self._loaded.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        ids = np.where(tokens < 0, ~tokens, tokens)
+        return str(self._loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property
     def _loaded(self) -> PreTrainedTokenizerBase:
@@ -193,7 +198,7 @@ def open_token_shards(path: str, key: str) -> list[TokenFileShard]:
         )
     meta = read_meta(folder)
     tokenizer = SavedTokenizer(folder / TOKENIZER)
-    return [TokenFileShard(folder, record, meta.dtype, tokenizer) for record in meta.files]
+    return [TokenFileShard(folder, record, meta, tokenizer) for record in meta.files]
 
 
 def check_tokenizer(path: str, digest: str) -> None:
@@ -301,7 +306,10 @@ def _parse_meta(values: dict[str, Any]) -> Meta:
     if values["dtype"] not in ("uint16", "uint32") or not isinstance(values["tokenizer_digest"], str):
         raise ValueError(f"tokens of type {values['dtype']!r}")
     files = [parse_record(record, number) for number, record in enumerate(values["files"])]
-    return Meta(values["tokenizer_digest"], values["dtype"], files)
+    encoding = values.get("encoding", values["tokenizer_digest"])
+    if not isinstance(encoding, str):
+        raise ValueError(f"an encoding {encoding!r}")
+    return Meta(values["tokenizer_digest"], values["dtype"], files, encoding)
 
 
 def _check_size(path: Path, size_bytes: int) -> None:

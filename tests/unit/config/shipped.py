@@ -14,6 +14,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 NEEDED = {
     ("model", "hub"): ["model.name=some/model"],
     ("data", "files"): ["data.sources.files.path=/texts/*.parquet"],
+    ("data", "chat"): ["data.sources.chat.path=/chats/*.parquet"],
     ("data", "hub"): ["data.sources.hub.path=some/dataset"],
     ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
     ("data", "tokens"): ["data.sources.tokens.path=some/tokens", "model.tokenizer.name=some/tokens/tokenizer"],

@@ -319,7 +319,7 @@ class TestSteps:
     @pytest.fixture
     def reader(self, past, tmp_path):
         run = past(Packing.best_fit, "weights")
-        documents = Documents(run.corpus, tokenizer(), TokenCache(tmp_path / "tokens", max_bytes=0), BadRows.error)
+        documents = Documents(run.corpus, tokenizer(), TokenCache(tmp_path / "tokens", max_bytes=0), run.config)
         return StepReader(run.ledger, ["a", "b"], GLOBAL_BATCH, documents, tokenizer())
 
     def test_a_step_is_what_its_batch_held(self, past, reader, tmp_path):

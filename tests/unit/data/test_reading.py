@@ -161,7 +161,7 @@ def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(folders):
     def tokens_of(letter):
         path.write_text("same " * 20_000 + letter * 50 + " same" * 20_000)
         corpus = open_corpus(config)
-        documents = Documents(corpus, tokenizer(), open_token_cache(config), config.on_bad_rows)
+        documents = Documents(corpus, tokenizer(), open_token_cache(config), config)
         (document,) = next(documents.read([0]))
         return corpus.fingerprint, document.tokens.tolist()
 

@@ -10,6 +10,7 @@ from hfdist.data import open_corpus
 from hfdist.data.corpus import Origin
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.hub import open_hub
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenize import encode
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import (
@@ -69,12 +70,12 @@ class TestDatasets:
     def test_one_in_memory_even_shuffled_and_with_other_columns(self):
         dataset = datasets.Dataset(table())
         shuffled = dataset.shuffle(seed=1)
-        assert read_all([DatasetShard("x", dataset, "text")]) == list(texts())
-        shard = DatasetShard("x", shuffled, "text")
+        assert read_all([DatasetShard("x", dataset, RowReader("text"))]) == list(texts())
+        shard = DatasetShard("x", shuffled, RowReader("text"))
         assert read_all([shard]) == shuffled["text"][:]
-        assert shard.identity != DatasetShard("x", dataset, "text").identity
+        assert shard.identity != DatasetShard("x", dataset, RowReader("text")).identity
         with pytest.raises(DataError, match=r"(?s)no column 'body'.*where:   x.*id, text"):
-            DatasetShard("x", dataset, "body")
+            DatasetShard("x", dataset, RowReader("body"))
 
 
 def test_the_standard_library_is_there(tmp_path):

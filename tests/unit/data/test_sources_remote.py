@@ -7,6 +7,7 @@ import pytest
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.find import SUFFIXES
 from hfdist.data.sources.parquet import ParquetShard
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.errors import DataError
@@ -65,7 +66,7 @@ def test_a_file_that_cannot_be_reached_is_no_bad_file(web, folders):
     # The first question is whether it has changed, the second is for its footer.
     web.faults[f"/texts/{file.name}"] = [Slow(0), 403]
     with pytest.raises(DataError, match="403") as caught:
-        ParquetShard(file, "identity", "text")
+        ParquetShard(file, "identity", RowReader("text"))
     assert not isinstance(caught.value, ContentError)
 
 

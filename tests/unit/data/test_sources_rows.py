@@ -11,6 +11,7 @@ from pyarrow import ipc
 from hfdist.data.sources import base
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.dataset import DatasetShard
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
 from hfdist.errors import DataError
 from tests.unit.data.corpora import open_shards, read_all
@@ -71,7 +72,11 @@ def test_null_and_a_row_that_is_too_large(folders, monkeypatch, suffix):
             writer.write_table(table)
     else:
         (data / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-    shards = [DatasetShard("given", Dataset(table), "text")] if suffix == "dataset" else open_shards(str(data), cache)
+    shards = (
+        [DatasetShard("given", Dataset(table), RowReader("text"))]
+        if suffix == "dataset"
+        else open_shards(str(data), cache)
+    )
     first, null, large, last = read_all(shards)
     assert (first, last) == ("a", "z")
     assert (null.error.what, null.error.found) == ("the text column holds no text", "null")
@@ -88,7 +93,11 @@ def test_bytes_that_are_no_text_spoil_only_their_row(folders, suffix):
     else:
         with ipc.new_file(data / "a.arrow", table.schema) as writer:
             writer.write_table(table, max_chunksize=8)
-    shards = [DatasetShard("given", Dataset(table), "text")] if suffix == "dataset" else open_shards(str(data), cache)
+    shards = (
+        [DatasetShard("given", Dataset(table), RowReader("text"))]
+        if suffix == "dataset"
+        else open_shards(str(data), cache)
+    )
     *fine, bad, last = read_all(shards)
     assert (fine, last) == (["fine"] * 30, "too")
     assert bad.error.what == "not UTF-8"

@@ -1,0 +1,73 @@
+"""Which encoder makes the tokens of which shard, and the identity of all that decides them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.config.data import ChatConfig
+from hfdist.data.chat.encode import ExampleEncoder
+from hfdist.data.sources.base import BadRow, ContentError, Shard
+from hfdist.data.tokenize import Encoder, tokenizer_digest
+
+# To be counted up when `ExampleEncoder` gives other tokens or targets for the same example and settings.
+_EXAMPLES = 1
+
+
+class Encoders:
+    """Makes tokens of documents and of examples.
+
+    Args:
+        tokenizer: must have an end-of-text token.
+        chat: `data.chat`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
+        self._text, self._examples = Encoder(tokenizer), ExampleEncoder(tokenizer, chat)
+        self._text_digest = tokenizer_digest(tokenizer)
+        self._examples_digest = _digest([_EXAMPLES, self._text_digest, *_what_renders(tokenizer, chat)])
+
+    def digest(self, *, examples: bool) -> str:
+        """Hash of everything that decides which tokens, and which targets, a row becomes."""
+        return self._examples_digest if examples else self._text_digest
+
+    def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[NDArray[np.int32] | BadRow]:
+        """Give the tokens of some rows of a shard; of an example, complements where a token is no target.
+
+        Raises:
+            ConfigError: see `ExampleEncoder.encode`.
+        """
+        if not shard.gives_examples:
+            return list(self._text.encode(texts))
+        made = self._examples.encode(texts)
+        return [
+            _bad(tokens, f"{shard.name}, row {row}") if isinstance(tokens, ContentError) else tokens
+            for row, tokens in zip(rows, made, strict=True)
+        ]
+
+
+def _bad(error: ContentError, where: str) -> BadRow:
+    error.where = where
+    return BadRow(error)
+
+
+def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[Any]:
+    """The template's text, wherever it comes from, and what it is given."""
+    path = None if chat.template is None else Path(chat.template).expanduser()
+    # One that cannot be read is said where it is needed.
+    template = path.read_text(encoding="utf-8", errors="replace") if path is not None and path.is_file() else None
+    settings = dataclasses.asdict(dataclasses.replace(chat, template=None)) | {"train_on": chat.train_on.value}
+    own = tokenizer.chat_template if template is None else template
+    return [own, settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()

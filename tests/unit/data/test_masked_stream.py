@@ -1,0 +1,347 @@
+"""Examples through the stream: cut or left out, packed, cached, held out, resumed, with the same targets throughout."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hfdist.config.data import BadRows, ChatConfig, DataConfig, Packing, RowFormat, SourceConfig, SourceKind, TooLong
+from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpus
+from hfdist.data.chat.encode import ExampleEncoder
+from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.packing.sequence import INPUT_IDS, LABELS
+from hfdist.data.pretokenize import pretokenize
+from hfdist.data.records import Fate
+from hfdist.data.tokenize import text_digest
+from hfdist.errors import ConfigError, DataError
+from hfdist.models.tokenizer import train_bpe
+from hfdist.trainer.preview import preview, survey
+from tests.unit.data.chat_styles import chat_tokenizer
+
+LENGTH = 48
+WORDS = ["Hello", "Hi", "Bye", "thanks", "name", "It", "is", "3.", "tool"]
+
+
+def conversation(number):
+    """Of uneven length, told apart by its first message."""
+    words = [WORDS[(number * 7 + k * 3) % len(WORDS)] for k in range(1 + number % 5)]
+    turns = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": " ".join(words)}]
+    return turns * (1 + number % 2)
+
+
+def tokenizer():
+    return chat_tokenizer("chatml")
+
+
+def corpus_of(config, rows=None):
+    rows = [{"messages": conversation(n)} for n in range(60)] if rows is None else rows
+    return open_corpus(config, {"x": datasets.Dataset.from_list(rows)})
+
+
+def config_of(cache_dir, *, epochs=1, **settings):
+    defaults = {"sequence_length": LENGTH, "lanes": 4, "eval_fraction": 0.0, "workers": 0, "format": RowFormat.auto}
+    defaults |= {"packing": Packing.best_fit, "too_long": TooLong.truncate_end}
+    sources = {"x": SourceConfig(path="memory", epochs=epochs)}
+    return DataConfig(sources=sources, cache_dir=str(cache_dir), **{**defaults, **settings})
+
+
+def stream_of(config, rows=None, **more):
+    return TokenStream(corpus_of(config, rows), tokenizer(), config, **more)
+
+
+def documents_of(config, rows=None):
+    documents = Documents(corpus_of(config, rows), tokenizer(), open_token_cache(config), config)
+    return [one for block in documents.corpus.mixed_blocks() for part in documents.read(block) for one in part]
+
+
+def encoded(messages):
+    (tokens,) = ExampleEncoder(tokenizer(), ChatConfig()).encode([json.dumps({"messages": messages})])
+    return tokens
+
+
+def targets_in(stream):
+    """All targets with the token before each, over all sequences; each of them once."""
+    found = []
+    for item in stream:
+        ids, labels = item["input_ids"], item["labels"]
+        found += [(int(ids[n - 1]), int(labels[n])) for n in torch.nonzero(labels >= 0).flatten().tolist()]
+        assert (labels[labels >= 0] == ids[labels >= 0]).all()
+        assert (labels >= 0).any()
+    return sorted(found)
+
+
+def targets_of(tokens):
+    ids = np.where(tokens < 0, ~tokens, tokens)
+    return [(int(ids[n - 1]), int(ids[n])) for n in range(1, len(tokens)) if tokens[n] >= 0]
+
+
+@pytest.mark.parametrize("packing", [Packing.best_fit, Packing.none])
+def test_each_target_once_in_each_packing(packing, tmp_path):
+    expected = sorted(pair for n in range(60) for pair in targets_of(encoded(conversation(n))[:LENGTH]))
+    assert targets_in(stream_of(config_of(tmp_path, packing=packing))) == expected
+
+
+def test_end_to_end_only_what_a_cut_leaves_without_a_context_is_no_target(tmp_path):
+    config = config_of(tmp_path, packing=Packing.concat, too_long=TooLong.split)
+    whole = [pair for n in range(60) for pair in targets_of(encoded(conversation(n)))]
+    stream = stream_of(config)
+    found = [int(label) for item in stream for label in item["labels"] if label >= 0]
+    assert 0 <= len(whole) - len(found) <= stream.state_dict()["samples"]
+    assert stream.may_lack_targets
+
+
+class TestTooLong:
+    LONG = (conversation(0)[0], {"role": "assistant", "content": "Hello " * 100}, *conversation(1))
+    LATE = ({"role": "user", "content": "Hi " * 100}, {"role": "assistant", "content": "Bye"})
+
+    @pytest.fixture
+    def rows(self):
+        return (
+            [{"messages": conversation(1)}] * 2
+            + [{"messages": self.LONG}, {"messages": self.LATE}]
+            + [{"messages": [{"role": "user", "content": "no answer"}]}]
+        )
+
+    @pytest.mark.parametrize(
+        ("too_long", "fates"),
+        [
+            (TooLong.split, ["no_target", "trained", "trained", "trained", "trained"]),
+            (TooLong.truncate_end, ["no_target", "no_target", "trained", "trained", "trained"]),
+            (TooLong.truncate_start, ["no_target", "trained", "trained", "trained", "trained"]),
+            (TooLong.drop, ["no_target", "too_long", "too_long", "trained", "trained"]),
+        ],
+    )
+    def test_what_becomes_of_examples(self, rows, too_long, fates, tmp_path):
+        found = documents_of(config_of(tmp_path, too_long=too_long, lanes=1), rows)
+        assert sorted(one.fate.name for one in found) == fates
+        tokens = {one.number: one.tokens for one in found}
+        long = encoded(self.LONG)
+        expected = {TooLong.split: long, TooLong.truncate_end: long[:LENGTH], TooLong.truncate_start: long[-LENGTH:]}
+        assert tokens[2].tolist() == expected.get(too_long, long[:0]).tolist()
+
+    def test_the_ledger_and_the_survey_count_them(self, rows, tmp_path):
+        config = config_of(tmp_path, lanes=1)
+        stream = stream_of(config, rows)
+        records = np.concatenate([packed.records for _, pool, packed in _packed(stream) if pool is not None])
+        whole = records[records["fate"] == Fate.trained]
+        assert sorted(whole["of_tokens"]) == sorted(
+            len(encoded(m)) for m in (conversation(1), conversation(1), self.LONG)
+        )
+        assert (
+            describe_losses([records], config)
+            == f"3 documents read, 1 cut to {LENGTH} tokens, 2 left out without a target"
+        )
+        told = survey(stream.corpus, tokenizer(), config)
+        assert told.startswith("5 examples: ")
+        assert told.endswith(f"; 1 cut to {LENGTH} tokens; 2 left out without a target")
+
+    def test_nothing_to_say_where_nothing_is_lost(self, tmp_path):
+        config = config_of(tmp_path, lanes=1)
+        records = np.concatenate(
+            [
+                packed.records
+                for _, pool, packed in _packed(stream_of(config, [{"messages": conversation(1)}]))
+                if pool == 0
+            ]
+        )
+        assert describe_losses([records], config) is None
+
+
+def _packed(stream):
+    for packed in stream.packed(0, 1):
+        if packed[1] is None:
+            return
+        yield packed
+
+
+def test_packed_and_alone_the_losses_are_the_same(tmp_path):
+    """Summed over all targets, on a small model: documents do not see each other, and padding is not seen."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    )
+    losses = {}
+    for packing in (Packing.best_fit, Packing.none):
+        stream = stream_of(config_of(tmp_path, packing=packing))
+        total, num_targets = 0.0, 0
+        loader = iter(stream.loader(micro_batch_size=4))
+        while not stream.has_ended:
+            batch = next(loader)
+            count = int((batch["labels"] >= 0).sum())
+            with torch.no_grad():
+                inputs = {name: rows for name, rows in batch.items() if name != "labels"}
+                # As the trainer does: with a cache, models do not look at where positions restart.
+                logits = model(**inputs, use_cache=False).logits.double()
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"
+            )
+            total, num_targets = total + float(loss), num_targets + count
+        losses[packing] = (total, num_targets)
+    (packed, num_packed), (alone, num_alone) = losses.values()
+    assert num_packed == num_alone > 400
+    assert packed == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+def test_a_run_goes_on_in_the_middle_with_the_same_targets(packing, tmp_path):
+    config = config_of(tmp_path, epochs=2, packing=packing)
+    rest = list(stream_of(config))
+    first = stream_of(config)
+    for _ in range(8):
+        next(iter(first))
+    state = json.loads(json.dumps(first.state_dict()))
+    # The same position, on two ranks.
+    streams = [stream_of(config, data_rank=rank, data_size=2) for rank in range(2)]
+    for stream in streams:
+        stream.load_state_dict(state)
+    again = [[next(items) for items in map(iter, streams)] for _ in range(3)]
+    for item, expected in zip((item for pair in again for item in pair), rest[8:], strict=False):
+        for name in expected:
+            assert torch.equal(item[name], expected[name])
+
+
+def test_tokens_come_back_from_the_cache_as_they_were(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    made = documents_of(config)
+    monkeypatch.setattr(ExampleEncoder, "encode", lambda *_: pytest.fail("tokenized again"))
+    kept = documents_of(config)
+    assert [one.tokens.tolist() for one in made] == [one.tokens.tolist() for one in kept]
+    assert all((one.tokens < 0).any() and (one.tokens >= 0).any() for one in kept)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"chat": ChatConfig(system="s")}, {"chat": ChatConfig(template_arguments={"x": 1})}, {"too_long": TooLong.drop}],
+    ids=["system", "arguments", "too long"],
+)
+def test_settings_that_change_the_targets_change_the_identity(other, tmp_path):
+    before, after = (stream_of(config_of(tmp_path, **more)).state_dict()["identity"] for more in ({}, other))
+    assert before != after
+
+
+def test_a_template_that_changes_is_not_read_from_the_cache(tmp_path):
+    path = tmp_path / "chat.jinja"
+    config = config_of(tmp_path, chat=ChatConfig(template=str(path)))
+    texts = []
+    for template in (
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        "{% for m in messages %}({{ m.content }}){% endfor %}",
+    ):
+        path.write_text(template)
+        tokens = documents_of(config)[0].tokens
+        texts.append(tokenizer().decode(np.where(tokens < 0, ~tokens, tokens)[:1]))
+    assert texts == ["[", "("]
+
+
+def test_equal_examples_fall_on_one_side_of_the_split(tmp_path):
+    config = config_of(tmp_path, eval_fraction=0.3, eval_sequences=100)
+    rows = [{"messages": conversation(n % 30)} for n in range(60)]
+    found = documents_of(config, rows)
+    held_out = {one.number % 30 for one in found if one.fate is Fate.held_out}
+    assert 3 <= len(held_out) <= 20
+    assert {one.number % 30 for one in found if one.fate is Fate.trained} == set(range(30)) - held_out
+    corpus = corpus_of(config, rows)
+    assert held_out == {n for n in range(30) if corpus.is_held_out(text_digest(corpus.text(n)))}
+    # Whole examples, with the targets that they have in training.
+    sequences = build_held_out(corpus, tokenizer(), config)
+    found = [int(label) for item in sequences for label in item["labels"] if label >= 0]
+    expected = [target for n in sorted(held_out) for _, target in targets_of(encoded(conversation(n))[:LENGTH])] * 2
+    assert sorted(found) == sorted(expected)
+
+
+def test_few_examples_are_enough_for_a_held_out_set(tmp_path):
+    config = config_of(tmp_path, eval_fraction=0.1, sequence_length=2048)
+    sequences = build_held_out(corpus_of(config), tokenizer(), config)
+    assert len(sequences) == 1
+    assert (sequences[0]["labels"] >= 0).sum() < 2048
+
+
+class TestBadConversations:
+    rows = ({"messages": conversation(1)}, {"messages": [{"role": "user", "content": "\U00100000"}]})
+
+    def test_one_stops_the_run_and_is_named(self, tmp_path):
+        with pytest.raises(DataError, match="private characters") as caught:
+            documents_of(config_of(tmp_path, lanes=1), list(self.rows))
+        assert caught.value.where == "x, row 1"
+        assert "data.on_bad_rows=skip, or 'data.quarantine=[\"x:x:1\"]'" in caught.value.hint
+
+    def test_or_is_left_out(self, tmp_path):
+        found = documents_of(config_of(tmp_path, lanes=1, on_bad_rows=BadRows.skip), list(self.rows))
+        assert {one.number: one.fate for one in found} == {0: Fate.trained, 1: Fate.bad}
+
+
+def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
+    config = config_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.chat\.template"):
+        survey(corpus_of(config), train_bpe(["a b"], 300), config)
+
+
+def test_text_and_conversations_go_together(tmp_path):
+    rows = [{"messages": conversation(1), "text": None}, {"messages": None, "text": "Hello Hello"}]
+    tokens = {one.number: one.tokens for one in documents_of(config_of(tmp_path, lanes=1), rows)}
+    assert (tokens[0] < 0).any()
+    assert (tokens[1] >= 0).all()
+    assert tokens[1][-1] == tokenizer().eos_token_id
+
+
+def test_a_quarantined_example_keeps_its_place_without_targets(tmp_path):
+    plain, without = (list(stream_of(config_of(tmp_path, quarantine=entries))) for entries in ([], ["x:x:7"]))
+    assert len(plain) == len(without)
+    changed = [(a, b) for a, b in zip(plain, without, strict=True) if not torch.equal(a["labels"], b["labels"])]
+    ((before, after),) = changed
+    lost = (before["labels"] >= 0) & (after["labels"] < 0)
+    assert int(lost.sum()) == len(targets_of(encoded(conversation(7))))
+
+
+def test_pretokenized_examples_train_as_the_conversations(tmp_path):
+    config = config_of(tmp_path)
+    corpus = corpus_of(config)
+    folder = tmp_path / "tokens"
+    pretokenize(corpus.shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error, chat=config.chat)
+    tokens = config_of(tmp_path)
+    tokens.sources = {"x": SourceConfig(kind=SourceKind.tokens, path=str(folder), epochs=1)}
+    made = TokenStream(open_corpus(tokens), tokenizer(), tokens)
+    assert made.corpus.has_examples
+    for ours, theirs in zip(made, stream_of(config), strict=True):
+        for name in theirs:
+            assert torch.equal(ours[name], theirs[name])
+    # Other settings of the chat make other tokens.
+    with pytest.raises(ConfigError, match=r"data\.chat"):
+        pretokenize(
+            corpus.shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error, chat=ChatConfig(system="s")
+        )
+
+
+class TestPreview:
+    def test_it_shows_what_the_stream_gives(self, tmp_path):
+        stream = stream_of(config_of(tmp_path))
+        before = json.dumps(stream.state_dict())
+        shown = list(preview(stream, tokenizer(), 2))
+        assert json.dumps(stream.state_dict()) == before
+        for text, (_, _, sequence) in zip(shown, stream.packed(0, 1), strict=False):
+            labels = sequence.rows[LABELS]
+            head, _, body = text.partition("\n")
+            assert f"{sequence.num_tokens} tokens, {(labels >= 0).sum()} of them targets" in head
+            # The text within brackets is that of the labels, the rest that of the other tokens.
+            marked = "".join(part.partition("\u27e7")[0] for part in body.split("\u27e6")[1:])
+            assert marked.replace("\n  ", "\n") == tokenizer().decode(labels[labels >= 0])
+            ids = sequence.rows[INPUT_IDS][: sequence.num_tokens]
+            plain = body.replace("\u27e6", "").replace("\u27e7", "").replace("\n  --\n", "")
+            assert "".join(plain.split()) == "".join(tokenizer().decode(ids).split())
+
+    def test_on_a_terminal_in_colour_and_without_control_characters(self, tmp_path, monkeypatch):
+        rows = [
+            {"messages": [{"role": "user", "content": "\x1b[31m" + "Hi " * 900}, {"role": "assistant", "content": "a"}]}
+        ]
+        stream = stream_of(config_of(tmp_path, lanes=1, sequence_length=2048), rows)
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        (text,) = preview(stream, tokenizer(), 1)
+        assert "\033[32ma<|im_end|>\033[0m" in text
+        assert "\x1b[31m" not in text
+        assert "\\x1b[31mHi" in text
+        assert "characters]" in text
+        assert len(text) < 1200
