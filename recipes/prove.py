@@ -23,7 +23,7 @@ def main(config: RunConfig) -> None:
 
 def train_small(config: RunConfig) -> None:
     """Do what pretraining does, with a small model of the same architecture and without an export."""
-    from hfdist.models import build_model, find_architecture, fit_vocabulary
+    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
     from hfdist.trainer.proof import small_architecture
@@ -36,7 +36,9 @@ def train_small(config: RunConfig) -> None:
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
     fit_vocabulary(architecture, data.tokenizer, config.model)
     arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
-    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
+    model = build_model(
+        config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
+    )
     trainer = build_trainer(config, arguments, model, strategy, data)
     resume = config.checkpoint.resume
     trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)

@@ -29,6 +29,8 @@ class ModelSize:
     """Tied ones once."""
     num_multiplying: int
     """All but an input embedding that is only looked up."""
+    num_trained: int
+    """Those that are not frozen."""
 
 
 def measure_size(model: PreTrainedModel) -> ModelSize:
@@ -37,7 +39,7 @@ def measure_size(model: PreTrainedModel) -> ModelSize:
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = 0 if embedding is None or head is embedding else whole_numel(embedding)
-    return ModelSize(num_parameters=total, num_multiplying=total - looked_up)
+    return ModelSize(num_parameters=total, num_multiplying=total - looked_up, num_trained=num_trained(model))
 
 
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
@@ -68,6 +70,11 @@ def peak_flops(device: torch.device) -> float | None:
 def num_parameters(model: torch.nn.Module) -> int:
     """Number of parameters of the whole model, also where ZeRO-3 has cut them; tied ones once."""
     return sum(whole_numel(parameter) for parameter in model.parameters())
+
+
+def num_trained(model: torch.nn.Module) -> int:
+    """The same of those that are not frozen."""
+    return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
