@@ -69,8 +69,6 @@ class PipelineZeroEngine(PipelineEngine):
             # By these two DeepSpeed knows what to count in the norm.
             parameter.model_parallel = True  # type: ignore[attr-defined]
             parameter.ds_pipe_replicated = name in self._shared.counted_elsewhere  # type: ignore[attr-defined]
-        groups = optimizer.optimizer.param_groups
-        num_groups = len(groups)
         self._engine, *_ = deepspeed.initialize(
             model=self.model,
             optimizer=optimizer.optimizer,
@@ -78,8 +76,6 @@ class PipelineZeroEngine(PipelineEngine):
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
-        # DeepSpeed drops groups without parameters, as of an adapter without vectors; the schedule counts them.
-        groups += [{**groups[0], "params": []} for _ in range(num_groups - len(groups))]
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
 

@@ -27,6 +27,7 @@ DORA = (*LORA, "adapter.dora=true")
 LOKR = ("adapter.type=lokr", "adapter.rank=4")
 HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 FROZEN = ("train.freeze=['model.embed_tokens.*','model.layers.0.*']",)
+STEADY = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 ZBV = ("strategy.schedule=zbv",)
 
 
@@ -92,11 +93,16 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-@pytest.mark.parametrize("choice", [LORA, FROZEN])
+@pytest.mark.parametrize("choice", [(*LORA, *STEADY), (*FROZEN, *STEADY)])
 def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
     """Three lives, each in another layout, make the steps of one."""
+    reference = single(choice)
     for steps, (strategy, num_processes) in enumerate([("zero3", 2), ("pipeline", 2), ("single", 1)], start=1):
-        run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={NUM_STEPS}", stop_after=steps)
+        run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
+    rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
+    assert all(row.passed for row in rows), rows
+    names = load_file(tmp_path / "checkpoints" / "step-00000003" / "training_state" / "optimizer-00001-of-00001.safetensors")
+    assert names.keys() == load_file(reference / "checkpoints" / "step-00000003" / "training_state" / "optimizer-00001-of-00001.safetensors").keys()
 
 
 def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
