@@ -18,7 +18,9 @@ def check_adapter_keys(adapter: AdapterConfig) -> None:
         ConfigError: the first contradiction.
     """
     if not adapter.is_used:
-        _check_unused(adapter, _changed(adapter, but=("merge",)), "without an adapter this key has no meaning", "adapter=lora")
+        _check_unused(
+            adapter, _changed(adapter, but=("merge",)), "without an adapter this key has no meaning", "adapter=lora"
+        )
         return
     if adapter.path is not None:
         _check_unused(adapter, _changed(adapter, but=_BESIDE_A_PATH), "the saved adapter says this itself", None)

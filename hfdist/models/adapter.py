@@ -153,7 +153,7 @@ def _load(model: PreTrainedModel, path: str) -> None:
         weights = load_file(str(cached_file(path, WEIGHTS)))
     values = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
     try:
-        found = set_peft_model_state_dict(model, values, adapter_name=NAME)
+        found: Any = set_peft_model_state_dict(model, values, adapter_name=NAME)
     except (RuntimeError, KeyError) as error:
         raise _refusal(error, "adapter.path") from error
     missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
@@ -200,7 +200,9 @@ def _reason_against(kind: Any) -> str | None:
     if kind.value in _REFUSED:
         return _REFUSED[kind.value]
     config_class, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kind], PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
-    if issubclass(config_class, PromptLearningConfig) or "adapter_layers" in {field.name for field in dataclasses.fields(config_class)}:
+    if issubclass(config_class, PromptLearningConfig) or "adapter_layers" in {
+        field.name for field in dataclasses.fields(config_class)
+    }:
         return "it learns a prompt, not weights in the model's layers"
     if tuner is None or tuner.uses_shared_state:
         return "its layers share weights, which could not be on several ranks"

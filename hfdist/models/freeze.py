@@ -44,11 +44,9 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
         )
 
 
-def _matches(
-    names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str
-) -> dict[nn.Parameter, list[str]]:
+def _matches(names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str) -> dict[nn.Parameter, list[str]]:
     """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
-    found = {}
+    found: dict[nn.Parameter, list[str]] = {}
     for pattern in patterns:
         matching = {p: own for p, own in names.items() if fnmatch.filter(own, pattern)}
         if not matching:

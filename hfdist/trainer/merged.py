@@ -50,7 +50,8 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    with reading_from_hub("model.name", str(base.name)):
+    assert base.name is not None  # checked with the config
+    with reading_from_hub("model.name", base.name):
         model = AutoModelForCausalLM.from_pretrained(
             base.name,
             config=config,

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hfdist.config.train import Precision
 from hfdist.trainer.certificate import BOUNDS, compare_runs
-from tests.distributed.runs import losses, pretrain, weights
+from tests.distributed.runs import losses, pretrain
 
 pytestmark = pytest.mark.distributed
 
@@ -101,8 +100,6 @@ def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
         run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
     rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
-    names = load_file(tmp_path / "checkpoints" / "step-00000003" / "training_state" / "optimizer-00001-of-00001.safetensors")
-    assert names.keys() == load_file(reference / "checkpoints" / "step-00000003" / "training_state" / "optimizer-00001-of-00001.safetensors").keys()
 
 
 def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
