@@ -88,8 +88,10 @@ def make_peft_config(config: AdapterConfig) -> Any:
     fields = {field.name for field in dataclasses.fields(config_class) if field.init}
     _check_arguments(config, config_class.__name__, fields)
     values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
-    pattern, targets = config.target_pattern, config.targets
-    values["target_modules"] = pattern or (ALL_LINEAR if targets == [ALL_LINEAR] else list(targets))
+    is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
+    if not (is_all and "feedforward_modules" in fields):
+        # IA3 must be told which layers are feed-forward ones, and has PEFT's table of models for that.
+        values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
     try:
         return config_class(task_type="CAUSAL_LM", **values)
     except (ValueError, TypeError, ImportError) as error:

@@ -121,9 +121,13 @@ def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[ran
 
 
 def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None:
-    if module is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, nn.Parameter):
         return None
-    return next(name for name, other in model.named_modules() if other is module) + ".weight"
+    owner = next(name for name, other in model.named_modules() if other is module)
+    # Directly in it, or deeper where an adapter is wrapped around it.
+    named = model.named_parameters(remove_duplicate=False)
+    return next(name for name, other in named if other is weight and name.startswith(f"{owner}."))
 
 
 def _is_tied(model: PreTrainedModel, name: str, other: str) -> bool:
