@@ -26,7 +26,7 @@ def train_small(config: RunConfig) -> None:
     from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.proof import small_architecture
+    from hfdist.trainer.proof import ARCHITECTURE, small_architecture
     from hfdist.trainer.session import build_data, build_trainer, prepare_run
 
     topology, batch = prepare_run(config)
@@ -35,6 +35,8 @@ def train_small(config: RunConfig) -> None:
     architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
     fit_vocabulary(architecture, data.tokenizer, config.model)
+    if topology.is_main:
+        architecture.save_pretrained(Path(config.run.dir).with_name(ARCHITECTURE))
     arguments = build_arguments(config, strategy)  # before the model: ZeRO-3 cuts it while it is made
     model = build_model(
         config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)

@@ -45,18 +45,19 @@ def measure_size(model: PreTrainedModel) -> ModelSize:
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
     """Forward and backward operations of one token:
 
-        6 * N + 12 * L * H * T
+        4 * N + 2 * M + 12 * L * H * T
 
-    N: parameters that multiply (all but the input embedding; a tied head counts once), L: blocks, H: attention
-    heads times head size, T: tokens in a sequence. The attention term counts the full square, not the causal half,
-    as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
+    N: parameters that multiply (all but the input embedding; a tied head counts once), M: those of them that are
+    trained, L: blocks, H: attention heads times head size, T: tokens in a sequence. The attention term counts the full
+    square, not the causal half, as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
     hidden_size = getattr(text, "hidden_size", 0) or 0
     num_heads = getattr(text, "num_attention_heads", 0) or 0
     head_size = getattr(text, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)
-    return 6.0 * size.num_multiplying + 12.0 * num_layers * num_heads * head_size * sequence_length
+    trained = min(size.num_trained, size.num_multiplying)
+    return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * num_layers * num_heads * head_size * sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:

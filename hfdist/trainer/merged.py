@@ -14,6 +14,7 @@ from transformers.integrations import deepspeed
 
 from hfdist.checkpoint.write import replace_model
 from hfdist.config.model import ModelConfig
+from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 from hfdist.trainer.model_files import write_hub_files
 
@@ -32,7 +33,7 @@ def write_merged(
         tokenizer: or None.
 
     Raises:
-        ConfigError: the base cannot be read any more.
+        ConfigError: the base cannot be read any more, or PEFT cannot merge this type of adapter.
     """
     merged = _open_merged(adapter, base, config)
     # What transformers would refuse to write must not cost the weights.
@@ -48,7 +49,6 @@ def write_merged(
 
 def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> Any:
     from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     assert base.name is not None  # checked with the config
     with reading_from_hub("model.name", base.name):
@@ -63,20 +63,33 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        opened = PeftModel.from_pretrained(model, str(adapter))
-        for layer in opened.modules():
-            if isinstance(layer, BaseTunerLayer):
-                # In float32, one layer at a time, so that the sum is rounded once.
-                weights = layer.get_base_layer()
-                dtype = next(weights.parameters()).dtype
-                weights.to(torch.float32)
-                layer.merge(safe_merge=True)
-                weights.to(dtype)
-        merged = opened.merge_and_unload()
+        try:
+            merged = _merge(PeftModel.from_pretrained(model, str(adapter)))
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"PEFT cannot merge the adapter: {error}",
+                where="adapter.merge",
+                found=str(adapter),
+                hint="PeftModel.from_pretrained(model, folder) opens it as it is",
+            ) from error
     for name, parameter in merged.named_parameters():
         # Modules that were trained whole are in float32; an untied head has a name of its own now.
         parameter.data = parameter.data.to(dtypes.get(name, model.dtype))
     return merged
+
+
+def _merge(opened: Any) -> Any:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in list(opened.modules()):
+        if isinstance(layer, BaseTunerLayer):
+            # In float32, one layer at a time, so that the sum is rounded once.
+            weights = layer.get_base_layer()
+            dtype = next(weights.parameters()).dtype
+            weights.to(torch.float32)
+            layer.merge(safe_merge=True)
+            weights.to(dtype)
+    return opened.merge_and_unload()
 
 
 @contextmanager
