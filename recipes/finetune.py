@@ -11,7 +11,7 @@ from hfdist.config.run import RunConfig
 def main(config: RunConfig) -> None:
     """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from hfdist.models import build_model, find_architecture, fit_vocabulary
+    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
     from hfdist.trainer.session import build_data, build_trainer, prepare_run, train
@@ -23,7 +23,9 @@ def main(config: RunConfig) -> None:
     fit_vocabulary(architecture, data.tokenizer, config.model)
     # Before the model: ZeRO-3 cuts it while it is made.
     arguments = build_arguments(config, strategy, max_steps=data.max_steps)
-    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
+    model = build_model(
+        config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
+    )
     trainer = build_trainer(config, arguments, model, strategy, data)
     train(trainer, data, config)
 

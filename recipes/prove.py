@@ -23,10 +23,10 @@ def main(config: RunConfig) -> None:
 
 def train_small(config: RunConfig) -> None:
     """Do what pretraining does, with a small model of the same architecture and without an export."""
-    from hfdist.models import build_model, find_architecture, fit_vocabulary
+    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.proof import small_architecture
+    from hfdist.trainer.proof import ARCHITECTURE, small_architecture
     from hfdist.trainer.session import build_data, build_trainer, prepare_run
 
     topology, batch = prepare_run(config)
@@ -35,9 +35,13 @@ def train_small(config: RunConfig) -> None:
     architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
     fit_vocabulary(architecture, data.tokenizer, config.model)
+    if topology.is_main:
+        architecture.save_pretrained(Path(config.run.dir).with_name(ARCHITECTURE))
     # Before the model: ZeRO-3 cuts it while it is made.
     arguments = build_arguments(config, strategy, max_steps=data.max_steps)
-    model = build_model(config.model, architecture, seed=config.train.seed, cut=strategy.cut)
+    model = build_model(
+        config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
+    )
     trainer = build_trainer(config, arguments, model, strategy, data)
     resume = config.checkpoint.resume
     trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hfdist.checkpoint.exchange import on_rank_zero, world_size
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import Planner
+from hfdist.checkpoint.plan import MODEL_STEM, Planner
 from hfdist.checkpoint.retention import Keep, prune
 from hfdist.checkpoint.share import HostCopy
 from hfdist.checkpoint.write import PreparedSave, complete, prepare
@@ -41,10 +41,11 @@ class Saver:
 
     Args:
         in_background: False: training waits until all is on the disk, and no memory for a copy is needed.
+        stem: of the files of weights, as of `Planner`.
     """
 
-    def __init__(self, *, in_background: bool = True) -> None:
-        self._planner = Planner()
+    def __init__(self, *, in_background: bool = True, stem: str = MODEL_STEM) -> None:
+        self._planner = Planner(stem=stem)
         self._copy = HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
         self._thread: threading.Thread | None = None

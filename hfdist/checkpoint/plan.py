@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from hfdist.errors import CheckpointError
 TRAINING_STATE = "training_state"
 OPTIMIZER_STEM = f"{TRAINING_STATE}/optimizer"
 MODEL_STEM = "model"
+ADAPTER_STEM = "adapter_model"
+"""Of the weights where they are an adapter's alone. PEFT reads one file, whatever its size."""
 
 MAX_FILE_BYTES = 2_000_000_000
 """Of one tensor file."""
@@ -71,10 +74,12 @@ class Planner:
 
     Args:
         weights_only: leave out the optimizer's state.
+        stem: `MODEL_STEM`, or `ADAPTER_STEM` where the weights are an adapter's.
     """
 
-    def __init__(self, *, weights_only: bool = False) -> None:
+    def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM) -> None:
         self._weights_only = weights_only
+        self._stem = stem
         self._declared: tuple[list[Region], list[str]] | None = None
         """What this rank held at the last plan: elements, and names with a step count."""
         self._stepped: list[list[str]] = []
@@ -116,7 +121,7 @@ class Planner:
         self._stepped = [names for _, names in declared]
         assignments = assign_writers(regions)
         specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
-        self._plan = _make_plan(list(specs.values()), assignments)
+        self._plan = _make_plan(list(specs.values()), assignments, self._stem)
 
     def _merge_steps(self, values_by_rank: list[int | list[int]]) -> dict[str, int]:
         merged: dict[str, int] = {}
@@ -131,17 +136,18 @@ class Planner:
         return dict(sorted(merged.items()))
 
 
-def _make_plan(specs: list[TensorSpec], assignments: list[Assignment]) -> Plan:
+def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_stem: str) -> Plan:
     files: dict[str, FilePlan] = {}
     places: dict[TensorId, tuple[str, int]] = {}
-    weights = pack_files([spec for spec in specs if spec.key == WEIGHT], MAX_FILE_BYTES)
+    limit_bytes = MAX_FILE_BYTES if weights_stem == MODEL_STEM else sys.maxsize
+    weights = pack_files([spec for spec in specs if spec.key == WEIGHT], limit_bytes)
     optimizer = pack_files([spec for spec in specs if spec.key != WEIGHT], MAX_FILE_BYTES)
-    for stem, packed in ((MODEL_STEM, weights), (OPTIMIZER_STEM, optimizer)):
+    for stem, packed in ((weights_stem, weights), (OPTIMIZER_STEM, optimizer)):
         for number, members in enumerate(packed, start=1):
             if not members:
                 continue
-            is_whole_model = stem == MODEL_STEM and len(packed) == 1
-            part = "" if is_whole_model else f"-{number:05d}-of-{len(packed):05d}"
+            is_all_weights = stem == weights_stem and len(packed) == 1
+            part = "" if is_all_weights else f"-{number:05d}-of-{len(packed):05d}"
             path = f"{stem}{part}.safetensors"
             files[path] = tensorfile.plan_file({_name_in_file(spec): spec for spec in members})
             places |= {spec.id: (path, files[path].begins[_name_in_file(spec)]) for spec in members}

@@ -16,7 +16,7 @@ from hfdist.checkpoint.exchange import on_all_ranks
 from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
-from hfdist.checkpoint.plan import MODEL_STEM, OPTIMIZER_STEM, declare
+from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
 from hfdist.checkpoint.tensorfile import DTYPES, Entry
 from hfdist.checkpoint.write import INDEX_FILE, STATE_FILE
 from hfdist.errors import CheckpointError
@@ -105,7 +105,9 @@ def _open(path: Path) -> _Saved:
 
 def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
     if INDEX_FILE not in manifest.files:
-        return tensorfile.read_header(_listed(path, manifest, f"{MODEL_STEM}.safetensors"))
+        is_adapter = f"{ADAPTER_STEM}.safetensors" in manifest.files
+        stem = ADAPTER_STEM if is_adapter else MODEL_STEM
+        return tensorfile.read_header(_listed(path, manifest, f"{stem}.safetensors"))
     index = read_json(_listed(path, manifest, INDEX_FILE))
     try:
         weight_map = {str(name): str(file_name) for name, file_name in index["weight_map"].items()}

@@ -19,7 +19,7 @@ from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file, list_files
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import TRAINING_STATE, Plan, Planner
+from hfdist.checkpoint.plan import MODEL_STEM, TRAINING_STATE, Plan, Planner
 from hfdist.checkpoint.random_state import capture_random_state, random_file
 from hfdist.checkpoint.share import Write, list_writes, write_share
 from hfdist.errors import CheckpointError, ResourceError
@@ -124,25 +124,24 @@ def complete(save: PreparedSave, group: dist.ProcessGroup | None = None) -> Path
     return save.final
 
 
-def export_model(folder: Path, pieces: Iterable[Piece], write_model_files: Callable[[Path], None]) -> None:
+def export_model(
+    folder: Path, pieces: Iterable[Piece], write_model_files: Callable[[Path], None], *, stem: str = MODEL_STEM
+) -> None:
     """Write the weights alone as a Hub folder; other files of `folder` stay. A collective.
 
     Args:
         folder: made if missing; an older model in it is replaced.
         pieces: what this rank holds; optimizer state in it is left out.
         write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0.
+        stem: of the files of weights, as of `Planner`.
 
     Raises:
         CheckpointError, ResourceError: as for `write_checkpoint`.
     """
-    plan, own = Planner(weights_only=True).plan(pieces)
+    plan, own = Planner(weights_only=True, stem=stem).plan(pieces)
 
     def begin() -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(".tmp-*"):
-            # By an export that was killed.
-            shutil.rmtree(left, ignore_errors=True)
-        unfinished = folder / f".tmp-{secrets.token_hex(4)}"
+        unfinished = _unfinished_export(folder)
         with _removed_on_failure(unfinished):
             _lay_out(unfinished, plan, write_model_files)
         return unfinished.name
@@ -154,6 +153,24 @@ def export_model(folder: Path, pieces: Iterable[Piece], write_model_files: Calla
     with _removed_on_failure(unfinished):
         on_all_ranks(write_own)
         on_rank_zero(lambda: _move_into(unfinished, folder))
+
+
+def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
+    """Let `write_files` write a Hub model and put it into `folder`, complete or not at all, from this process alone."""
+    unfinished = _unfinished_export(folder)
+    with _removed_on_failure(unfinished):
+        unfinished.mkdir()
+        write_files(unfinished)
+        _move_into(unfinished, folder)
+
+
+def _unfinished_export(folder: Path) -> Path:
+    """Make `folder`, and a name in it for what is not complete yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".tmp-*"):
+        # By an export that was killed.
+        shutil.rmtree(left, ignore_errors=True)
+    return folder / f".tmp-{secrets.token_hex(4)}"
 
 
 def _lay_out(folder: Path, plan: Plan, write_model_files: Callable[[Path], object]) -> None:

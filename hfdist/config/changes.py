@@ -18,6 +18,7 @@ _SAFE = (
     "checkpoint.*",
     "watch.*",
     "strategy.*",
+    "adapter.merge",
     "train.micro_batch_size",
     "train.eval_*",
     "train.max_skipped_steps",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.batch import num_warmup_steps
+from hfdist.config.checks_adapter import check_adapter_keys
 from hfdist.config.checks_data import check_data
 from hfdist.config.checks_layout import check_layout
 from hfdist.config.data import SourceKind
@@ -31,6 +32,7 @@ def check_config(config: RunConfig) -> None:
     _check_ranges(config, "")
     _check_run(config.run)
     _check_model(config.model)
+    check_adapter_keys(config.adapter)
     check_data(config.data)
     check_layout(config.strategy, config.train)
     _check_length(config.train)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hfdist.config.adapter import AdapterConfig
 from hfdist.config.checkpoint import CheckpointConfig
 from hfdist.config.data import DataConfig
 from hfdist.config.model import ModelConfig
@@ -29,6 +30,7 @@ class RunConfig:
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -9,6 +9,7 @@ VALUE = "{value}"
 """Replaced in an override below by the value that was given."""
 
 _LAUNCHER = "the launcher says how many processes there are: accelerate launch --config_file conf/launch/..."
+_QUANTIZED = "quantized weights (QLoRA) are not supported: model.dtype=bfloat16 with adapter=lora is the least memory"
 
 OVERRIDES: Mapping[str, str] = MappingProxyType(
     {
@@ -73,6 +74,15 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "num_hidden_layers": "model.config.num_hidden_layers={value}",
         "num_layers": "model.config.num_hidden_layers={value}",
         "num_attention_heads": "model.config.num_attention_heads={value}",
+        # adapters
+        "lora_r": "adapter=lora adapter.rank={value}",
+        "lora_rank": "adapter=lora adapter.rank={value}",
+        "lora_alpha": "adapter=lora adapter.alpha={value}",
+        "lora_dropout": "adapter=lora adapter.dropout={value}",
+        "lora_target_modules": "adapter=lora adapter.targets=[{value}]",
+        "target_modules": "adapter=lora adapter.targets=[{value}]",
+        "use_peft": "adapter=lora",
+        "peft_type": "adapter=lora",
         # layout
         "zero_stage": "strategy=zero{value}",
         "stage": "strategy=zero{value}",
@@ -106,6 +116,8 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
         "streaming": "data is always streamed",
         "push_to_hub": "a run writes a model folder; upload it with `hf upload`",
+        "load_in_4bit": _QUANTIZED,
+        "load_in_8bit": _QUANTIZED,
         "num_processes": _LAUNCHER,
         "nproc_per_node": _LAUNCHER,
         "num_gpus": _LAUNCHER,

@@ -57,5 +57,9 @@ class TrainConfig:
     compile: Compile = Compile.none
     gradient_checkpointing: bool = False
     """Keep only the blocks' inputs and compute the rest again in the backward."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of names of parameters that are not trained, such as `model.embed_tokens.*`."""
+    train_only: list[str] = field(default_factory=list)
+    """Patterns of names of the only parameters that are trained; empty: all."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further fields of transformers' TrainingArguments, checked against its dataclass."""

@@ -3,5 +3,6 @@
 from hfdist.models.architecture import find_architecture, fit_vocabulary
 from hfdist.models.build import build_model
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.trained import Trained
 
-__all__ = ["build_model", "find_architecture", "fit_vocabulary", "load_tokenizer"]
+__all__ = ["Trained", "build_model", "find_architecture", "fit_vocabulary", "load_tokenizer"]

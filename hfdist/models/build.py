@@ -14,6 +14,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
+from hfdist.models.trained import Trained
 
 
 def build_model(
@@ -22,6 +23,7 @@ def build_model(
     *,
     seed: int,
     cut: Callable[[PreTrainedModel], None] = lambda model: None,
+    trained: Trained | None = None,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
 
@@ -33,11 +35,14 @@ def build_model(
         architecture: from `find_architecture`.
         seed: of random weights.
         cut: leaves this rank's part in the model, in place (ZeRO-3 cuts by itself, while the model is made).
+        trained: what of it is trained; None: all.
 
     Raises:
         ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
     """
     dtype = _dtype(config.dtype)
+    trained = trained or Trained()
+    _check_not_quantized(architecture)
     if config.init is Init.random:
         try:
             with no_init_weights():
@@ -53,8 +58,15 @@ def build_model(
             ) from error
         # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
         model.tie_weights()
-        cut(model)
-        initialize_by_name(model, seed)
+        if trained.adapter.is_used:
+            # By the names that the weights have without it, and not over it.
+            initialize_by_name(model, seed)
+            trained.choose(model, config, seed=seed)
+            cut(model)
+        else:
+            trained.choose(model, config, seed=seed)
+            cut(model)
+            initialize_by_name(model, seed)
         return model
     assert config.name is not None  # checked with the config
     with reading_from_hub("model.name", config.name):
@@ -69,8 +81,25 @@ def build_model(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
+    if trained.reads_weights and not is_deepspeed_zero3_enabled():
+        nn.Module.to(model, dtype)
+    trained.choose(model, config, seed=seed)
     cut(model)
-    return model if is_deepspeed_zero3_enabled() else nn.Module.to(model, dtype)
+    if not is_deepspeed_zero3_enabled():
+        with trained.kept_in_float32(model):
+            nn.Module.to(model, dtype)
+    return model
+
+
+def _check_not_quantized(architecture: PreTrainedConfig) -> None:
+    quantization = getattr(architecture, "quantization_config", None)
+    if quantization is not None:
+        raise ConfigError(
+            "the weights are quantized, and cannot be trained or adapted here",
+            where="model.name",
+            found=f"a quantization_config in its config.json: {str(quantization)[:200]}",
+            hint="the repository that it was quantized from; adapter=lora model.dtype=bfloat16 is the least memory",
+        )
 
 
 def _dtype(dtype: Dtype) -> torch.dtype:

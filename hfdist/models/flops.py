@@ -29,6 +29,8 @@ class ModelSize:
     """Tied ones once."""
     num_multiplying: int
     """All but an input embedding that is only looked up."""
+    num_trained: int
+    """Those that are not frozen."""
 
 
 def measure_size(model: PreTrainedModel) -> ModelSize:
@@ -37,24 +39,25 @@ def measure_size(model: PreTrainedModel) -> ModelSize:
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = 0 if embedding is None or head is embedding else whole_numel(embedding)
-    return ModelSize(num_parameters=total, num_multiplying=total - looked_up)
+    return ModelSize(num_parameters=total, num_multiplying=total - looked_up, num_trained=num_trained(model))
 
 
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
     """Forward and backward operations of one token:
 
-        6 * N + 12 * L * H * T
+        4 * N + 2 * M + 12 * L * H * T
 
-    N: parameters that multiply (all but the input embedding; a tied head counts once), L: blocks, H: attention
-    heads times head size, T: tokens in a sequence. The attention term counts the full square, not the causal half,
-    as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
+    N: parameters that multiply (all but the input embedding; a tied head counts once), M: those of them that are
+    trained, L: blocks, H: attention heads times head size, T: tokens in a sequence. The attention term counts the full
+    square, not the causal half, as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
     hidden_size = getattr(text, "hidden_size", 0) or 0
     num_heads = getattr(text, "num_attention_heads", 0) or 0
     head_size = getattr(text, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)
-    return 6.0 * size.num_multiplying + 12.0 * num_layers * num_heads * head_size * sequence_length
+    trained = min(size.num_trained, size.num_multiplying)
+    return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * num_layers * num_heads * head_size * sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -68,6 +71,11 @@ def peak_flops(device: torch.device) -> float | None:
 def num_parameters(model: torch.nn.Module) -> int:
     """Number of parameters of the whole model, also where ZeRO-3 has cut them; tied ones once."""
     return sum(whole_numel(parameter) for parameter in model.parameters())
+
+
+def num_trained(model: torch.nn.Module) -> int:
+    """The same of those that are not frozen."""
+    return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
 def whole_numel(parameter: torch.Tensor) -> int:

@@ -38,6 +38,8 @@ class Cut:
     """Name of the input embedding's weight, also where a tied head gives it another first name."""
     removed: dict[str, Removed] = field(default_factory=dict)
     """Parameters outside the blocks that this rank does not hold, by name."""
+    kept: dict[tuple[torch.dtype, bool], nn.Parameter] = field(default_factory=dict)
+    """One of each type and of each side (trained or frozen) among the blocks, as they were when the model was cut."""
 
     @property
     def has_first(self) -> bool:
@@ -56,12 +58,17 @@ class Cut:
 
     def view(self, stage: int, carry: Carry) -> View:
         """Make the module that runs one of this rank's stages."""
-        fillers = {name: (removed.shape, removed.dtype) for name, removed in self.removed.items()}
+        fillers = {name: (removed.shape, self.type_of(removed)) for name, removed in self.removed.items()}
         if self.embedding is not None and stage != 0 and not carry.embedding and self.embedding not in fillers:
             # Held here for a tied head or for another stage, but not to be looked up in this one.
             weight = self.model.get_parameter(self.embedding)
             fillers[self.embedding] = (weight.shape, weight.dtype)
         return View(self.model, self.blocks, self.stages[stage], carry, fillers)
+
+    def type_of(self, removed: Removed) -> torch.dtype:
+        """The type that a removed parameter would have by now: models are converted once they are cut."""
+        ways = [(removed.dtype, removed.requires_grad), (removed.dtype, not removed.requires_grad)]
+        return next((self.kept[way].dtype for way in ways if way in self.kept), removed.dtype)
 
     def surrounding(self) -> dict[str, nn.Parameter]:
         """Parameters outside the blocks that this rank holds, by name; tied ones once."""
@@ -112,6 +119,8 @@ def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[ran
                 module._buffers[name] = None
     embedding, head = (_weight_name(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     cut = Cut(model, blocks, stages, tuple(mine), embedding)
+    for parameter in (p for block in own for part in block for p in part.parameters()):
+        cut.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
     is_tied = embedding is not None and head is not None and _is_tied(model, embedding, head)
     if embedding is not None and not (cut.has_first or (is_tied and cut.has_last)):
         cut.remove([embedding])
@@ -121,9 +130,13 @@ def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[ran
 
 
 def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None:
-    if module is None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, nn.Parameter):
         return None
-    return next(name for name, other in model.named_modules() if other is module) + ".weight"
+    owner = next(name for name, other in model.named_modules() if other is module)
+    # Directly in it, or deeper where an adapter is wrapped around it.
+    named = model.named_parameters(remove_duplicate=False)
+    return next(name for name, other in named if other is weight and name.startswith(f"{owner}."))
 
 
 def _is_tied(model: PreTrainedModel, name: str, other: str) -> bool:

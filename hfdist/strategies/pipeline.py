@@ -154,6 +154,12 @@ class PipelineEngine:
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
+        if self._carry.embedding and hasattr(self._cut.model.get_input_embeddings(), "neftune_noise_alpha"):
+            raise PartitionError(
+                "every stage of this model looks up the embedding, and would add noise of its own to it",
+                where="train.arguments.neftune_noise_alpha",
+                hint="neftune_noise_alpha=null, or a strategy without a pipeline",
+            )
         self._pipeline, self._mode = self._make_pipeline(), None
         self._optimizer, self._scaler = optimizer, scaler
         # The stages of one model must not draw the same dropout masks.

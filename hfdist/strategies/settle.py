@@ -136,7 +136,7 @@ def _hold_embedding(cut: Cut, group: dist.ProcessGroup) -> None:
     first = dist.get_global_rank(group, 0)
     if cut.embedding in cut.removed:
         removed = cut.removed[cut.embedding]
-        value = torch.empty(removed.shape, dtype=removed.dtype, device=device_of(group))
+        value = torch.empty(removed.shape, dtype=cut.type_of(removed), device=device_of(group))
         dist.broadcast(value, src=first, group=group)
         cut.restore(cut.embedding, value.to(next(cut.model.parameters()).device))
     else:

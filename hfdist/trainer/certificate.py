@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.layout import shorten
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.plan import MODEL_STEM, OPTIMIZER_STEM
+from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
 from hfdist.config.train import Precision
 from hfdist.trainer.callbacks import METRICS, read_metrics
 from hfdist.trainer.saving import CHECKPOINTS
@@ -166,7 +166,8 @@ def _metric(run_dir: Path, key: str) -> Named:
 
 def _weights(run_dir: Path, step: str) -> Named:
     """Weights by name; where an optimizer steps a float32 copy, that one."""
-    return _saved(run_dir, step, f"{MODEL_STEM}*.safetensors") | _optimizer_state(run_dir, step, MASTER)
+    saved = _saved(run_dir, step, f"{MODEL_STEM}*.safetensors") | _saved(run_dir, step, f"{ADAPTER_STEM}*.safetensors")
+    return saved | _optimizer_state(run_dir, step, MASTER)
 
 
 def _gradients(run_dir: Path, step: str) -> Named:

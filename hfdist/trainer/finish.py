@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, HeldOut, describe_losses
 from hfdist.data.ledger import read_records
 from hfdist.trainer.memory import describe_peak_memory
+from hfdist.trainer.merged import without_zero3, write_merged
 from hfdist.trainer.plot import plot_losses
 from hfdist.trainer.saving import data_reports, last_held_out_loss
 from hfdist.trainer.trainer import Trainer
@@ -22,12 +26,12 @@ from hfdist.trainer.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
+ADAPTER = "adapter"
 
 
 def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
     """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
     run_dir = Path(run.run.dir)
-    folder = run_dir / MODEL
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
     for pool in data_reports(trainer):
         logger.info(
@@ -39,12 +43,13 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
         if (losses := describe_losses(lanes, run.data)) is not None:
             logger.info("data: %s", losses)
     loss = None if held_out is None else _last_held_out_loss(trainer)
-    trainer.save_model(str(folder))
+    folder = _deliver(trainer, run)
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
         if run.report.sample_prompt is not None:
-            _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
+            with without_zero3(trainer.args):
+                _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             _report_losses(run_dir)
         logger.info("model: %s", folder)
@@ -55,6 +60,32 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
             # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
             # process closes them as well.
             trainer.end()
+
+
+def _deliver(trainer: Trainer, run: RunConfig) -> Path:
+    """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open."""
+    model, adapter = Path(run.run.dir) / MODEL, Path(run.run.dir) / ADAPTER
+    if not run.adapter.is_used:
+        trainer.save_model(str(model))
+        return model
+    trainer.save_model(str(adapter))
+    logger.info("adapter: %s", adapter)
+    if not run.adapter.merge:
+        return adapter
+    on_rank_zero(lambda: _merge(trainer, run, adapter, model))
+    return model
+
+
+def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> None:
+    with without_zero3(trainer.args):
+        write_merged(
+            adapter,
+            model,
+            base=run.model,
+            config=copy.deepcopy(trainer.model.config),
+            generation=trainer.model.generation_config,
+            tokenizer=trainer.processing_class,
+        )
 
 
 def _last_held_out_loss(trainer: Trainer) -> float:

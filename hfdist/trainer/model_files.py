@@ -10,23 +10,35 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hfdist.trainer.adapter_files import has_adapter, write_adapter_config
+
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
 
 logger = logging.getLogger(__name__)
 
 
 def write_model_files(trainer: Any, folder: Path) -> None:
-    """Write all that makes a Hub model of weights."""
-    config = copy.deepcopy(trainer.model.config)
-    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
-    config.architectures = [type(trainer.model).__name__]
-    config.dtype = next(trainer.model.parameters()).dtype
-    config.use_cache = True
-    config.save_pretrained(folder)
-    if trainer.model.can_generate():
-        _save_generation_config(trainer.model.generation_config, folder)
+    """Write all that makes a Hub model of weights, or a PEFT folder of an adapter's."""
+    if not has_adapter(trainer.model):
+        write_hub_files(trainer.model, trainer.processing_class, folder)
+        return
+    write_adapter_config(trainer.model, folder)
     if trainer.processing_class is not None:
         _save_tokenizer(trainer.processing_class, folder)
+
+
+def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write config, generation config and tokenizer (None: no tokenizer)."""
+    config = copy.deepcopy(model.config)
+    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.use_cache = True
+    config.save_pretrained(folder)
+    if model.can_generate():
+        _save_generation_config(model.generation_config, folder)
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
 
 
 class RenderedModelFiles:

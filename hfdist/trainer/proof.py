@@ -22,7 +22,7 @@ from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
-from hfdist.errors import HfdistError, NumericsError
+from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models.shrink import shrink
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
@@ -31,6 +31,8 @@ from hfdist.trainer.session import plan_run
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 5
+ARCHITECTURE = "architecture"
+"""Beside the runs: the config of the small model, from which the run on one process makes it again."""
 STOPPED_STEP = 3
 """The checkpoint from which the second part is trained again."""
 MOST_SEQUENCE_TOKENS = 128
@@ -69,8 +71,15 @@ def prepare_proof(config: RunConfig) -> Proof:
     small by `small_architecture`; steps, sequences and the number of micro batches are fewer.
 
     Raises:
-        ConfigError: sizes that do not divide, or too few processes.
+        ConfigError: sizes that do not divide, too few processes, or a saved adapter.
     """
+    if config.adapter.path is not None:
+        raise ConfigError(
+            "a saved adapter does not fit the small model that a proof trains",
+            where="adapter.path",
+            found=config.adapter.path,
+            hint="adapter=lora, with the keys of the saved one",
+        )
     topology, asked = plan_run(config)
     folder = Path(config.run.dir) / "prove"
     if topology.is_main:
@@ -87,8 +96,7 @@ def prepare_proof(config: RunConfig) -> Proof:
         layout,
         run=replace(layout.run, dir=str(folder / "single")),
         strategy=StrategyConfig(data=1),
-        # A checkpoint is a Hub model: the small architecture is read from the layout's first one.
-        model=replace(layout.model, name=str(checkpoints / step_name(1)), revision=None, type=None, config={}),
+        model=replace(layout.model, name=str(folder / ARCHITECTURE), revision=None, type=None, config={}),
     )
     description = (
         f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
@@ -199,6 +207,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         run=replace(config.run, dir=str(folder)),
         # Pretrained weights do not fit a small model; the architecture and the tokenizer stay.
         model=replace(config.model, init=Init.random),
+        adapter=replace(config.adapter, merge=False, dropout=0.0),
         data=replace(
             data,
             sequence_length=min(data.sequence_length, MOST_SEQUENCE_TOKENS),

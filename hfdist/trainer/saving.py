@@ -16,9 +16,12 @@ from transformers import TrainerControl, TrainerState
 from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import remove_unfinished, step_name
+from hfdist.checkpoint.piece import Piece
+from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.retention import HELD_OUT_LOSS
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.errors import HfdistError
+from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
 from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -32,8 +35,8 @@ TRAINER_STATE = "trainer_state.json"
 class Saving:
     """What a Trainer keeps for its saves, from the beginning of training on. Make it on all ranks."""
 
-    def __init__(self, *, in_background: bool) -> None:
-        self.saver = Saver(in_background=in_background)
+    def __init__(self, *, in_background: bool, stem: str) -> None:
+        self.saver = Saver(in_background=in_background, stem=stem)
         self.model_files = RenderedModelFiles()
 
 
@@ -62,7 +65,7 @@ def save(trainer: Any) -> None:
     saving.saver.save(
         Path(trainer.args.output_dir) / CHECKPOINTS,
         step=trainer.state.global_step,
-        pieces=trainer.engine.pieces(),
+        pieces=_pieces(trainer),
         state=_state(trainer, cursor),
         write_model_files=write_files,
         keep=_keep(trainer),
@@ -154,13 +157,24 @@ def is_saved(trainer: Any) -> bool:
 
 
 def export(trainer: Any, folder: Path) -> None:
-    """Write a Hub folder with the weights as they are. Call on all ranks."""
-    export_model(folder, trainer.engine.pieces(), lambda path: write_model_files(trainer, path))
+    """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter's. Call on all ranks."""
+    stem = stem_of(trainer)
+    export_model(folder, _pieces(trainer), lambda path: write_model_files(trainer, path), stem=stem)
+
+
+def stem_of(trainer: Any) -> str:
+    """Of the files of weights that this Trainer writes."""
+    return ADAPTER_STEM if has_adapter(trainer.model) else MODEL_STEM
+
+
+def _pieces(trainer: Any) -> Iterator[Piece]:
+    """What is kept: all of the model, or its adapter alone."""
+    return adapter_pieces(trainer.model, trainer.engine.pieces())
 
 
 def restore(trainer: Any, path: Path) -> None:
     """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
-    state = read_checkpoint(path, trainer.engine.pieces())
+    state = read_checkpoint(path, _pieces(trainer))
     trainer.engine.loaded()
     trainer.engine.restore_numbers(state["engine"])
     _restore_schedule(trainer, state["schedule_steps"])

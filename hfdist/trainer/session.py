@@ -39,6 +39,7 @@ from hfdist.data import (
     open_corpus,
 )
 from hfdist.errors import CheckpointError, ConfigError
+from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import load_tokenizer
@@ -100,6 +101,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """
     topology, batch = plan_run(config)
     check_further_arguments(config, batch)
+    check_adapter(config.adapter, config.model)
     set_up_logging(topology)
     run_dir = Path(config.run.dir)
     _check_resume(config, run_dir / CHECKPOINTS)

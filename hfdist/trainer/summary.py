@@ -7,7 +7,7 @@ from typing import cast
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
-from hfdist.models.flops import num_parameters
+from hfdist.models.flops import ModelSize, num_parameters, num_trained
 from hfdist.trainer.trainer import Trainer
 
 _BYTES_PER_VALUE = 4
@@ -28,8 +28,10 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     batch, shares = strategy.batch, strategy.shares
     model = cast(PreTrainedModel, engine.model)
     size = num_parameters(model)
-    held = {"weights": shares.weights, "gradients": shares.gradients, "optimizer": shares.optimizer * _ADAM_VALUES}
-    state_bytes = sum(held.values()) * size * _BYTES_PER_VALUE
+    trained = num_trained(model)
+    weights, gradients = size * shares.weights, trained * shares.gradients
+    moments = trained * shares.optimizer * _ADAM_VALUES
+    state_bytes = (weights + gradients + moments) * _BYTES_PER_VALUE
     num_sequences = f"{batch.global_batch_size:,} sequences"
     cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = trainer.args.max_steps * batch.tokens_per_step
@@ -39,6 +41,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
             f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, {config.model.init.value} weights, "
             f"attention {model.config._attn_implementation}",
         ),
+        ("trained", _describe_trained(config, engine.size)),
         (
             "layout",
             f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
@@ -46,8 +49,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         ),
         (
             "per rank",
-            f"{size * shares.weights:,.0f} weights, {size * shares.gradients:,.0f} gradients, "
-            f"{size * shares.optimizer * _ADAM_VALUES:,.0f} optimizer values: "
+            f"{weights:,.0f} weights, {gradients:,.0f} gradients, {moments:,.0f} optimizer values: "
             f"about {state_bytes / 2**20:,.0f} MiB in float32",
         ),
         ("batch", f"{num_sequences} = {cut}; {batch.tokens_per_step:,} tokens a step"),
@@ -60,3 +62,11 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         ("folder", config.run.dir),
     ]
     return "\n".join(f"  {label:<9} {text}" for label, text in rows)
+
+
+def _describe_trained(config: RunConfig, size: ModelSize) -> str:
+    share = f"{size.num_trained:,} parameters, {100 * size.num_trained / size.num_parameters:.3g} % of all"
+    adapter = config.adapter
+    if not adapter.is_used:
+        return share
+    return f"{share}: {adapter.type or 'the adapter of ' + str(adapter.path)}"

@@ -26,6 +26,7 @@ from hfdist.trainer import saving
 from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.dealing import deal
 from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
+from hfdist.trainer.groups import without_empty_groups
 from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
 from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
 from hfdist.trainer.loss_scaler import AgreedLossScaler
@@ -103,6 +104,11 @@ class DistributedTrainerMixin(_Trainer):
             return super().get_decay_parameter_names(model)
         return [name for name, p in model.named_parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
 
+    def create_optimizer(self, *more: Any, **named: Any) -> Any:
+        """As the original, but for groups that hold nothing, such as that of an adapter's vectors."""
+        optimizer = super().create_optimizer(*more, **named)
+        return optimizer if self.engine is None else without_empty_groups(optimizer)
+
     def predict(self, *more: Any, **named: Any) -> Any:
         """As the original, where each rank can run the model.
 
@@ -133,7 +139,7 @@ class DistributedTrainerMixin(_Trainer):
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
-        self.saving = saving.Saving(in_background=self.save_in_background)
+        self.saving = saving.Saving(in_background=self.save_in_background, stem=saving.stem_of(self))
         if came_from is not None:
             saving.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):
@@ -231,8 +237,7 @@ class DistributedTrainerMixin(_Trainer):
         """By the documented formula, counted once: the original counts all parameters at every micro batch."""
         if self.engine is None or not isinstance(self.model, PreTrainedModel):
             return super().floating_point_ops(inputs)
-        tokens = inputs["input_ids"]
-        return round(self.throughput.flops_per_token(tokens.shape[-1]) * tokens.numel())
+        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * inputs["input_ids"].numel())
 
     def _flops_per_token(self, sequence_length: int) -> float:
         assert self.engine is not None

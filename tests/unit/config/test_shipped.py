@@ -18,6 +18,7 @@ from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS
 DOCUMENTED_IN = {
     "run": "pretrain.yaml",
     "model": "model/small.yaml",
+    "adapter": "adapter/none.yaml",
     "data": "data/stdlib.yaml",
     "strategy": "strategy/single.yaml",
     "optimizer": "optimizer/adamw.yaml",

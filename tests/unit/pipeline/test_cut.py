@@ -6,6 +6,7 @@ from torch import nn
 
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.cut import Removed, cut_model
+from hfdist.pipeline.parcel import CARRIES
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import EMBEDDING, HIDDEN, THIRDS, make_toy
 
@@ -149,3 +150,16 @@ def test_in_a_v_only_the_first_stage_looks_up_the_embedding():
     kept = cut(make_toy(), 0, 2)
     assert kept.view(0, HIDDEN).model.embedding.weight is kept.model.embedding.weight
     assert kept.view(2, HIDDEN).model.embedding.weight.isnan().all()
+
+
+@pytest.mark.parametrize("frozen", ["", "embedding", "blocks"])
+def test_what_is_not_held_has_the_type_of_the_rest_once_that_is_converted(frozen):
+    """Models take the type of their arithmetic, as of rotary positions, from what the embedding gives."""
+    model = make_toy().to(torch.bfloat16)
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    kept = cut(model, 1)
+    model.to(torch.float32)
+    assert {kept.type_of(removed) for removed in kept.removed.values()} == {torch.float32}
+    view = kept.view(1, CARRIES[0])
+    assert view.model.embedding.weight.dtype is torch.float32

@@ -1,0 +1,118 @@
+"""Adapters and frozen parameters train in every layout as in one process, and what they leave opens in PEFT."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hfdist.config.train import Precision
+from hfdist.trainer.certificate import BOUNDS, compare_runs
+from tests.distributed.runs import losses, pretrain
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS = 3
+SHORT = (
+    "data.sequence_length=32",
+    "data.eval_sequences=2",
+    f"train.max_steps={NUM_STEPS}",
+    "checkpoint.every=1",
+    f"checkpoint.keep={NUM_STEPS}",
+    "adapter.merge=false",
+    "optimizer.eps=1e-4",  # Adam makes whole steps of gradients that are zero but for rounding
+)
+LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
+DORA = (*LORA, "adapter.dora=true")
+LOKR = ("adapter.type=lokr", "adapter.rank=4")
+HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
+FROZEN = ("train.freeze=['model.embed_tokens.*','model.layers.0.*']",)
+STEADY = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+ZBV = ("strategy.schedule=zbv",)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, cache_dir):
+    """A model that a run has left."""
+    return pretrain(tmp_path_factory.mktemp("base"), 1, "train.max_steps=3", "model.config.num_hidden_layers=4")
+
+
+@pytest.fixture(scope="module")
+def run(base):
+    """Fine-tune it."""
+
+    def start(folder, num_processes, *overrides):
+        fixed = ("model=hub", f"model.name={base / 'model'}", *SHORT)
+        return pretrain(folder, num_processes, *fixed, *overrides)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def single(run, tmp_path_factory):
+    """The reference for each choice of what is trained, made once."""
+    made = {}
+
+    def get(choice):
+        if choice not in made:
+            made[choice] = run(tmp_path_factory.mktemp("single"), 1, "strategy=single", *choice)
+        return made[choice]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_processes", "choice"),
+    [
+        (("strategy=ddp",), 2, LORA),
+        (("strategy=zero1",), 2, LORA),
+        (("strategy=zero2",), 2, LORA),
+        (("strategy=zero3",), 2, LORA),
+        (("strategy=pipeline",), 2, LORA),
+        (("strategy=pipeline", *ZBV), 2, LORA),
+        (("strategy=pipeline_zero1", "strategy.pipeline=2"), 4, LORA),
+        (("strategy=ddp",), 2, DORA),
+        (("strategy=zero3",), 2, DORA),
+        (("strategy=pipeline",), 2, DORA),
+        (("strategy=ddp",), 2, LOKR),
+        (("strategy=zero3",), 2, LOKR),
+        (("strategy=pipeline", *ZBV), 2, LOKR),
+        (("strategy=zero3",), 2, HEAD),
+        (("strategy=pipeline",), 2, HEAD),
+        (("strategy=ddp",), 2, FROZEN),
+        (("strategy=zero2",), 2, FROZEN),
+        (("strategy=zero3",), 2, FROZEN),
+        (("strategy=pipeline", *ZBV), 2, FROZEN),
+    ],
+)
+def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_processes, choice):
+    reference = single(choice)
+    ours = run(tmp_path, num_processes, *strategy, *choice)
+    rows = compare_runs(ours, reference, BOUNDS[Precision.fp32])
+    assert all(row.passed for row in rows), rows
+    assert losses(reference)[-1] != losses(reference)[0]
+
+
+@pytest.mark.parametrize("choice", [(*LORA, *STEADY), (*FROZEN, *STEADY)])
+def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
+    """Three lives, each in another layout, make the steps of one."""
+    reference = single(choice)
+    for steps, (strategy, num_processes) in enumerate([("zero3", 2), ("pipeline", 2), ("single", 1)], start=1):
+        run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
+    rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
+    assert all(row.passed for row in rows), rows
+
+
+def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
+    ours = run(tmp_path, 2, "strategy=zero3", *HEAD, "adapter.merge=true", "report.sample_prompt=def")
+    model = AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(32)[None]
+    with torch.no_grad():
+        by_peft = PeftModel.from_pretrained(model(base / "model"), ours / "adapter")(tokens).logits
+        by_checkpoint = PeftModel.from_pretrained(
+            model(base / "model"), ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
+        )(tokens).logits
+        merged = model(ours / "model")(tokens).logits
+        before = model(base / "model")(tokens).logits
+    assert torch.equal(by_peft, by_checkpoint)
+    assert torch.allclose(by_peft, merged, atol=1e-5)
+    assert not torch.allclose(before, merged, atol=1e-3)

@@ -1,0 +1,223 @@
+"""Adapters: checked against PEFT, put into a model, kept under PEFT's names; and freezing by name."""
+
+import logging
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hfdist.checkpoint import read_checkpoint
+from hfdist.config.compose import compose_config
+from hfdist.errors import CheckpointError, ConfigError
+from hfdist.models import Trained, build_model, find_architecture
+from hfdist.models.adapter import check_adapter, reads_weights
+from hfdist.models.freeze import freeze_by_name
+from hfdist.strategies.pieces_replicated import list_pieces
+from hfdist.trainer.adapter_files import adapter_pieces, write_adapter_config
+
+SMALL = LlamaConfig(
+    vocab_size=100,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+TOKENS = torch.arange(20)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    LlamaForCausalLM(SMALL).save_pretrained(folder)
+    return folder
+
+
+def compose(base, *overrides):
+    return compose_config(["model=hub", f"model.name={base}", *overrides])
+
+
+def build(base, *overrides, seed=0):
+    config = compose(base, *overrides)
+    check_adapter(config.adapter, config.model)
+    architecture = find_architecture(config.model, sequence_length=64)
+    return build_model(config.model, architecture, seed=seed, trained=Trained.of(config))
+
+
+def trained_names(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def save_adapter(model, folder):
+    """As an export does, in one process."""
+    folder.mkdir()
+    pieces = adapter_pieces(model, list_pieces(model, None))
+    save_file({piece.name: piece.view.contiguous() for piece in pieces}, folder / "adapter_model.safetensors")
+    write_adapter_config(model, folder)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def shake(model):
+    """Give what is trained other values, as training would."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+
+
+TYPES = {
+    "lora": (),
+    "lora with dora": ("adapter.dora=true",),
+    "lora with biases": ("+adapter.arguments.bias=lora_only", "model.config.attention_bias=true"),
+    "lora on the embedding": ("adapter.targets=[q_proj,embed_tokens]",),
+    "lora and a head": ("adapter.modules_to_save=[lm_head]",),
+    "loha": ("adapter.rank=2", "adapter.alpha=4", "adapter.dropout=0.5"),
+    "lokr": (),
+    "ia3": (),
+    "hra": (),
+    "boft": (),
+    "delora": (),
+    "randlora": (),
+    "ln_tuning": (),
+    "miss": ("adapter.rank=8",),
+    "road": ("+adapter.arguments.group_size=16",),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_what_is_kept_opens_in_peft_and_gives_the_same(base, tmp_path, name):
+    model = build(base, f"adapter.type={name.split()[0]}", *TYPES[name])
+    shake(model)
+    save_adapter(model, tmp_path / "adapter")
+    whole = AutoModelForCausalLM.from_pretrained(base, attention_bias="attention_bias" in str(TYPES[name]))
+    before = logits(whole)
+    opened = PeftModel.from_pretrained(whole, tmp_path / "adapter")
+    assert torch.allclose(logits(opened), logits(model), atol=1e-6)
+    assert not torch.allclose(before, logits(model), atol=1e-4)
+
+
+def test_a_saved_adapter_goes_on(base, tmp_path):
+    first = build(base, "adapter=lora", "adapter.rank=3", "adapter.modules_to_save=[lm_head]")
+    shake(first)
+    save_adapter(first, tmp_path / "adapter")
+    second = build(base, f"adapter.path={tmp_path / 'adapter'}")
+    assert torch.equal(logits(first), logits(second))
+    assert trained_names(first) == trained_names(second)
+
+
+def test_the_same_seed_gives_the_same_adapter_and_another_another(base):
+    def drawn(seed):
+        model = build(base, "adapter=lora", seed=seed)
+        return {name: parameter for name, parameter in model.named_parameters() if "lora_A" in name}
+
+    first, again, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_adapter_stays_in_float32_over_a_model_in_half_precision(base):
+    model = build(base, "adapter=lora", "model.dtype=bfloat16")
+    types = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+    assert types == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_what_peft_would_not_keep_is_not_trained_silently(base):
+    model = build(base, "adapter=lora")
+    model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(CheckpointError, match=r"no part of the adapter"):
+        list(adapter_pieces(model, list_pieces(model, None)))
+
+
+def test_a_whole_model_is_not_read_as_an_adapter(base, tmp_path):
+    with pytest.raises(CheckpointError):
+        read_checkpoint(base, adapter_pieces(build(base, "adapter=lora"), []))
+
+
+def test_only_weights_that_are_read_must_be_there_in_their_type(base):
+    def reads(*overrides):
+        return reads_weights(compose(base, *overrides).adapter)
+
+    assert not reads()
+    assert not reads("adapter=lora")
+    assert reads("adapter=dora")
+    assert reads("adapter=lora", "+adapter.arguments.init_lora_weights=pissa")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "said"),
+    [
+        (["adapter.type=lorra"], "adapter.type", "adapter.type=lora"),
+        (["adapter.type=adalora"], "adapter.type", "between steps"),
+        (["adapter.type=prefix_tuning"], "adapter.type", "it learns a prompt"),
+        (["adapter.type=adaption_prompt"], "adapter.type", "it learns a prompt"),
+        (["adapter.type=vera"], "adapter.type", "share weights"),
+        (["adapter.type=ia3", "adapter.rank=4"], "adapter.rank", "nothing of the kind"),
+        (["adapter=lora", "+adapter.arguments.lora_bais=true"], "adapter.arguments.lora_bais", "lora_bias"),
+        (["adapter=lora", "+adapter.arguments.r=4"], "adapter.arguments.r", "set adapter.rank instead"),
+        (["adapter=lora", "+adapter.arguments.init_lora_weights=pizza"], "adapter.*", "PEFT refuses"),
+        (["adapter=lora", "adapter.targets=[q_prj]"], "adapter.targets", "adapter.targets=[q_proj]"),
+        (["adapter=lora", "adapter.targets=[q_proj,nothing]"], "adapter.targets", "gate_proj"),
+        (["adapter=lora", "adapter.target_pattern='.*attn'"], "adapter.*", "PEFT refuses"),
+        (["adapter=lora", "adapter.target_pattern=attn"], "adapter.target_pattern", "no layer of this name"),
+        (["adapter=lora", "adapter.target_pattern='('"], "adapter.target_pattern", "not a regular expression"),
+        (["adapter=lora", "adapter.modules_to_save=[head]"], "adapter.modules_to_save", "no layer of this name"),
+        (["adapter=lora", "adapter.targets=[]"], "adapter.targets", "no layer"),
+        (["adapter=lora", "adapter.targets=[all-linear,q_proj]"], "adapter.targets", "stands alone"),
+        (["adapter=lora", "adapter.targets=[q_proj]", "adapter.target_pattern=x"], "adapter.targets", "given twice"),
+        (["adapter.rank=4"], "adapter.rank", "adapter=lora"),
+        (["adapter.path=/none/such"], "adapter.path", "/none/such"),
+        (["adapter=lora", "adapter.path=/none/such"], "adapter.type", "says this itself"),
+        (["adapter=lora", "model.init=random"], "adapter.merge", "these are random"),
+        (["train.freeze=['model.layers.0']"], "train.freeze", "train.freeze=['model.layers.0.*']"),
+        (["train.train_only=['model.embed.*']"], "train.train_only", "model.embed_tokens.weight"),
+        (["train.freeze=['*']"], "train.freeze, train.train_only", "nothing is left"),
+        (["adapter=lora", "train.freeze=['*lora*']"], "train.freeze, train.train_only", "nothing is left"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key_and_the_next_move(base, overrides, where, said):
+    with pytest.raises(ConfigError) as caught:
+        build(base, *overrides)
+    assert str(caught.value.where).startswith(where)
+    assert said in str(caught.value)
+
+
+def test_quantized_weights_are_refused(base):
+    config = compose(base, "adapter=lora")
+    architecture = find_architecture(config.model, sequence_length=64)
+    architecture.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ConfigError, match="quantized"):
+        build_model(config.model, architecture, seed=0, trained=Trained.of(config))
+
+
+def test_an_adapter_on_one_of_two_tied_layers_is_refused(tmp_path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**(SMALL.to_dict() | {"tie_word_embeddings": True}))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="one weight"):
+        build(tmp_path, "adapter=lora", "adapter.targets=[q_proj,lm_head]")
+
+
+def test_patterns_choose_what_is_trained(base):
+    model = LlamaForCausalLM(SMALL)
+    freeze_by_name(model, freeze=["*.mlp.*"], train_only=["model.layers.1.*", "lm_head.weight"])
+    trained = trained_names(model)
+    assert "lm_head.weight" in trained
+    assert "model.layers.1.self_attn.q_proj.weight" in trained
+    assert not any("mlp" in name or "layers.0" in name or "embed" in name for name in trained)
+
+
+@pytest.mark.parametrize("pattern", ["lm_head.*", "model.embed_tokens.*"])
+def test_tied_weights_are_frozen_together_and_it_is_said(caplog, pattern):
+    model = LlamaForCausalLM(LlamaConfig(**(SMALL.to_dict() | {"tie_word_embeddings": True})))
+    with caplog.at_level(logging.INFO):
+        freeze_by_name(model, freeze=[pattern], train_only=[])
+    assert not model.lm_head.weight.requires_grad
+    assert not model.model.embed_tokens.weight.requires_grad
+    assert "the same weight" in caplog.text
