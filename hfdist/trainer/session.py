@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import (
@@ -39,6 +39,7 @@ from hfdist.data import (
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
+from hfdist.models.start import find_start
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
@@ -65,6 +66,16 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
     held_out: HeldOut | None
+
+
+@dataclass(frozen=True)
+class LocatedRun:
+    """A run whose model is on this machine."""
+
+    config: RunConfig
+    """The run's config, with folders of this machine in place of Hub ids and GGUF files; never written down."""
+    fetch_weights: Callable[[], None]
+    """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
 
 
 def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
@@ -105,6 +116,19 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
             atexit.register(RunLock(run_dir).release)
             (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     return topology, batch
+
+
+def locate_model(config: RunConfig) -> LocatedRun:
+    """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
+
+    Raises:
+        ConfigError, ResourceError: see `find_start`.
+    """
+    folder = cache_dir(config.data)
+    with _writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    start = find_start(config.model, cache_dir=folder)
+    return LocatedRun(replace(config, model=start.model), start.fetch_weights)
 
 
 def build_data(config: RunConfig, topology: Topology) -> RunData:

@@ -25,6 +25,7 @@ DOCUMENTED_IN = {
     "checkpoint": "checkpoint/default.yaml",
     "watch": "watch/default.yaml",
     "report": "report/default.yaml",
+    "export": "export/default.yaml",
 }
 
 
