@@ -26,7 +26,7 @@ _SAMPLE_BYTES = 1 << 20
 def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
     """Give the folder with the file's weights in float32, its config and its tokenizer; made unless it is there.
 
-    The weights are converted whole, in one process of a machine, while the others wait: about 4.6 bytes of memory a
+    The weights are converted whole, in one process of a machine, while the others wait: about six bytes of memory a
     parameter for its time, and 4 bytes of disk a parameter for good. Afterwards each process maps the folder, and reads
     what it keeps.
 

@@ -17,7 +17,8 @@ from hfdist.checkpoint.exchange import on_rank_zero, rank
 from hfdist.checkpoint.folder import step_name
 from hfdist.config.batch import BatchPlan
 from hfdist.config.compose import to_yaml
-from hfdist.config.model import Dtype, Init
+from hfdist.config.export import ExportConfig
+from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
@@ -89,13 +90,23 @@ def prepare_proof(config: RunConfig) -> Proof:
         run=replace(layout.run, dir=str(folder / "single")),
         strategy=StrategyConfig(data=1),
         # A checkpoint is a Hub model: the small architecture is read from the layout's first one.
-        model=replace(layout.model, name=str(checkpoints / step_name(1)), revision=None, type=None, config={}),
+        model=_of_checkpoint(layout.model, checkpoints / step_name(1)),
     )
     description = (
         f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
         f"{NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
     )
     return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
+
+
+def _of_checkpoint(model: ModelConfig, checkpoint: Path) -> ModelConfig:
+    tokenizer = model.tokenizer
+    if model.gguf_file is not None:
+        # It lies beside the model's, by whose name it was found.
+        tokenizer = replace(tokenizer, name=str(checkpoint), revision=None)
+    return replace(
+        model, name=str(checkpoint), revision=None, gguf_file=None, type=None, config={}, tokenizer=tokenizer
+    )
 
 
 def small_architecture(
@@ -216,6 +227,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         ),
         checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, resume="auto"),
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
+        export=ExportConfig(),
     )
 
 

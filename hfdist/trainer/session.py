@@ -36,7 +36,7 @@ from hfdist.data import (
     cache_dir,
     open_corpus,
 )
-from hfdist.errors import CheckpointError, ConfigError
+from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.start import find_start
@@ -49,6 +49,7 @@ from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
+from hfdist.trainer.push import check_push
 from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
@@ -99,8 +100,8 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, or a folder that
-            another run is using.
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, a folder that
+            another run is using, or a repository to upload to that cannot be written.
         CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
             changed in what `checkpoint.allow_changes` would have to allow.
     """
@@ -115,6 +116,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
             # Held to the end of the process, whatever ends it.
             atexit.register(RunLock(run_dir).release)
             (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        check_push(config.export)
     return topology, batch
 
 
@@ -205,12 +207,15 @@ def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     Raises:
         PreemptedError: a signal has stopped it, saved.
         PeerError: the connection to another rank is lost.
+        ResourceError: the model is trained and saved, but could not be uploaded.
     """
     with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
-        _train_watched(trainer, data, config, watch)
+        not_uploaded = _train_watched(trainer, data, config, watch)
+    if not_uploaded is not None:
+        raise not_uploaded
 
 
-def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> None:
+def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> HfdistError | None:
     preemption = Preemption()
     if config.checkpoint.every is not None:
         # Without checkpoints there is nothing that a stop could save.
@@ -222,7 +227,7 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.
     write_ledger(trainer)
-    finish(trainer, data.held_out, config)
+    return finish(trainer, data.held_out, config)
 
 
 @contextmanager

@@ -40,7 +40,9 @@ class Uploads(Handler):
             raise Refusal(403, "You don't have the rights to create a model under this namespace")
         kind = asked.get("type", "model") + "s"
         if (kind, name) in self.store.repositories:
-            raise Refusal(409, "You already created this model repo")
+            error = {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}
+            self.give(409, json.dumps(error).encode())
+            return
         self.store.repositories[kind, name] = Repository(name, private=asked.get("visibility") == "private")
         self.store.repositories[kind, name].commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
         self.give_json({"url": f"{self.server.url}/{name}"})
