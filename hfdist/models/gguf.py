@@ -41,13 +41,18 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
     """
     if find_spec("gguf") is None:
         raise ConfigError(
-            "the package gguf is missing, which reads this file", where=key, found=file, hint="pip install gguf"
+            "the package gguf is missing, which reads this file",
+            where=key,
+            found=file,
+            hint="pip install 'hfdist[gguf]'",
         )
     folder = cache_dir / "gguf" / f"{file.stem}-{_identify(file)}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             logger.info("converting %s to safetensors in float32, once", file)
+            # transformers does not read all of it: how spaces before digits are split, for one.
+            logger.info("its tokenizer is rebuilt; model.tokenizer.name=ID of the original takes the exact one")
             _convert(file, folder, key)
     return folder
 

@@ -121,7 +121,7 @@ class _Places:
                 "there is no such folder", where=key, found=path, allowed="a Hub id, a folder, or a .gguf file"
             )
         if is_model:
-            names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+            names = {file.name for file in path.iterdir() if file.is_file()}
             self._check(names, path, str(path), whole=True)
         return path
 

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hfdist.strategies.select
+import hfdist.trainer.session  # noqa: F401  # as above
 from hfdist.config.compose import compose_config
 from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 TUNE = ("data=stdlib", "data.sequence_length=32", "data.eval_sequences=4", "data.workers=0", "train.max_steps=3",
         "train.global_batch_size=4", "train.micro_batch_size=1", "optimizer.lr=1e-3", "optimizer.warmup_steps=1",
-        "checkpoint=none", "train.eval_every=null", "report=quiet", "report.plot=true")  # fmt: skip
+        "checkpoint=none", "checkpoint.keep_best=false", "report=quiet", "report.plot=true")  # fmt: skip
 TOKEN = "hf_SECRETsecretSECRET"
 
 
@@ -48,7 +51,7 @@ def test_from_the_hub_and_back(me, cache_dir, tmp_path):
     me.faults.plan("^GET /storage", Cut(5000))
     me.faults.plan("^PUT", Cut(5000))
     me.faults.plan("^POST .*/commit/", Status(503, {"Retry-After": "0"}))
-    run_dir = tune(tmp_path / "run", 2, "strategy=zero2", "model.name=some/base", "export.push_to=me/tuned")
+    run_dir = tune(tmp_path / "run", 2, "strategy=ddp", "model.name=some/base", "export.push_to=me/tuned")
     assert len(me.asked("GET /storage")) == 2, "one for the cut, one for the rest"
 
     folder = run_dir / "model"
@@ -92,11 +95,13 @@ def test_an_upload_that_fails_leaves_the_model_and_says_so(me, cache_dir, tmp_pa
 def test_gguf_in_every_layout(cache_dir, model_folder, tmp_path):
     """The same losses as from the folder of safetensors that the file was written from."""
     file = write_gguf(model_folder, tmp_path / "tiny.gguf")
-    expected = losses(tune(tmp_path / "reference", 1, f"model.name={model_folder}"))
+    # The tokenizer is the file's in all of them: transformers does not read off the file how it splits spaces before
+    # digits.
+    reference = tune(tmp_path / "reference", 1, f"model.name={model_folder}", f"model.tokenizer.name={file}")
+    expected = losses(reference)
     assert len(expected) == 3
-    for strategy in ("single", "zero3", "pipeline"):
-        ranks = 1 if strategy == "single" else 2
-        run_dir = tune(tmp_path / strategy, ranks, f"strategy={strategy}", f"model.name={file}")
+    for strategy in ("zero3", "pipeline"):
+        run_dir = tune(tmp_path / strategy, 2, f"strategy={strategy}", f"model.name={file}")
         assert losses(run_dir) == pytest.approx(expected, rel=1e-5), strategy
         assert "quantization_config" not in json.loads((run_dir / "model" / "config.json").read_text())
     assert AutoModelForCausalLM.from_pretrained(run_dir / "model")
