@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -72,10 +73,10 @@ class Repository:
         """
         folder = self._storage / "snapshots" / snapshot.commit
         notes = self.cache_dir / "downloads"
-        notes.mkdir(parents=True, exist_ok=True)
         files = [folder / name for name in names]
 
         def action() -> None:
+            notes.mkdir(parents=True, exist_ok=True)
             # Their locks are of single files: who waits for the first would fetch the second meanwhile, and would hash
             # all of them once more.
             with FileLock(notes / f"{self._storage.name}.lock"):
@@ -117,7 +118,9 @@ class Repository:
         ref = self._ref(revision)
         if revision == commit or (ref.is_file() and ref.read_text(encoding="utf-8") == commit):
             return
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        temporary = ref.with_name(f"{ref.name}.{uuid4().hex[:8]}.tmp")
-        temporary.write_text(commit, encoding="utf-8")
-        os.replace(temporary, ref)
+        # A cache that many share may be read-only.
+        with suppress(OSError):
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            temporary = ref.with_name(f"{ref.name}.{uuid4().hex[:8]}.tmp")
+            temporary.write_text(commit, encoding="utf-8")
+            os.replace(temporary, ref)

@@ -82,7 +82,10 @@ def find_tokenizer(config: ModelConfig, *, cache_dir: Path, patience: Patience |
 
 def _is_the_models(config: ModelConfig) -> bool:
     """Whether the tokenizer comes with the model."""
-    return (config.tokenizer.name, config.tokenizer.revision) == (config.name, config.revision)
+    name, revision = config.tokenizer.name, config.tokenizer.revision
+    if name is None or config.name is None or revision != config.revision:
+        return False
+    return Path(name).expanduser() == Path(config.name).expanduser()
 
 
 @dataclass(frozen=True)

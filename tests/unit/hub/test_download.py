@@ -1,6 +1,7 @@
 """Models of a Hub repository: what comes, once, whole, of one commit; and one message where it does not come."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -143,7 +144,9 @@ class TestWhatIsWrong:
         text = self.refused(cache=tmp_path)
         assert "Python code of its own, which is not run" in text
         assert "model.trust_remote_code=true" in text
-        assert not hub.asked(f"GET /{NAME}/resolve") or not [x for x, _ in hub.requests if x.endswith(".py")]
+        assert not [line for line, _ in hub.requests if line.endswith(".py")], "it does not even come"
+        start = find_start(configure(NAME, trust_remote_code=True), cache_dir=tmp_path)
+        assert (Path(start.model.name) / "modeling.py").is_file()
 
     @pytest.mark.parametrize("name", ["a/b/c", "https://user:pass@host/x", "name with spaces"])
     def test_names_that_are_none(self, hub, tmp_path, name):
