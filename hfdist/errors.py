@@ -91,7 +91,7 @@ class PeerError(HfdistError):
 
 
 class ResourceError(HfdistError):
-    """Too little disk, memory or devices."""
+    """Too little disk, memory or devices, or a Hub that does not answer: what may be there at the next start."""
 
     exit_code = 7
     title = "Resource error"

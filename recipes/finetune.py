@@ -14,17 +14,19 @@ def main(config: RunConfig) -> None:
     from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.session import build_data, build_trainer, prepare_run, train
+    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
-    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
-    data = build_data(config, topology)
-    fit_vocabulary(architecture, data.tokenizer, config.model)
+    here = locate_model(config)  # from here on `here.config` has folders where `config` may name the Hub
+    architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
+    data = build_data(here.config, topology)
+    fit_vocabulary(architecture, data.tokenizer, here.config.model)
+    here.fetch_weights()
     # Before the model: ZeRO-3 cuts it while it is made.
     arguments = build_arguments(config, strategy, max_steps=data.max_steps)
     model = build_model(
-        config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
+        here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
     )
     trainer = build_trainer(config, arguments, model, strategy, data)
     train(trainer, data, config)

@@ -27,20 +27,21 @@ def train_small(config: RunConfig) -> None:
     from hfdist.strategies.select import select_strategy
     from hfdist.trainer.arguments import build_arguments
     from hfdist.trainer.proof import ARCHITECTURE, small_architecture
-    from hfdist.trainer.session import build_data, build_trainer, prepare_run
+    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
-    data = build_data(config, topology)
-    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
+    here = locate_model(config)
+    data = build_data(here.config, topology)
+    architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
-    fit_vocabulary(architecture, data.tokenizer, config.model)
+    fit_vocabulary(architecture, data.tokenizer, here.config.model)
     if topology.is_main:
         architecture.save_pretrained(Path(config.run.dir).with_name(ARCHITECTURE))
     # Before the model: ZeRO-3 cuts it while it is made.
     arguments = build_arguments(config, strategy, max_steps=data.max_steps)
     model = build_model(
-        config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
+        here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
     )
     trainer = build_trainer(config, arguments, model, strategy, data)
     resume = config.checkpoint.resume

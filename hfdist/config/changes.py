@@ -15,6 +15,7 @@ from hfdist.errors import CheckpointError
 _SAFE = (
     "run.*",
     "report.*",
+    "export.*",
     "checkpoint.*",
     "watch.*",
     "strategy.*",

@@ -14,6 +14,7 @@ from hfdist.config.checks_adapter import check_adapter_keys
 from hfdist.config.checks_data import check_data
 from hfdist.config.checks_layout import check_layout
 from hfdist.config.data import SourceKind
+from hfdist.config.export import ExportConfig
 from hfdist.config.limits import LIMIT
 from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
@@ -44,6 +45,7 @@ def check_config(config: RunConfig) -> None:
     _check_evaluation(config)
     _check_keeping(config)
     _check_resume(config.checkpoint.resume)
+    _check_export(config.export)
 
 
 def _check_ranges(value: Any, prefix: str) -> None:
@@ -97,6 +99,14 @@ def _check_model(model: ModelConfig) -> None:
             where="model.name, model.type",
             found=f"{model.name} and {model.type}",
             hint=f"model=hub model.name={model.name}, or model.name=null",
+        )
+    if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
+        raise ConfigError(
+            "a GGUF file lies in a repository or folder, which model.name gives",
+            where="model.gguf_file",
+            found=f"{model.gguf_file}, with model.name={model.name or 'null'}",
+            allowed="NAME.gguf, with a model.name",
+            hint="model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf",
         )
     if model.init is not Init.pretrained:
         return
@@ -292,3 +302,13 @@ def _check_resume(resume: str) -> None:
         allowed="auto, never, or the folder of a checkpoint",
         hint=f"checkpoint.resume={near[0] if near else 'auto'}",
     )
+
+
+def _check_export(export: ExportConfig) -> None:
+    if export.push_to is not None and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", export.push_to):
+        raise ConfigError(
+            "this is no repository of the Hub",
+            where="export.push_to",
+            found=export.push_to,
+            allowed="OWNER/NAME: letters, digits, - _ .",
+        )

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from hfdist.config.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.explain import Request
+from hfdist.config.offline import FLAG, check_offline, go_offline
 from hfdist.config.run import RunConfig
 from hfdist.config.sources import searching
 from hfdist.config.synonyms import override_for, reason_against
@@ -57,11 +58,15 @@ def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Seq
     try:
         try:
             flags = _parse_flags(arguments)
+            if flags.offline:
+                go_offline()
             request = make_request(flags.config_name or primary, flags.overrides, flags.config_dir)
             if any(getattr(flags, name) for name in _PRINTING_FLAGS):
                 _print_only(main, flags, request)
                 return
             config = to_run_config(compose_untyped(request))
+            if flags.offline:
+                check_offline(config)
         except HfdistError as error:
             stop_everywhere(error)
         try:
@@ -79,6 +84,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: an unknown flag, two commands at once, or a flag that hfdist does not offer.
     """
     parser = get_args_parser()
+    parser.add_argument(FLAG, action="store_true", help="No connection to the Hub or to remote data")
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")

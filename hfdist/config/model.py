@@ -53,8 +53,10 @@ class ModelConfig:
     """A causal language model of transformers."""
 
     name: str | None = None
-    """Hub id or folder (of weights, or of a `config.json` for random weights); null: `type` gives the architecture."""
+    """Hub id, folder or .gguf file (with weights, or a `config.json` for random ones); null: `type` says what."""
     revision: str | None = None
+    gguf_file: str | None = None
+    """A GGUF file in the repository or folder: weights, config and tokenizer come from it."""
     type: str | None = None
     """A `model_type` of transformers, such as `llama`; used only where `name` is null."""
     init: Init = Init.random

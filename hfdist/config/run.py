@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hfdist.config.adapter import AdapterConfig
 from hfdist.config.checkpoint import CheckpointConfig
 from hfdist.config.data import DataConfig
+from hfdist.config.export import ExportConfig
 from hfdist.config.model import ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.report import ReportConfig
@@ -38,3 +39,4 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

@@ -61,6 +61,8 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "dataloader_num_workers": "data.workers={value}",
         "preprocessing_num_workers": "data.workers={value}",
         # model
+        "push_to_hub": "export.push_to=OWNER/NAME",
+        "hub_model_id": "export.push_to={value}",
         "model_name": "model=hub model.name={value}",
         "model_name_or_path": "model=hub model.name={value}",
         "pretrained_model_name_or_path": "model=hub model.name={value}",
@@ -115,7 +117,6 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "do_train": "the recipe says what is done: recipes/pretrain.py trains",
         "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
         "streaming": "data is always streamed",
-        "push_to_hub": "a run writes a model folder; upload it with `hf upload`",
         "load_in_4bit": _QUANTIZED,
         "load_in_8bit": _QUANTIZED,
         "num_processes": _LAUNCHER,

@@ -61,10 +61,10 @@ def build_model(
         if trained.adapter.is_used:
             # By the names that the weights have without it, and not over it.
             initialize_by_name(model, seed)
-            trained.choose(model, config, seed=seed)
+            trained.choose(model, seed=seed)
             cut(model)
         else:
-            trained.choose(model, config, seed=seed)
+            trained.choose(model, seed=seed)
             cut(model)
             initialize_by_name(model, seed)
         return model
@@ -83,7 +83,7 @@ def build_model(
         )
     if trained.reads_weights and not is_deepspeed_zero3_enabled():
         nn.Module.to(model, dtype)
-    trained.choose(model, config, seed=seed)
+    trained.choose(model, seed=seed)
     cut(model)
     if not is_deepspeed_zero3_enabled():
         with trained.kept_in_float32(model):

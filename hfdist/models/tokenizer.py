@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from hfdist.config.model import ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
+from hfdist.models.start import find_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,16 @@ def load_tokenizer(
         config: the model's config; the tokenizer's repository code runs only with its `trust_remote_code`.
         corpus_id: identity of the corpus and of its held-out split; part of the cache's key.
         texts: gives training documents up to a number of bytes.
-        cache_dir: where trained tokenizers are kept, shared by all processes of the machine.
+        cache_dir: where trained and converted tokenizers are kept, shared by all processes of the machine.
 
     Raises:
         ConfigError: no such tokenizer, or one without an end-of-text token.
     """
     if config.tokenizer.name is None:
         return _trained(config.tokenizer, corpus_id=corpus_id, texts=texts, cache_dir=cache_dir)
+    folder = find_tokenizer(config, cache_dir=cache_dir).name
     with reading_from_hub("model.tokenizer.name", config.tokenizer.name):
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.tokenizer.name,
-            revision=config.tokenizer.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-text token, which separates documents",

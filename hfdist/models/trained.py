@@ -20,6 +20,8 @@ from hfdist.models.freeze import freeze_by_name
 class Trained:
     """`adapter.*`, `train.freeze` and `train.train_only`, as `build_model` needs them."""
 
+    base: ModelConfig = field(default_factory=ModelConfig)
+    """As the user named it, not where it lies on this machine: an adapter says what it belongs to."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
@@ -28,26 +30,30 @@ class Trained:
     def of(cls, config: RunConfig) -> Trained:
         """Take the keys out of a config."""
         train = config.train
-        return cls(adapter=config.adapter, freeze=tuple(train.freeze), train_only=tuple(train.train_only))
+        return cls(
+            base=config.model,
+            adapter=config.adapter,
+            freeze=tuple(train.freeze),
+            train_only=tuple(train.train_only),
+        )
 
     @property
     def reads_weights(self) -> bool:
         """Whether the model's weights must have their final values and type when `choose` is called."""
         return reads_weights(self.adapter)
 
-    def choose(self, model: PreTrainedModel, base: ModelConfig, *, seed: int) -> None:
+    def choose(self, model: PreTrainedModel, *, seed: int) -> None:
         """Put the adapter in, and freeze what is not trained; in place, and before the model is cut.
 
         Args:
             model: whole, or cut by ZeRO-3.
-            base: where its weights come from.
             seed: of the adapter's weights.
 
         Raises:
             ConfigError: what the model does not have, or nothing that is left to train.
         """
         if self.adapter.is_used:
-            add_adapter(model, self.adapter, base, seed=seed)
+            add_adapter(model, self.adapter, self.base, seed=seed)
         freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
 
     @contextmanager

@@ -1,11 +1,13 @@
-"""The end of a run: held-out loss beside a baseline, the model as a Hub folder, a sample of it, a picture."""
+"""The end of a run: held-out loss beside a baseline, the model as a Hub folder with its card, a sample, a picture."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfdist.checkpoint.exchange import on_rank_zero
+from hfdist.checkpoint.exchange import on_rank_zero, world_size
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER, HeldOut, describe_losses
+from hfdist.data import LEDGER, HeldOut, PoolReport, describe_losses
 from hfdist.data.ledger import read_records
+from hfdist.errors import HfdistError
+from hfdist.trainer.card import write_card
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.merged import without_zero3, write_merged
 from hfdist.trainer.plot import plot_losses
+from hfdist.trainer.push import push
 from hfdist.trainer.saving import data_reports, last_held_out_loss
 from hfdist.trainer.trainer import Trainer
 
@@ -29,11 +34,16 @@ MODEL = "model"
 ADAPTER = "adapter"
 
 
-def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
-    """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
+def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> HfdistError | None:
+    """Evaluate, export, sample, draw and upload. Call on all ranks; rank 0 reports.
+
+    Returns:
+        On rank 0, why the model is not uploaded, if it was to be; all else is done.
+    """
     run_dir = Path(run.run.dir)
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
-    for pool in data_reports(trainer):
+    reports = data_reports(trainer)
+    for pool in reports:
         logger.info(
             "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
             *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
@@ -52,7 +62,9 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
                 _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             _report_losses(run_dir)
+        _write_card(folder, run, reports, trainer)
         logger.info("model: %s", folder)
+    not_uploaded = push(folder, run.export)
     if dist.is_initialized():
         # Ranks that leave early would take the launcher down while rank 0 still samples.
         dist.barrier()
@@ -60,6 +72,21 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
             # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
             # process closes them as well.
             trainer.end()
+    return not_uploaded
+
+
+def _write_card(folder: Path, run: RunConfig, reports: list[PoolReport], trainer: Trainer) -> None:
+    try:
+        write_card(folder, run, reports, commit=_commit_of(trainer), ranks=world_size())
+    except OSError as error:
+        # As with a sample: the model is exported.
+        logger.warning("no model card: %s", error)
+
+
+def _commit_of(trainer: Trainer) -> str | None:
+    """The commit that the weights came from: a download lies in a folder of that name."""
+    name = Path(getattr(trainer.model, "name_or_path", "")).name
+    return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
 
 
 def _deliver(trainer: Trainer, run: RunConfig) -> Path:
@@ -81,7 +108,8 @@ def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> None:
         write_merged(
             adapter,
             model,
-            base=run.model,
+            # Where its weights were read from, and not the Hub, where a branch may have moved on since.
+            base=replace(run.model, name=trainer.model.name_or_path, revision=None, gguf_file=None),
             config=copy.deepcopy(trainer.model.config),
             generation=trainer.model.generation_config,
             tokenizer=trainer.processing_class,

@@ -17,7 +17,8 @@ from hfdist.checkpoint.exchange import on_rank_zero, rank
 from hfdist.checkpoint.folder import step_name
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.compose import to_yaml
-from hfdist.config.model import Dtype, Init
+from hfdist.config.export import ExportConfig
+from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
@@ -96,13 +97,22 @@ def prepare_proof(config: RunConfig) -> Proof:
         layout,
         run=replace(layout.run, dir=str(folder / "single")),
         strategy=StrategyConfig(data=1),
-        model=replace(layout.model, name=str(folder / ARCHITECTURE), revision=None, type=None, config={}),
+        # The tokenizer of a GGUF file lies in a checkpoint.
+        model=_of_architecture(layout.model, folder / ARCHITECTURE, tokenizer=checkpoints / step_name(1)),
     )
     description = (
         f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
         f"{NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
     )
     return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
+
+
+def _of_architecture(model: ModelConfig, architecture: Path, *, tokenizer: Path) -> ModelConfig:
+    given = model.tokenizer
+    if model.gguf_file is not None:
+        # It was found by the model's name.
+        given = replace(given, name=str(tokenizer), revision=None)
+    return replace(model, name=str(architecture), revision=None, gguf_file=None, type=None, config={}, tokenizer=given)
 
 
 def small_architecture(
@@ -225,6 +235,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
         ),
         checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, resume="auto"),
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
+        export=ExportConfig(),
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import (
@@ -38,10 +38,11 @@ from hfdist.data import (
     count_steps,
     open_corpus,
 )
-from hfdist.errors import CheckpointError, ConfigError
+from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
+from hfdist.models.start import find_start
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
@@ -52,6 +53,7 @@ from hfdist.trainer.logs import set_up_logging
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.preview import preview, survey
+from hfdist.trainer.push import check_push
 from hfdist.trainer.run_lock import RunLock
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
 from hfdist.trainer.summary import describe_run
@@ -71,6 +73,16 @@ class RunData:
     held_out: HeldOut | None
     max_steps: int
     """How many steps the run takes."""
+
+
+@dataclass(frozen=True)
+class LocatedRun:
+    """A run whose model is on this machine."""
+
+    config: RunConfig
+    """The run's config, with folders of this machine in place of Hub ids and GGUF files; never written down."""
+    fetch_weights: Callable[[], None]
+    """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
 
 
 def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
@@ -94,8 +106,8 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, or a folder that
-            another run is using.
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, a folder that
+            another run is using, or a repository to upload to that cannot be written.
         CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
             changed in what `checkpoint.allow_changes` would have to allow.
     """
@@ -111,7 +123,21 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
             # Held to the end of the process, whatever ends it.
             atexit.register(RunLock(run_dir).release)
             (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        check_push(config.export)
     return topology, batch
+
+
+def locate_model(config: RunConfig) -> LocatedRun:
+    """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
+
+    Raises:
+        ConfigError, ResourceError: see `find_start`.
+    """
+    folder = cache_dir(config.data)
+    with _writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    start = find_start(config.model, cache_dir=folder)
+    return LocatedRun(replace(config, model=start.model), start.fetch_weights)
 
 
 def build_data(config: RunConfig, topology: Topology) -> RunData:
@@ -210,12 +236,15 @@ def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
     Raises:
         PreemptedError: a signal has stopped it, saved.
         PeerError: the connection to another rank is lost.
+        ResourceError: the model is trained and saved, but could not be uploaded.
     """
     with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
-        _train_watched(trainer, data, config, watch)
+        not_uploaded = _train_watched(trainer, data, config, watch)
+    if not_uploaded is not None:
+        raise not_uploaded
 
 
-def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> None:
+def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> HfdistError | None:
     preemption = Preemption()
     if config.checkpoint.every is not None:
         # Without checkpoints there is nothing that a stop could save.
@@ -227,7 +256,7 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.
     write_ledger(trainer)
-    finish(trainer, data.held_out, config)
+    return finish(trainer, data.held_out, config)
 
 
 @contextmanager

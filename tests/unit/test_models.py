@@ -109,7 +109,7 @@ class TestArchitecture:
         with pytest.raises(ConfigError) as caught:
             load_architecture(ModelConfig(name="nobody/nothing"), tokenizer, sequence_length=16)
         assert caught.value.where == "model.name"
-        assert "cannot be reached" in str(caught.value)
+        assert "the Hub is switched off" in str(caught.value)
 
 
 class TestPretrained:

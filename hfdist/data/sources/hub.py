@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import datasets
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hfdist.config.data import RowFormat, SourceConfig
 from hfdist.data.sources.base import ContentError, first_line
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.rows import RowReader
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
 
 
 def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.text) -> DatasetShard:
@@ -20,6 +21,7 @@ def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.tex
     Raises:
         ConfigError: no such dataset or split.
         ContentError: it lacks the columns.
+        DataError: the Hub does not answer.
     """
     assert config.path is not None  # checked with the config
     folder = Path(config.path).expanduser()
@@ -31,6 +33,13 @@ def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.tex
     # RuntimeError: a dataset that is a script, which the library no longer runs. KeyError, TypeError: a damaged
     # description.
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        if _is_out_of_reach(error):
+            raise DataError(
+                "the Hub does not answer or is switched off, and the dataset is not in the local cache",
+                where=f"data.sources.{name}.path",
+                found=config.path,
+                hint="check the network, or load it once with `datasets` on this machine while it is connected",
+            ) from error
         raise ConfigError(
             f"the dataset cannot be opened: {first_line(error)}",
             where=f"data.sources.{name}.path",
@@ -39,6 +48,16 @@ def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.tex
         ) from error
     version = f"{config.subset}/{config.split}@{config.revision}"
     return DatasetShard(f"{config.path}/{version}", dataset, RowReader.of(config, default))
+
+
+def _is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether a question to the Hub without an answer is behind it: `datasets` calls that "not found" in the end."""
+    while error is not None:
+        if isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError)):
+            return True
+        # Also where it was raised "from None".
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _saved(folder: Path, config: SourceConfig) -> datasets.Dataset:

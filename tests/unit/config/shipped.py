@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-GROUPS = ("model", "adapter", "data", "strategy", "optimizer", "train", "checkpoint", "watch", "report", "experiment")
+GROUPS = (
+    "model", "adapter", "data", "strategy", "optimizer", "train", "checkpoint", "watch", "report", "export",
+    "experiment",
+)  # fmt: skip
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

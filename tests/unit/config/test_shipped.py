@@ -26,6 +26,7 @@ DOCUMENTED_IN = {
     "checkpoint": "checkpoint/default.yaml",
     "watch": "watch/default.yaml",
     "report": "report/default.yaml",
+    "export": "export/default.yaml",
 }
 
 

@@ -1,0 +1,43 @@
+"""`--offline`: a run that opens no connection to another machine but those of its own ranks."""
+
+from __future__ import annotations
+
+import os
+
+from hfdist.config.addresses import redact, scheme_of
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError
+
+FLAG = "--offline"
+# Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
+_SWITCHES = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+
+def go_offline() -> None:
+    """Switch the Hub off for this process and its children. Call before any of its libraries is imported."""
+    os.environ.update(_SWITCHES)
+
+
+def check_offline(config: RunConfig) -> None:
+    """Refuse what cannot be had without a connection. What the Hub's cache holds is found out where it is opened.
+
+    Raises:
+        ConfigError: data behind a network, or an upload.
+    """
+    for name, source in config.data.sources.items():
+        scheme = scheme_of(source.path or "")
+        if scheme not in (None, "file", "memory"):
+            raise ConfigError(
+                f"the data lie behind a network, which {FLAG} rules out",
+                where=f"data.sources.{name}.path",
+                found=redact(source.path or ""),
+                allowed="a path on this machine",
+                hint=f"copy them here first, or leave {FLAG} out",
+            )
+    if config.export.push_to is not None:
+        raise ConfigError(
+            f"an upload needs the Hub, which {FLAG} rules out",
+            where="export.push_to",
+            found=config.export.push_to,
+            hint="export.push_to=null; the model's folder can be uploaded later with `hf upload`",
+        )

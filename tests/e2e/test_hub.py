@@ -1,0 +1,66 @@
+"""The recipe as a process of its own: a refusal is one message, and `--offline` opens no connection at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hfdist.models.start import find_start
+from tests.e2e.test_launch import ROOT, lines, run
+from tests.hub_server import User
+from tests.hub_server.fixtures import hub  # noqa: F401
+from tests.hub_server.models import write_model
+from tests.unit.hub.starting import configure
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+RECIPE = ROOT / "recipes" / "finetune.py"
+TUNE = ("model.name=some/model", "data=stdlib", "data.sequence_length=32", "data.eval_sequences=4", "data.workers=0",
+        "train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=1", "optimizer.warmup_steps=1",
+        "checkpoint=none", "checkpoint.keep_best=false", "report=quiet")  # fmt: skip
+TOKEN = "hf_SECRETsecretSECRET"
+# Writes down who is connected to, or asked after by name.
+SITECUSTOMIZE = """
+import json, sys
+def hook(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple) or event == "socket.getaddrinfo":
+        with open({path!r}, "a") as file:
+            file.write(json.dumps([event, repr(arguments[1:])]) + "\\n")
+sys.addaudithook(hook)
+"""
+
+
+def environment(hub, tmp_path):  # noqa: F811
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE.format(path=str(tmp_path / "connections")))
+    paths = f"{tmp_path / 'site'}:{ROOT}"
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf-home"), "HF_HUB_OFFLINE": "0", "PYTHONPATH": paths,
+            "HF_HUB_DISABLE_XET": "1", "HF_DATASETS_OFFLINE": "0", "HFDIST_CACHE": str(tmp_path / "cache")}  # fmt: skip
+
+
+def connections(tmp_path):
+    path = tmp_path / "connections"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_gated_model_is_one_message(hub, tmp_path):  # noqa: F811
+    hub.store.add("some/model", write_model(tmp_path / "model"), gated=True)
+    hub.store.users[TOKEN] = User("me")
+    code, output = run(["python", RECIPE, *TUNE], tmp_path, HF_TOKEN=TOKEN, **environment(hub, tmp_path))
+    assert code == 2, output
+    assert "Config error: the repository is gated: your account has not been granted access" in output
+    assert "where:   model.name" in output
+    assert "Traceback" not in output
+    assert TOKEN not in output
+    assert connections(tmp_path), "or the next test proves nothing"
+
+
+def test_offline_opens_no_connection(hub, tmp_path):  # noqa: F811
+    hub.store.add("some/model", write_model(tmp_path / "model"))
+    find_start(configure("some/model"), cache_dir=tmp_path / "cache").fetch_weights()
+    hub.requests.clear()
+    code, output = run(["python", RECIPE, "--offline", *TUNE], tmp_path, **environment(hub, tmp_path))
+    assert code == 0, output
+    assert not connections(tmp_path)
+    assert not hub.requests
+    assert [line["step"] for line in lines(Path(tmp_path / "runs" / "finetune")) if "loss" in line] == [1, 2]

@@ -1,0 +1,16 @@
+"""The server, and tiny models to put into it."""
+
+import pytest
+
+from tests.hub_server.fixtures import hub  # noqa: F401
+from tests.hub_server.models import write_model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def sharded_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("sharded"), max_shard_size="40KB")

@@ -1,0 +1,32 @@
+"""Starting from a model as a recipe does, without data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hfdist.config.model import Init, ModelConfig, TokenizerConfig
+from hfdist.models import build_model, find_architecture, load_tokenizer
+from hfdist.models.hub import Patience
+from hfdist.models.start import find_start
+
+QUICK = Patience(first_wait_seconds=0.01)
+
+
+def configure(name, revision=None, **more) -> ModelConfig:
+    tokenizer = TokenizerConfig(name=str(name), revision=revision)
+    return ModelConfig(name=str(name), revision=revision, init=Init.pretrained, tokenizer=tokenizer, **more)
+
+
+def begin(name, cache: Path, revision=None, **more):
+    """Give the model and the tokenizer."""
+    start = find_start(configure(name, revision, **more), cache_dir=cache, patience=QUICK)
+    architecture = find_architecture(start.model, sequence_length=16)
+    tokenizer = load_tokenizer(start.model, corpus_id="", texts=lambda _: [], cache_dir=cache)
+    start.fetch_weights()
+    return build_model(start.model, architecture, seed=0), tokenizer
+
+
+def assert_same_weights(model, other) -> None:
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)

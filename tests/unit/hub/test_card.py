@@ -1,0 +1,84 @@
+"""The model card: what it says, and what it never shows."""
+
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hfdist.config.compose import compose_config
+from hfdist.data import PoolReport
+from hfdist.trainer.card import mask, write_card
+
+LINES = [
+    {"step": 0, "eval_loss": 3.5},
+    {"step": 1, "loss": 3.25},
+    {"step": 2, "loss": 3.0},
+    {"step": 9, "loss": 2.25},
+    {"step": 9, "eval_loss": 2.5},
+]
+REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 0.99), PoolReport("books", 10, 0.1, 678, 1.5, 0.9)]
+
+
+@pytest.fixture
+def card(tmp_path):
+    def write(*overrides, primary="finetune", ranks=2, folder="model"):
+        run_dir = tmp_path / "run"
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+        (run_dir / "loss.png").write_bytes(b"a picture")
+        config = compose_config([f"run.dir={run_dir}", "run.name=tuned", *overrides], name=primary)
+        write_card(run_dir / folder, config, REPORTS, commit="a" * 40, ranks=ranks)
+        return ModelCard.load(run_dir / folder / "README.md"), config
+
+    return write
+
+
+def test_what_it_says(card, tmp_path):
+    card, _ = card("model.name=some/base", "data=hub", "data.sources.hub.path=some/texts")
+    assert card.data.base_model == "some/base"
+    assert card.data.library_name == "transformers"
+    assert card.data.datasets == ["some/texts"]
+    assert card.data.license is None
+    for words in ("# tuned", "some/base", "a" * 40, "| web | 90 | 90.0% | 12,345 | 0.50 |", "step 1 | 3.2500",
+                  "training, step 9 | 2.2500", "held out, step 0 | 3.5000 | 33.1", "held out, step 9 | 2.5000",
+                  "--num_processes 2 recipes/finetune.py", "torch 2.", "![Losses](loss.png)"):  # fmt: skip
+        assert words in card.text, words
+    assert (tmp_path / "run" / "model" / "loss.png").read_bytes() == b"a picture"
+
+
+def test_its_config_makes_the_same_run_again(card, tmp_path):
+    card, config = card("model.name=some/base", "optimizer.lr=3e-4", "data.sources.stdlib.weight=2")
+    text = card.text.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "config.yaml").write_text(text)
+    assert compose_config(name="config", extra_dir=tmp_path / "again") == config
+
+
+def test_paths_of_this_machine_are_no_names_of_the_hub(card, tmp_path):
+    (tmp_path / "base").mkdir()
+    text, _ = card(f"model.name={tmp_path / 'base'}", "data=files", f"data.sources.files.path={tmp_path}/x.jsonl")
+    assert text.data.base_model is None
+    assert text.data.datasets is None
+    assert "fine-tuned from `base`" in text.text
+
+
+def test_random_weights_have_no_base(card):
+    text, _ = card("model=tiny", primary="pretrain", ranks=1)
+    assert text.data.base_model is None
+    assert "trained from random weights (llama)" in text.text
+    assert "\npython recipes/pretrain.py" in text.text
+
+
+def test_an_adapter_is_one(card, tmp_path):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{}")
+    text, _ = card("model.name=some/base", folder="adapter")
+    assert text.data.library_name == "peft"
+
+
+def test_secrets_are_masked():
+    values = {"train": {"arguments": {"hub_token": "hf_x", "url": "https://me:pass@host/a?sig=abc"}},
+              "list": ["s3://key:pass@bucket/x"], "sample_tokens": 64, "name": "me@home"}  # fmt: skip
+    masked = mask(values)
+    assert masked == {"train": {"arguments": {"hub_token": "***", "url": "https://host/a"}},
+                      "list": ["s3://bucket/x"], "sample_tokens": 64, "name": "me@home"}  # fmt: skip
