@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-GROUPS = ("model", "data", "strategy", "optimizer", "train", "checkpoint", "watch", "report", "experiment")
+GROUPS = ("model", "data", "strategy", "optimizer", "train", "evaluate", "checkpoint", "watch", "report", "experiment")
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
