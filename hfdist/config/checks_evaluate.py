@@ -118,7 +118,7 @@ def _check_lm_eval(evaluate: EvaluateConfig) -> None:
             found=folder,
             hint="evaluate.lm_eval=[NAME], or evaluate.lm_eval_include=null",
         )
-    if not Path(folder).expanduser().is_dir():
+    if not Path(folder).is_dir():
         raise ConfigError(
             "there is no such folder", where="evaluate.lm_eval_include", found=folder, allowed="a folder of YAML files"
         )

@@ -45,7 +45,7 @@ class EvaluateConfig:
     patience: int | None = limited(None, at_least=1)
     """Evaluations in a row without a lower held-out loss, after which the run stops; null: never."""
     min_delta: float = limited(0.0, at_least=0)
-    """By how much the loss must be lower to count."""
+    """By how much the loss must at least be lower than the best to count."""
     export: Export = Export.last
     """`best`: of the checkpoint with the lowest held-out loss."""
     lm_eval: list[str] = field(default_factory=list)

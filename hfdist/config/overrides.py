@@ -39,7 +39,8 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
     Two things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
-    `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, and text stays text (`model.revision=1e5`).
+    `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, and text stays text
+    (`model.revision=1e5`).
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.

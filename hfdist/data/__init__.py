@@ -2,7 +2,7 @@
 
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.cursor import Cursor
-from hfdist.data.heldout import HeldOut, build_held_out
+from hfdist.data.heldout import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.ledger import LEDGER, Ledger
 from hfdist.data.report import PoolReport, report
 from hfdist.data.stream import TokenStream
@@ -12,11 +12,13 @@ __all__ = [
     "Corpus",
     "Cursor",
     "HeldOut",
+    "HeldOutSources",
     "Ledger",
     "PoolReport",
     "TokenStream",
     "build_held_out",
     "cache_dir",
     "open_corpus",
+    "open_held_out_sources",
     "report",
 ]

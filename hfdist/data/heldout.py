@@ -1,20 +1,21 @@
-"""The held-out set: documents that training skips, packed once and cached."""
+"""The held-out set: documents that training skips, or sources of their own, packed once and cached."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
 from filelock import FileLock
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
-from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.files import write_atomically
 from hfdist.data.packing.concat import concat
@@ -37,10 +38,20 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         return dict(zip(NAMES, rows, strict=True))
 
 
+class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
+    """Several held-out sets, one behind the other."""
+
+    def __init__(self, parts: dict[str, HeldOut]) -> None:
+        super().__init__(parts.values())
+        self.parts = parts
+        """By the names of their sources."""
+
+
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
-    End to end, whatever `data.packing` is for training; a last sequence that does not fill up is left out.
+    End to end, whatever `data.packing` is for training; a last sequence that does not fill up is left out, but not
+    where all documents are held out.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -60,6 +71,23 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
+def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
+    """Open and pack the sources of `data.eval_sources`, at most `data.eval_sequences` sequences of each.
+
+    Raises:
+        ConfigError, DataError: one is missing, unreadable or empty.
+    """
+    parts = {}
+    for name, source in config.eval_sources.items():
+        alone = replace(
+            config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
+        )
+        held_out = build_held_out(open_corpus(alone, section="data.eval_sources"), tokenizer, alone)
+        assert held_out is not None
+        parts[name] = held_out
+    return HeldOutSources(parts)
+
+
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
     documents = Documents(corpus, tokenizer, open_token_cache(config), config.on_bad_rows, held_out=True)
     portions = (
@@ -68,8 +96,17 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         for portion in documents.read(block)
     )
     shape = Shape(config.sequence_length, fill_id=0)
-    whole = (sequence.rows for sequence in concat(portions, 0, shape) if sequence.num_tokens == shape.length)
-    sequences = list(islice(whole, config.eval_sequences))
+    takes_all = config.eval_fraction == 1
+    packed = (
+        s.rows for s in concat(portions, 0, shape) if s.num_tokens == shape.length or (takes_all and s.num_tokens)
+    )
+    sequences = list(islice(packed, config.eval_sequences))
+    if not sequences and takes_all:
+        raise DataError(
+            "there is no text in the held-out documents",
+            where=", ".join(f"data.eval_sources.{name}" for name in corpus.source_names),
+            found=f"{corpus.num_documents} documents, all empty or bad",
+        )
     if not sequences:
         raise DataError(
             "the held-out documents do not fill one sequence",

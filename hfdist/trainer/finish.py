@@ -1,29 +1,37 @@
-"""The end of a run: held-out loss beside a baseline, the model as a Hub folder, a sample of it, a picture."""
+"""The end of a run: held-out loss beside a baseline, the model as a Hub folder, what it can do, a picture."""
 
 from __future__ import annotations
 
+import json
 import logging
-import math
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hfdist.checkpoint.folder import step_name
+from hfdist.config.evaluate import Export
 from hfdist.config.run import RunConfig
-from hfdist.data import HeldOut
+from hfdist.data import HeldOut, HeldOutSources
+from hfdist.trainer import lm_eval
+from hfdist.trainer.evaluation import perplexity
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.plot import plot_losses
-from hfdist.trainer.saving import data_reports, last_held_out_loss
+from hfdist.trainer.saving import data_reports, find_best_checkpoint, last_held_out_loss, restore_weights
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
 
+_LONGEST_WAIT = timedelta(days=7)
+"""Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
 
-def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
+
+def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> None:
     """Evaluate, export, sample and draw. Call on all ranks; rank 0 reports."""
     run_dir = Path(run.run.dir)
     folder = run_dir / MODEL
@@ -34,6 +42,8 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
             *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
         )
     loss = None if held_out is None else _last_held_out_loss(trainer)
+    if run.evaluate.export is Export.best:
+        loss = _take_best(trainer, loss)
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
@@ -42,10 +52,12 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> None:
             _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             _report_losses(run_dir)
+        if run.evaluate.lm_eval:
+            _report_tasks(trainer, folder, run)
         logger.info("model: %s", folder)
     if dist.is_initialized():
         # Ranks that leave early would take the launcher down while rank 0 still samples.
-        dist.barrier()
+        dist.barrier(dist.new_group(backend="gloo", timeout=_LONGEST_WAIT))
         if "nccl" in dist.get_backend():
             # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
             # process closes them as well.
@@ -58,9 +70,35 @@ def _last_held_out_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"]) if last is None else last
 
 
+def _take_best(trainer: Trainer, last_loss: float | None) -> float | None:
+    """Put the weights of the best checkpoint into the model, and give its held-out loss."""
+    best = find_best_checkpoint(trainer)
+    if best is None:
+        logger.warning("no checkpoint was evaluated: the model is that of the last step")
+        return last_loss
+    path, loss = best
+    logger.info("the best checkpoint is %s", path.name)
+    if path.name != step_name(trainer.state.global_step):
+        restore_weights(trainer, path)
+    return loss
+
+
+def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig) -> None:
+    """Let the harness measure the exported model; as with a sample, what fails there does not fail the run."""
+    try:
+        results = lm_eval.measure(folder, run, device=trainer.args.device)
+    except lm_eval.HarnessError as error:
+        logger.warning("lm_eval: %s", error)
+        return
+    (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    figures = lm_eval.figures(results)
+    trainer.log(dict(figures))
+    logger.info("lm_eval:\n%s", lm_eval.table(figures))
+
+
 def _report_loss(loss: float, baseline: float) -> None:
-    logger.info("held-out loss %.4f, perplexity %.1f", loss, _perplexity(loss))
-    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, _perplexity(baseline))
+    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, perplexity(baseline))
 
 
 def _report_losses(run_dir: Path) -> None:
@@ -77,10 +115,6 @@ def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:
     except Exception as error:
         # The run is done and saved: whatever a model's own generation code raises must not make it a failure.
         logger.warning("no sample: %s: %s", type(error).__name__, error)
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:

@@ -13,8 +13,12 @@ from hfdist.data.sources.dataset import DatasetShard
 from hfdist.errors import ConfigError
 
 
-def open_hub(name: str, config: SourceConfig) -> DatasetShard:
+def open_hub(key: str, config: SourceConfig) -> DatasetShard:
     """Open one split.
+
+    Args:
+        key: of its path in the config, to name in messages.
+        config: of the source.
 
     Raises:
         ConfigError: no such dataset or split.
@@ -32,7 +36,7 @@ def open_hub(name: str, config: SourceConfig) -> DatasetShard:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
             f"the dataset cannot be opened: {first_line(error)}",
-            where=f"data.sources.{name}.path",
+            where=key,
             found=config.path,
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error
