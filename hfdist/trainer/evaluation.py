@@ -149,6 +149,7 @@ def _loss_figures(trainer: Any, loaders: Loaders, forward: Forward, prefix: str)
         dist.all_reduce(sums)
     total, count = sums.sum(0).tolist()
     loss = total / count if count else math.nan
+    logger.info("evaluated at step %d: loss %.4f, perplexity %.1f", trainer.state.global_step, loss, perplexity(loss))
     figures = {f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
     for name, (part_total, part_count) in zip(loaders, sums.tolist(), strict=True):
         if name:

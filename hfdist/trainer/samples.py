@@ -105,7 +105,7 @@ class PromptSamples(TrainerCallback):
         for prompt, ids in zip(self._prompts, self._continue(self._ids, forward), strict=True):
             text = self._trainer.processing_class.decode(ids, skip_special_tokens=True)
             self._lines.write({"step": step, "prompt": prompt, "text": text})
-            logger.info("step %d continues %r: %s", step, prompt, text)
+            logger.info("step %d continues %r: %r", step, prompt, text)
         return {}
 
 
