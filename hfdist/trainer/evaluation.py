@@ -80,7 +80,9 @@ def dealt_batches(
 
     def load(part: Any) -> DataLoader[Any]:
         items = DealtItems(part, topology, micro_batch_size)
-        return DataLoader(items, batch_size=micro_batch_size, collate_fn=collate_counting)
+        # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
+        generator = torch.Generator()
+        return DataLoader(items, batch_size=micro_batch_size, collate_fn=collate_counting, generator=generator)
 
     if isinstance(dataset, HeldOutSources):
         return {name: load(part) for name, part in dataset.parts.items()}

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 from safetensors.torch import load_file
 
+import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.config.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.trainer.callbacks import METRICS, read_metrics
@@ -156,7 +158,7 @@ def test_given_files_are_the_held_out_set(tmp_path, cache_dir):
     for name, documents in texts.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         sources.append(f"data.eval_sources.{name}.path={tmp_path / name}.jsonl")
-    given = ("data.eval_fraction=0", *sources, "train.max_steps=2", "data.workers=0", "data.eval_sequences=100")
+    given = ("data.eval_fraction=0", *sources, "train.max_steps=3", "data.workers=0", "data.eval_sequences=100")
     lines = {}
     for strategy, num_processes in (("single", 1), ("ddp", 2)):
         run = pretrain(tmp_path / strategy, num_processes, f"strategy={strategy}", *given)
