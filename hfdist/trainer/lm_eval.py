@@ -56,7 +56,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
     if not knows_tasks:
         return
     try:
-        known = _ask({"what": "tasks", "include": evaluate.lm_eval_include})
+        known = _ask({"what": "tasks", "tasks": evaluate.lm_eval, "include": evaluate.lm_eval_include})
     except HarnessError as error:
         raise ConfigError(
             f"the evaluation harness cannot list its tasks: {error}",
@@ -123,7 +123,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, float]:
         f"lm_eval/{task}/{name.removesuffix(',none')}": float(value)
         for task, metrics in results["results"].items()
         for name, value in metrics.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "sample_len"
     }
 
 
