@@ -45,8 +45,8 @@ def prune(folder: Path, keep: Keep) -> None:
     if keep.every is not None:
         kept |= {path for path in complete if int(path.name.removeprefix("step-")) % keep.every == 0}
     if keep.best:
-        losses = {path: loss for path in complete if (loss := _held_out_loss(path)) is not None}
-        kept |= {min(losses, key=lambda path: losses[path])} if losses else set()
+        best = _find_best(complete)
+        kept |= set() if best is None else {best[0]}
     for path in complete:
         if path in kept:
             continue
@@ -56,6 +56,16 @@ def prune(folder: Path, keep: Keep) -> None:
             shutil.rmtree(going)
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def find_best(folder: Path) -> tuple[Path, float] | None:
+    """Give the complete checkpoint with the lowest held-out loss, and the loss; None: none was evaluated."""
+    return _find_best([path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()])
+
+
+def _find_best(complete: list[Path]) -> tuple[Path, float] | None:
+    losses = {path: loss for path in complete if (loss := _held_out_loss(path)) is not None}
+    return min(losses.items(), key=lambda item: item[1]) if losses else None
 
 
 def _held_out_loss(path: Path) -> float | None:

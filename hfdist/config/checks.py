@@ -12,6 +12,7 @@ from typing import Any
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks_adapter import check_adapter_keys
 from hfdist.config.checks_data import check_data
+from hfdist.config.checks_evaluate import check_evaluation
 from hfdist.config.checks_layout import check_layout
 from hfdist.config.data import SourceKind
 from hfdist.config.export import ExportConfig
@@ -42,7 +43,7 @@ def check_config(config: RunConfig) -> None:
     _check_precision(config)
     _check_flash(config)
     _check_batch(config.train)
-    _check_evaluation(config)
+    check_evaluation(config)
     _check_keeping(config)
     _check_resume(config.checkpoint.resume)
     _check_export(config.export)
@@ -129,14 +130,15 @@ def _check_model(model: ModelConfig) -> None:
 
 def _check_tokens(config: RunConfig) -> None:
     """Tokens mean nothing without the tokenizer that made them."""
-    for name, source in config.data.sources.items():
-        if source.kind is SourceKind.tokens and config.model.tokenizer.name is None:
-            raise ConfigError(
-                "a source of tokens needs the tokenizer that made them",
-                where="model.tokenizer.name",
-                found=f"null, with data.sources.{name}.kind=tokens",
-                hint=f"model.tokenizer.name={source.path}/tokenizer",
-            )
+    for section in ("sources", "eval_sources"):
+        for name, source in getattr(config.data, section).items():
+            if source.kind is SourceKind.tokens and config.model.tokenizer.name is None:
+                raise ConfigError(
+                    "a source of tokens needs the tokenizer that made them",
+                    where="model.tokenizer.name",
+                    found=f"null, with data.{section}.{name}.kind=tokens",
+                    hint=f"model.tokenizer.name={source.path}/tokenizer",
+                )
 
 
 def _check_optimizer(config: RunConfig) -> None:
@@ -254,16 +256,6 @@ def _check_batch(train: TrainConfig) -> None:
             found=train.micro_batch_size,
             allowed=f"<= {train.global_batch_size} (train.global_batch_size)",
             hint=f"train.micro_batch_size={train.global_batch_size}",
-        )
-
-
-def _check_evaluation(config: RunConfig) -> None:
-    if config.train.eval_every is not None and config.data.eval_fraction == 0:
-        raise ConfigError(
-            "nothing is held out to evaluate on",
-            where="train.eval_every",
-            found=f"{config.train.eval_every}, with data.eval_fraction=0",
-            hint="data.eval_fraction=0.02, or train.eval_every=null",
         )
 
 

@@ -24,7 +24,7 @@ def check_data(data: DataConfig) -> None:
         ConfigError: the first contradiction that is found.
     """
     for name, source in data.sources.items():
-        _check_source(f"data.sources.{name}", source)
+        check_source(f"data.sources.{name}", source)
     check_mixture(data)
     _check_chat(data.chat)
     for entry in data.quarantine:
@@ -50,7 +50,16 @@ def check_mixture(data: DataConfig) -> None:
     _check_anneal(data)
 
 
-def _check_source(key: str, source: SourceConfig) -> None:
+def check_source(key: str, source: SourceConfig) -> None:
+    """Check one source by itself.
+
+    Args:
+        key: of the source, such as `data.sources.web`.
+        source: its values.
+
+    Raises:
+        ConfigError: the first contradiction that is found.
+    """
     if source.kind is SourceKind.stdlib and source.path is not None:
         raise ConfigError(
             "the standard library's source is where Python is installed, so it takes no path",

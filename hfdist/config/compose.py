@@ -25,7 +25,8 @@ from hfdist.errors import ConfigError, HfdistError
 SCHEMA = "run_schema"
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
-_REMOTE_CODE = "model.trust_remote_code"
+_RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"))
+"""Keys that no file may set."""
 
 
 def compose_config(
@@ -113,7 +114,12 @@ def _limit_epochs(config: RunConfig) -> None:
 
 def _expand_home(config: RunConfig) -> None:
     """Write `~` out once, so that no room forgets to."""
-    for section, name in ((config.run, "dir"), (config.model, "name"), (config.checkpoint, "resume")):
+    for section, name in (
+        (config.run, "dir"),
+        (config.model, "name"),
+        (config.checkpoint, "resume"),
+        (config.evaluate, "lm_eval_include"),
+    ):
         value = getattr(section, name)
         if value is not None and value.startswith("~"):
             setattr(section, name, str(Path(value).expanduser()))
@@ -122,23 +128,28 @@ def _expand_home(config: RunConfig) -> None:
 def to_yaml(config: RunConfig) -> str:
     """The whole resolved config as a primary config file, which composes to an equal RunConfig.
 
-    The one exception is `model.trust_remote_code`: no file may switch it on, so it is left out when true.
+    The exceptions are `model.trust_remote_code` and `evaluate.lm_eval_include`: no file may set them, so they are left
+    out when they are set.
     """
     head = [
         "# The resolved config of a run. To start one from it:",
         "#   recipes/pretrain.py --config-dir <this folder> --config-name config",
     ]
-    if config.model.trust_remote_code:
-        head.append(f"# The run also had {_REMOTE_CODE}=true, which only the command line can say.")
+    for section, name in _RUNS_CODE:
+        value = getattr(getattr(config, section), name)
+        if value:
+            text = str(value).lower() if value is True else value
+            head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
     defaults = {"defaults": [SCHEMA, "_self_"]}
     return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
 
 
 def to_values(config: RunConfig) -> dict[str, Any]:
-    """The whole resolved config as plain values for YAML and JSON, without a `model.trust_remote_code` that is true."""
+    """The whole resolved config as plain values for YAML and JSON, without what only the command line can set."""
     values: dict[str, Any] = _plain(config)
-    if config.model.trust_remote_code:
-        del values["model"]["trust_remote_code"]
+    for section, name in _RUNS_CODE:
+        if getattr(getattr(config, section), name):
+            del values[section][name]
     return values
 
 

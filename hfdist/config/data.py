@@ -141,8 +141,10 @@ class DataConfig:
     """Independent reading positions. Fixes the order; the number of data ranks must divide it."""
     eval_fraction: float = limited(0.02, at_least=0, at_most=0.5)
     """Share of documents held out, chosen by a hash of their text, so that equal documents fall on one side."""
+    eval_sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Held-out documents of their own instead of a share of the others (`eval_fraction=0`): all of each source."""
     eval_sequences: int = limited(128, at_least=1)
-    """How many held-out sequences an evaluation uses at the most."""
+    """How many held-out sequences an evaluation uses at the most; of `eval_sources`: of each."""
     workers: int = limited(1, at_least=0)
     """Processes per rank that read, tokenize and pack ahead; 0: in the training process."""
     prefetch: int = limited(64, at_least=1)

@@ -17,7 +17,7 @@ from hfdist.config.yaml_guard import refuse_target
 from hfdist.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_SOURCES = "data.sources"
+_SOURCES = ("data.sources", "data.eval_sources")
 _PREFIXES = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 
 
@@ -40,8 +40,8 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
     Three things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
-    `strategy.deepspeed.*`) and of `data.sources` need no `+`, text stays text (`model.revision=1e5`), and `data=` takes
-    files as well as an option (`data=chats/*.jsonl`).
+    `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
+    (`model.revision=1e5`), and `data=` takes files as well as an option (`data=chats/*.jsonl`).
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.
@@ -103,11 +103,12 @@ def _for_hydra(override: Override, text: str) -> str:
     found = find_key(key)
     if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
         value = f"'{value}'"
-    if key == _SOURCES or key.startswith(f"{_SOURCES}."):
-        # As one mapping: Hydra adds a typed member only by merging.
-        for part in reversed(key.removeprefix(_SOURCES).split(".")[1:]):
-            value = f"{{{part}:{value}}}"
-        return f"++{_SOURCES}={value}"
+    for sources in _SOURCES:
+        if key == sources or key.startswith(f"{sources}."):
+            # As one mapping: Hydra adds a typed member only by merging.
+            for part in reversed(key.removeprefix(sources).split(".")[1:]):
+                value = f"{{{part}:{value}}}"
+            return f"++{sources}={value}"
     is_free_member = override.type is OverrideType.CHANGE and _has_free_ancestor(key)
     prefix = "++" if is_free_member else _PREFIXES[override.type]
     return f"{prefix}{key}={value}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hfdist.config.adapter import AdapterConfig
 from hfdist.config.checkpoint import CheckpointConfig
 from hfdist.config.data import DataConfig
+from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
 from hfdist.config.model import ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
@@ -36,6 +37,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -206,6 +206,14 @@ def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None
             allowed="false",
             hint="model.trust_remote_code=true on the command line, once you have read that code",
         )
+    if leaf == "lm_eval_include" and str(value.value).lower() not in ("null", "~", ""):
+        raise ConfigError(
+            "tasks of the evaluation harness may run Python code, so a file cannot name a folder of them",
+            where=f"{name} ({at})",
+            found=value.value,
+            allowed="null",
+            hint="evaluate.lm_eval_include=... on the command line, once you have read them",
+        )
     parent, _, leaf = name.partition(".")
     if parent == "hydra" and leaf and leaf.partition(".")[0] not in HYDRA_KEYS:
         raise ConfigError(

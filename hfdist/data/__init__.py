@@ -2,7 +2,7 @@
 
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.cursor import Cursor
-from hfdist.data.heldout import HeldOut, build_held_out
+from hfdist.data.heldout import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.ledger import LEDGER, Ledger
 from hfdist.data.report import PoolReport, describe_losses, report
 from hfdist.data.steps import count_steps
@@ -13,6 +13,7 @@ __all__ = [
     "Corpus",
     "Cursor",
     "HeldOut",
+    "HeldOutSources",
     "Ledger",
     "PoolReport",
     "TokenStream",
@@ -21,5 +22,6 @@ __all__ = [
     "count_steps",
     "describe_losses",
     "open_corpus",
+    "open_held_out_sources",
     "report",
 ]

@@ -172,12 +172,15 @@ def _digest(values: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
 
 
-def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None) -> Corpus:
+def open_corpus(
+    config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None, *, section: str = "data.sources"
+) -> Corpus:
     """Open all sources and check them.
 
     Args:
         config: `data.*`.
         given: datasets in memory, by name; a source of that name in `config` gives column, weight and epochs.
+        section: where the sources stand in the config, to name in messages.
 
     Raises:
         ConfigError: a source that does not exist, or weights that do not go together.
@@ -189,7 +192,9 @@ def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None
     check_mixture(config)
     problems = Problems(config.on_bad_rows)
     shards: dict[str, Sequence[Shard]] = {
-        name: find_shards(name, config, cache_dir(config), problems) for name in sources if name not in given
+        name: find_shards(name, config, cache_dir(config), problems, section=section)
+        for name in sources
+        if name not in given
     }
     for name, dataset in given.items():
         shards[name] = [DatasetShard(name, dataset, RowReader.of(sources[name], config.format))]
@@ -200,7 +205,7 @@ def open_corpus(config: DataConfig, given: Mapping[str, datasets.Dataset] | None
             names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]
             raise DataError(
                 "there are fewer documents than lanes",
-                where=", ".join(f"data.sources.{name}" for name in names),
+                where=", ".join(f"{section}.{name}" for name in names),
                 found=f"{num_documents} documents, {config.lanes} lanes",
                 allowed="a document or more for each lane",
                 hint="data.lanes=1 (then one data rank) or more data",

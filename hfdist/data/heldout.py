@@ -1,20 +1,21 @@
-"""The held-out set: documents that training skips, packed once and cached."""
+"""The held-out set: documents that training skips, or sources of their own, packed once and cached."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
 from filelock import FileLock
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
-from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders
 from hfdist.data.files import write_atomically
@@ -38,11 +39,20 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         return dict(zip(NAMES, rows, strict=True))
 
 
+class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
+    """Several held-out sets, one behind the other."""
+
+    def __init__(self, parts: dict[str, HeldOut]) -> None:
+        super().__init__(parts.values())
+        self.parts = parts
+        """By the names of their sources."""
+
+
 def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
-    Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up;
-    examples stay whole.
+    Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
+    all documents are held out); examples stay whole.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -63,6 +73,23 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
+def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
+    """Open and pack the sources of `data.eval_sources`, at most `data.eval_sequences` sequences of each.
+
+    Raises:
+        ConfigError, DataError: one is missing, unreadable or empty.
+    """
+    parts = {}
+    for name, source in config.eval_sources.items():
+        alone = replace(
+            config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
+        )
+        held_out = build_held_out(open_corpus(alone, section="data.eval_sources"), tokenizer, alone)
+        assert held_out is not None
+        parts[name] = held_out
+    return HeldOutSources(parts)
+
+
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
     documents = Documents(corpus, tokenizer, open_token_cache(config), config, held_out=True)
     portions = (
@@ -71,11 +98,19 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
         for portion in documents.read(block)
     )
     shape = Shape(config.sequence_length, fill_id=0)
+    takes_all = config.eval_fraction == 1
     if corpus.has_examples:
         packed = (one.rows for one in best_fit(portions, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
     else:
-        packed = (one.rows for one in concat(portions, 0, shape) if one.num_tokens == shape.length)
+        ends = concat(portions, 0, shape)
+        packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
     sequences = list(islice(packed, config.eval_sequences))
+    if not sequences and takes_all:
+        raise DataError(
+            "there is nothing to learn in the held-out documents",
+            where=", ".join(f"data.eval_sources.{name}" for name in corpus.source_names),
+            found=f"{corpus.num_documents} documents, all empty, bad or without a target",
+        )
     if not sequences:
         raise DataError(
             "the held-out documents do not fill one sequence",

@@ -37,8 +37,6 @@ class Defaults:
     """(model, batch, num_items) -> detached loss: forward and backward of one micro batch."""
     loss: Callable[..., torch.Tensor]
     """(model, batch, num_items) -> loss to go backward from, times the number of processes; see `forward_backward`."""
-    sum_of_losses: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
-    """(model, batch) -> sum of the token losses in float64, number of target tokens."""
 
 
 class Engine(Protocol):
@@ -78,10 +76,17 @@ class Engine(Protocol):
             default: how the Trainer does it.
         """
 
-    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the sum of the token losses (float64) of this batch and the number of its target tokens.
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+        """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
-        Summed over all processes they must count each batch once.
+        Args:
+            batch: tensors of shape [sequences, ...].
+            function: (model, part of the batch) -> anything made of what the model gives.
+            default: how the Trainer does it.
+
+        Returns:
+            What `function` gave for each part, in order, on the one rank of each model replica that has logits; a
+            part may end with copies of the batch's first row, without targets. On the other ranks: an empty list.
         """
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:

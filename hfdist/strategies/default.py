@@ -33,9 +33,10 @@ class DefaultEngine:
         """Run the Trainer's own training step."""
         return default.training_step(default.model, batch, num_items)
 
-    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the model on this rank's batch."""
-        return default.sum_of_losses(default.model, batch)
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+        """Run the model on this rank's batch, in one part."""
+        with torch.no_grad():
+            return [function(default.model, batch)]
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All of them."""

@@ -204,17 +204,14 @@ class PipelineEngine:
         self._reduce_gradients()
         return self._agree_on_loss(unscaled)
 
-    def evaluate(self, batch: Batch, default: Defaults) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forwards through the stages. Only the rank of the last stage has numbers; the others give zeros."""
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+        """Run forwards through the stages. Only the rank of the last stage has values."""
         if self._pipeline is None:
             # Before training.
             self._pipeline = self._make_pipeline()
         self._train_mode(False)
-        microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
         with torch.no_grad():
-            sums = self._pipeline.forward(microbatches, default.sum_of_losses)
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return sum((total for total, _ in sums), zero), sum((count for _, count in sums), zero)
+            return self._pipeline.forward(split_batch(batch, self._strategy.batch.num_microbatches), function)
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all stages; a parameter on several ranks counts once."""

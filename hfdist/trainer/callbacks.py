@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import shutil
 import sys
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfdist.errors import ResourceError
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
 from hfdist.pipeline.timeline_plot import draw
 from hfdist.strategies.base import Engine
+from hfdist.trainer.steplines import StepLines, read_lines
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+
+_WRITTEN = ("data/", "checkpoint/", "lm_eval/")
 
 
 @runtime_checkable
@@ -41,31 +40,19 @@ class MetricsWriter(TrainerCallback):
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS
-        self._file: TextIO | None = None
+        self._lines = StepLines(run_dir / METRICS)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Open the file; on a resume, drop lines of steps that will be done again."""
         if state.is_world_process_zero:
-            self._open(state)
+            self._lines.open(state.global_step)
 
     def on_go_back(self, state: TrainerState) -> None:
         """Drop lines of steps that will be done again."""
-        if self._file is not None:
-            self._file.close()
-            self._open(state)
-
-    def _open(self, state: TrainerState) -> None:
-        kept = [line for line in read_metrics(self._path) if line["step"] <= state.global_step]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the old file first: a run that is killed in between must find the lines again.
-        unfinished = self._path.with_suffix(".tmp")
-        self._file = unfinished.open("w", encoding="utf-8")
-        for line in kept if state.global_step > 0 else []:
-            self._write(line)
-        unfinished.replace(self._path)
+        if state.is_world_process_zero:
+            self._lines.open(state.global_step)
 
     def on_log(
         self,
@@ -75,25 +62,9 @@ class MetricsWriter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Write training lines (with `loss`), evaluations (`eval_loss`), what was read (`data/`) and saved."""
-        is_written = any(key in ("loss", "eval_loss") or key.startswith(("data/", "checkpoint/")) for key in logs or ())
-        if self._file is not None and is_written:
-            self._write({"step": state.global_step} | (logs or {}))
-
-    def _write(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        try:
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            # A disk that takes no line takes no checkpoint either; the last one is whole.
-            raise ResourceError(
-                "the metrics cannot be written",
-                where=str(self._path),
-                found=f"{error.strerror}; {shutil.disk_usage(self._path.parent).free:,} bytes free",
-                hint="free space, or another disk for run.dir",
-            ) from error
+        """Write training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
+        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs or ()):
+            self._lines.write({"step": state.global_step} | (logs or {}))
 
 
 class TimelineDrawer(TrainerCallback):
@@ -130,19 +101,11 @@ class TimelineDrawer(TrainerCallback):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read a metrics.jsonl; none: an empty list. A line cut off by a kill is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return lines
+    return read_lines(path)
 
 
 class ProgressBar(TrainerCallback):
-    """A bar with loss, held-out loss and tokens/s."""
+    """A bar with loss, held-out loss, its perplexity and tokens/s."""
 
     def __init__(self) -> None:
         self._bar: tqdm[Any] | None = None
@@ -201,6 +164,7 @@ class ProgressBar(TrainerCallback):
 _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("eval_loss", "held-out", "{:.3f}"),
+    ("eval_perplexity", "ppl", "{:.1f}"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )

@@ -1,13 +1,14 @@
-"""The end of a run: held-out loss beside a baseline, the model as a Hub folder with its card, a sample, a picture."""
+"""The end of a run: held-out loss beside a baseline, the exported model with its card, what it can do, a picture."""
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,20 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.checkpoint.exchange import on_rank_zero, world_size
+from hfdist.checkpoint.folder import step_name
+from hfdist.config.evaluate import Export
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER, HeldOut, PoolReport, describe_losses
+from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_losses
 from hfdist.data.ledger import read_records
 from hfdist.errors import HfdistError
+from hfdist.trainer import lm_eval
 from hfdist.trainer.card import write_card
+from hfdist.trainer.evaluation import perplexity
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.merged import without_zero3, write_merged
 from hfdist.trainer.plot import plot_losses
 from hfdist.trainer.push import push
-from hfdist.trainer.saving import data_reports, last_held_out_loss
+from hfdist.trainer.saving import data_reports, find_best_checkpoint, last_held_out_loss, restore_weights
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -33,8 +38,11 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 ADAPTER = "adapter"
 
+_LONGEST_WAIT = timedelta(days=7)
+"""Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
 
-def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> HfdistError | None:
+
+def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> HfdistError | None:
     """Evaluate, export, sample, draw and upload. Call on all ranks; rank 0 reports.
 
     Returns:
@@ -53,6 +61,8 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> Hfdist
         if (losses := describe_losses(lanes, run.data)) is not None:
             logger.info("data: %s", losses)
     loss = None if held_out is None else _last_held_out_loss(trainer)
+    if run.evaluate.export is Export.best:
+        loss = _take_best(trainer, loss)
     folder = _deliver(trainer, run)
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
@@ -62,12 +72,14 @@ def finish(trainer: Trainer, held_out: HeldOut | None, run: RunConfig) -> Hfdist
                 _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             _report_losses(run_dir)
+        if run.evaluate.lm_eval:
+            _report_tasks(trainer, folder, run)
         _write_card(folder, run, reports, trainer)
         logger.info("model: %s", folder)
     not_uploaded = push(folder, run.export)
     if dist.is_initialized():
         # Ranks that leave early would take the launcher down while rank 0 still samples.
-        dist.barrier()
+        dist.barrier(dist.new_group(backend="gloo", timeout=_LONGEST_WAIT))
         if "nccl" in dist.get_backend():
             # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
             # process closes them as well.
@@ -122,9 +134,35 @@ def _last_held_out_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"]) if last is None else last
 
 
+def _take_best(trainer: Trainer, last_loss: float | None) -> float | None:
+    """Put the weights of the best checkpoint into the model, and give its held-out loss."""
+    best = find_best_checkpoint(trainer)
+    if best is None:
+        logger.warning("no checkpoint was evaluated: the model is that of the last step")
+        return last_loss
+    path, loss = best
+    logger.info("the best checkpoint is %s", path.name)
+    if path.name != step_name(trainer.state.global_step):
+        restore_weights(trainer, path)
+    return loss
+
+
+def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig) -> None:
+    """Let the harness measure the exported model; as with a sample, what fails there does not fail the run."""
+    try:
+        results = lm_eval.measure(folder, run, device=trainer.args.device)
+    except lm_eval.HarnessError as error:
+        logger.warning("lm_eval: %s", error)
+        return
+    (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    figures = lm_eval.figures(results)
+    trainer.log(dict(figures))
+    logger.info("lm_eval:\n%s", lm_eval.table(figures))
+
+
 def _report_loss(loss: float, baseline: float) -> None:
-    logger.info("held-out loss %.4f, perplexity %.1f", loss, _perplexity(loss))
-    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, _perplexity(baseline))
+    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, perplexity(baseline))
 
 
 def _report_losses(run_dir: Path) -> None:
@@ -141,10 +179,6 @@ def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:
     except Exception as error:
         # The run is done and saved: whatever a model's own generation code raises must not make it a failure.
         logger.warning("no sample: %s: %s", type(error).__name__, error)
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:

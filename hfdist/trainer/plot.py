@@ -13,7 +13,8 @@ def plot_losses(run_dir: Path) -> Path:
     """Draw `loss.png` from `metrics.jsonl` and give its path."""
     lines = read_metrics(run_dir / METRICS)
     train = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
-    tokens_at = {line["step"]: line["tokens"] for line in lines if "tokens" in line}
+    # An evaluation before the first step stands at the left edge.
+    tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}
     held_out = [
         (tokens_at[line["step"]], line["eval_loss"])
         for line in lines

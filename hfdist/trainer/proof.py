@@ -17,6 +17,7 @@ from hfdist.checkpoint.exchange import on_rank_zero, rank
 from hfdist.checkpoint.folder import step_name
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.compose import to_yaml
+from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
@@ -233,6 +234,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
             global_batch_size=asked.micro_batch_size * num_microbatches * asked.data_size,
             eval_every=None,
         ),
+        evaluate=EvaluateConfig(),
         checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, resume="auto"),
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
         export=ExportConfig(),

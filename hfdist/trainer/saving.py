@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state
+from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state, verify
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
-from hfdist.checkpoint.retention import HELD_OUT_LOSS
+from hfdist.checkpoint.retention import HELD_OUT_LOSS, find_best
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.errors import HfdistError
 from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
@@ -174,8 +174,7 @@ def _pieces(trainer: Any) -> Iterator[Piece]:
 
 def restore(trainer: Any, path: Path) -> None:
     """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
-    state = read_checkpoint(path, _pieces(trainer))
-    trainer.engine.loaded()
+    state = restore_weights(trainer, path)
     trainer.engine.restore_numbers(state["engine"])
     _restore_schedule(trainer, state["schedule_steps"])
     if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
@@ -184,6 +183,34 @@ def restore(trainer: Any, path: Path) -> None:
         trainer.train_dataset.load_state_dict(state["cursor"])
     restore_random_state(path)
     on_rank_zero(lambda: _tidy(trainer))
+
+
+def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
+    """Read what the engine holds, weights and what the optimizer keeps, and give the rest of the state.
+
+    Call on all ranks. Training does not go on from this alone.
+    """
+    state = read_checkpoint(path, _pieces(trainer))
+    trainer.engine.loaded()
+    return state
+
+
+def find_best_checkpoint(trainer: Any) -> tuple[Path, float] | None:
+    """Give the run's checkpoint with the lowest held-out loss and the loss, verified. Call on all ranks.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+
+    def find() -> list[Any] | None:
+        best = find_best(Path(trainer.args.output_dir) / CHECKPOINTS)
+        if best is None:
+            return None
+        verify(best[0])
+        return [str(best[0]), best[1]]
+
+    found = on_rank_zero(find)
+    return None if found is None else (Path(found[0]), float(found[1]))
 
 
 def _tidy(trainer: Any) -> None:

@@ -31,12 +31,14 @@ from hfdist.data import (
     LEDGER,
     Corpus,
     HeldOut,
+    HeldOutSources,
     Ledger,
     TokenStream,
     build_held_out,
     cache_dir,
     count_steps,
     open_corpus,
+    open_held_out_sources,
 )
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter import check_adapter
@@ -50,6 +52,7 @@ from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.measures import add_measures, check_named
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.preview import preview, survey
@@ -70,7 +73,7 @@ class RunData:
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
-    held_out: HeldOut | None
+    held_out: HeldOut | HeldOutSources | None
     max_steps: int
     """How many steps the run takes."""
 
@@ -106,14 +109,15 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """Find this process's place and the batch arithmetic, and open the run folder.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments`, a folder that
-            another run is using, or a repository to upload to that cannot be written.
+        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments` or `evaluate`, a
+            folder that another run is using, or a repository to upload to that cannot be written.
         CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
             changed in what `checkpoint.allow_changes` would have to allow.
     """
     topology, batch = plan_run(config)
     check_further_arguments(config, batch)
     check_adapter(config.adapter, config.model)
+    check_named(config, topology)
     set_up_logging(topology)
     run_dir = Path(config.run.dir)
     _check_resume(config, run_dir / CHECKPOINTS)
@@ -153,7 +157,10 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
-        held_out = build_held_out(corpus, tokenizer, config.data)
+        if config.data.eval_sources:
+            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
+        else:
+            held_out = build_held_out(corpus, tokenizer, config.data)
     stream = TokenStream(
         corpus,
         tokenizer,
@@ -204,6 +211,7 @@ def build_trainer(
         callbacks=callbacks,
     )
     trainer.run_values = to_values(config)
+    add_measures(trainer, data.held_out, config)
     checkpoint = config.checkpoint
     trainer.save_in_background = checkpoint.background
     trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
@@ -252,7 +260,9 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
         trainer.agreement.listeners.append(preemption)
     # Behind it, since it decides what follows a step.
     trainer.add_callback(watch)
-    trainer.train(resume_from_checkpoint=_resume_from(config))
+    checkpoint = _resume_from(config)
+    trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
+    trainer.train(resume_from_checkpoint=checkpoint)
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.
     write_ledger(trainer)

@@ -19,16 +19,15 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
-from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving
 from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.dealing import deal
-from hfdist.trainer.evaluation import dealt_batches, mean_token_loss
+from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate
 from hfdist.trainer.groups import without_empty_groups
 from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
-from hfdist.trainer.loss import causal_lm_loss, sum_of_token_losses
+from hfdist.trainer.loss import causal_lm_loss
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.numerics import Limits, StepGuard, spread
 from hfdist.trainer.throughput import Throughput
@@ -62,6 +61,8 @@ class DistributedTrainerMixin(_Trainer):
         self.save_in_background = True
         """Whether training goes on from a copy in memory while a checkpoint is written."""
         self.saving: saving.Saving | None = None
+        self.measures: list[Measure] = []
+        """What each evaluation measures besides the loss."""
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
@@ -184,7 +185,6 @@ class DistributedTrainerMixin(_Trainer):
             model=model,
             training_step=super().training_step,
             loss=self._loss_of_micro_batch,
-            sum_of_losses=self._sum_of_losses,
         )
 
     def _loss_of_micro_batch(self, model: nn.Module, batch: Batch, num_items: Any) -> torch.Tensor:
@@ -204,8 +204,10 @@ class DistributedTrainerMixin(_Trainer):
             super()._sync_replicated_trainable_parameters(model)
 
     def _run_epoch(self, *more: Any, **named: Any) -> None:
-        if self.engine is not None and self.state.global_step >= self.state.max_steps:
-            # Resumed from its last step: an endless stream would otherwise give one step more.
+        if self.engine is not None and (
+            self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        ):
+            # Resumed at its end: an endless stream would otherwise give one step more.
             self.control.should_training_stop = True
             return
         super()._run_epoch(*more, **named)
@@ -289,33 +291,7 @@ class DistributedTrainerMixin(_Trainer):
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
         if self.engine is None or self.compute_metrics is not None:
             return super().evaluation_loop(dataloader, description, *more, **named)
-        prefix = named.get("metric_key_prefix", "eval")
-        model = self._model_for_evaluation()
-        was_training = model.training
-        model.eval()
-        with self.throughput.paused():
-            evaluate = partial(self.engine.evaluate, default=self._defaults(model))
-            loss, num_tokens = mean_token_loss(dataloader, evaluate, self.args.device)
-        model.train(was_training)
-        metrics = {f"{prefix}_loss": loss, f"{prefix}_tokens": num_tokens}
-        nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-        num_samples = dataloader.dataset.num_items
-        return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=metrics, num_samples=num_samples)
-
-    def _model_for_evaluation(self) -> nn.Module:
-        """The model as it is trained; before training, wrapped as training would."""
-        if self.model_wrapped is self.model and self.strategy is not None and self.is_deepspeed_enabled:
-            raise ConfigError(
-                "evaluate() before train() is not possible: DeepSpeed makes its engine with the optimizer",
-                hint="call train() first, or evaluate with strategy=single or strategy=ddp",
-            )
-        # DDP's wrapper only matters for backward, and would make ranks wait for each other.
-        return cast(nn.Module, self.model_wrapped if self.is_deepspeed_enabled else self.model)
-
-    def _sum_of_losses(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = self._prepare_inputs(batch)
-        with torch.no_grad(), self.accelerator.autocast():
-            return sum_of_token_losses(model, batch, accepts_loss_kwargs=self.model_accepts_loss_kwargs)
+        return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----
 

@@ -33,8 +33,17 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _OPENED_AT_ONCE = 16
 
 
-def find_shards(name: str, data: DataConfig, cache_dir: Path, problems: Problems) -> Sequence[Shard]:
+def find_shards(
+    name: str, data: DataConfig, cache_dir: Path, problems: Problems, *, section: str = "data.sources"
+) -> Sequence[Shard]:
     """Open the shards of the source `name`; bad ones are handed to `problems`.
+
+    Args:
+        name: of the source.
+        data: `data.*`.
+        cache_dir: for remote files.
+        problems: what to do with bad ones.
+        section: of the config, to name in messages.
 
     Raises:
         ConfigError: the config names something that does not exist.
@@ -42,13 +51,13 @@ def find_shards(name: str, data: DataConfig, cache_dir: Path, problems: Problems
         ContentError: a bad file, where `data.on_bad_rows` is to stop.
     """
     config = data.sources[name]
-    key = f"data.sources.{name}.path"
+    key = f"{section}.{name}.path"
     cache = FileCache(cache_dir, data.file_cache_bytes)
     match config.kind:
         case SourceKind.stdlib:
             return _standard_library(cache)
         case SourceKind.hub:
-            return [open_hub(name, config, data.format)]
+            return [open_hub(key, config, data.format)]
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
             return open_token_shards(config.path, key)

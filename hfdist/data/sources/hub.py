@@ -15,8 +15,13 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.errors import ConfigError, DataError
 
 
-def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.text) -> DatasetShard:
-    """Open one split; `default` is the format of its rows where the source names none.
+def open_hub(key: str, config: SourceConfig, default: RowFormat = RowFormat.text) -> DatasetShard:
+    """Open one split.
+
+    Args:
+        key: of its path in the config, to name in messages.
+        config: of the source.
+        default: format of its rows where the source names none.
 
     Raises:
         ConfigError: no such dataset or split.
@@ -36,13 +41,13 @@ def open_hub(name: str, config: SourceConfig, default: RowFormat = RowFormat.tex
         if _is_out_of_reach(error):
             raise DataError(
                 "the Hub does not answer or is switched off, and the dataset is not in the local cache",
-                where=f"data.sources.{name}.path",
+                where=key,
                 found=config.path,
                 hint="check the network, or load it once with `datasets` on this machine while it is connected",
             ) from error
         raise ConfigError(
             f"the dataset cannot be opened: {first_line(error)}",
-            where=f"data.sources.{name}.path",
+            where=key,
             found=config.path,
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error

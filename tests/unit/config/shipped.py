@@ -6,7 +6,7 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 GROUPS = (
-    "model", "adapter", "data", "strategy", "optimizer", "train", "checkpoint", "watch", "report", "export",
+    "model", "adapter", "data", "strategy", "optimizer", "train", "evaluate", "checkpoint", "watch", "report", "export",
     "experiment",
 )  # fmt: skip
 

@@ -59,6 +59,9 @@ def test_the_ends_of_ranges(key, good, bad):
     assert (error.where, error.found) == (key, bad)
 
 
+GIVEN = ["data.eval_fraction=0"]
+BEST = ["checkpoint.keep_best=true", "train.eval_every=1"]
+
 # overrides -> (where, what or allowed contains, hint contains)
 CONTRADICTIONS = [
     (
@@ -106,6 +109,29 @@ CONTRADICTIONS = [
     (["optimizer.schedule=constant", "optimizer.min_lr_ratio=0"], "optimizer.min_lr_ratio", "its peak", "null"),
     (["train.micro_batch_size=64"], "train.micro_batch_size", "larger than the global", "train.micro_batch_size=32"),
     (["train.eval_every=5", "data.eval_fraction=0"], "train.eval_every", "nothing is held out", "data.eval_fraction"),
+    (
+        ["evaluate.at_start=true", "evaluate.prompts=[a]", "evaluate.metrics=[exact_match]", "data.eval_fraction=0"],
+        "evaluate.at_start, evaluate.prompts, evaluate.metrics",
+        "nothing is held out",
+        "evaluate.at_start=false evaluate.prompts=[] evaluate.metrics=[]",
+    ),
+    (["data.eval_sources.v={path: x}"], "data.eval_fraction", "given, and a share", "data.eval_fraction=0"),
+    ([*GIVEN, "data.eval_sources.v={}"], "data.eval_sources.v.path", "no path", "data.eval_sources.v.path=..."),
+    ([*GIVEN, "data.eval_sources.v={path: x, weight: 2}"], "data.eval_sources.v.weight", "all read, once", "null"),
+    ([*GIVEN, "data.eval_sources.v={path: x, epochs: 2}"], "data.eval_sources.v.epochs", "all read, once", "null"),
+    (
+        [*GIVEN, "data.eval_sources.v={path: x, kind: tokens}"],
+        "model.tokenizer.name",
+        "needs the tokenizer",
+        "model.tokenizer.name=x/tokenizer",
+    ),
+    (["evaluate.patience=2"], "evaluate.patience", "during the run", "train.eval_every=100"),
+    (["evaluate.min_delta=0.1"], "evaluate.min_delta", "nothing is stopped early", "evaluate.patience=3"),
+    (["evaluate.export=best"], "evaluate.export", "none is kept for it", "checkpoint.keep_best=true"),
+    (["evaluate.export=best", "checkpoint=none", *BEST], "evaluate.export", "none is kept", "evaluate.export=last"),
+    (["evaluate.prompts=[a,' ']"], "evaluate.prompts[1]", "a prompt is empty", None),
+    (["evaluate.lm_eval_include=/tmp"], "evaluate.lm_eval_include", "no task is asked for", "evaluate.lm_eval=[NAME]"),
+    (["evaluate.lm_eval=[a]", "evaluate.lm_eval_include=/no/such"], "evaluate.lm_eval_include", "no such folder", None),
     (["checkpoint.resume=atuo"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),
     (["checkpoint.resume=/no/such/folder"], "checkpoint.resume", "folder that exists", "checkpoint.resume=auto"),
     (["checkpoint.resume=''"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),

@@ -85,6 +85,12 @@ MISTAKES = {
         "runs Python code",
         "model.trust_remote_code=true on the command line",
     ),
+    "tasks of the harness": (
+        "evaluate:\n  lm_eval: [a]\n  lm_eval_include: tasks\n",
+        f"evaluate.lm_eval_include ({FILE}, line 4)",
+        "may run Python code",
+        "on the command line",
+    ),
     "remote code by another word": ("model:\n  trust_remote_code: 'on'\n", None, "runs Python code", None),
     "remote code by reference": ("model:\n  trust_remote_code: ${report.plot}\n", None, "runs Python code", None),
     "remote code through an alias": (

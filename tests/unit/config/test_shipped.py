@@ -23,6 +23,7 @@ DOCUMENTED_IN = {
     "strategy": "strategy/single.yaml",
     "optimizer": "optimizer/adamw.yaml",
     "train": "train/default.yaml",
+    "evaluate": "evaluate/default.yaml",
     "checkpoint": "checkpoint/default.yaml",
     "watch": "watch/default.yaml",
     "report": "report/default.yaml",
@@ -98,7 +99,11 @@ def test_each_file_opens_with_a_comment_or_explains_each_key(group, option):
     assert all(len(line) <= 120 for line in lines)
 
 
-@pytest.mark.parametrize("key", [key.name for key in all_keys().values()])
+# Held-out sources are described as the sources are.
+HERE = [key.name for key in all_keys().values() if not key.name.startswith("data.eval_sources.")]
+
+
+@pytest.mark.parametrize("key", HERE)
 def test_each_key_stands_in_the_file_that_documents_its_group(key):
     section, _, rest = key.partition(".")
     text = (CONF / DOCUMENTED_IN[section]).read_text()

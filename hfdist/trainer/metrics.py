@@ -1,0 +1,133 @@
+"""Metrics of generated text, found by name among what installed packages offer; a config can only name one."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfdist.errors import ConfigError
+
+GROUP = "hfdist.metrics"
+"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A held-out prompt that the model has continued."""
+
+    prompt: str
+    text: str
+    """What the model wrote, without special tokens."""
+    reference: str
+    """What stands there in the data; like `text`, at most `evaluate.max_new_tokens` long."""
+
+
+Metric = Callable[[Sequence[Generation]], float | Mapping[str, float]]
+"""One figure, reported as `eval_<name>`, or several: `eval_<name>_<key>`. Called on rank 0."""
+
+
+def exact_match(generations: Sequence[Generation]) -> float:
+    """Share of the texts that are their references, but for space around them."""
+    return sum(one.text.strip() == one.reference.strip() for one in generations) / len(generations)
+
+
+def word_f1(generations: Sequence[Generation]) -> float:
+    """Mean harmonic mean of precision and recall of words, in any order."""
+    return sum(_f1(one.text.split(), one.reference.split()) for one in generations) / len(generations)
+
+
+def _f1(words: list[str], wanted: list[str]) -> float:
+    if not words or not wanted:
+        return float(words == wanted)
+    common = (Counter(words) & Counter(wanted)).total()
+    return 2 * common / (len(words) + len(wanted))
+
+
+# Known without entry points, which a checkout that is not installed anew does not have.
+BUILT_IN: Mapping[str, Metric] = MappingProxyType({"exact_match": exact_match, "word_f1": word_f1})
+
+
+def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """Find metrics by name, and import the packages that offer them.
+
+    Raises:
+        ConfigError: no package offers one, several do, or it cannot be imported.
+    """
+    return {name: BUILT_IN[name] if name in BUILT_IN else _load(name) for name in names}
+
+
+def _load(name: str) -> Metric:
+    offered = list(entry_points(group=GROUP))
+    found = {entry.value: entry for entry in offered if entry.name == name}
+    if not found:
+        known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        raise ConfigError(
+            "no installed package offers this metric",
+            where="evaluate.metrics",
+            found=name,
+            allowed=", ".join(known),
+            hint=f"evaluate.metrics=[{near[0]}]" if near else f'an entry point "{GROUP}" in a package of your own',
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            "several installed packages offer a metric of this name",
+            where="evaluate.metrics",
+            found=f"{name}: {', '.join(sorted(found))}",
+            hint="uninstall all but one",
+        )
+    return _import(found.popitem()[1])
+
+
+def _import(entry: EntryPoint) -> Metric:
+    try:
+        metric: Any = entry.load()
+    except Exception as error:  # whatever a package raises when it is imported
+        raise ConfigError(
+            f"the metric cannot be imported: {type(error).__name__}: {error}",
+            where="evaluate.metrics",
+            found=f"{entry.name} = {entry.value}",
+        ) from error
+    if not callable(metric):
+        raise ConfigError(
+            "the metric is no function",
+            where="evaluate.metrics",
+            found=f"{entry.name} = {entry.value}, a {type(metric).__name__}",
+            allowed="a function of a list of hfdist.Generation that gives a number, or numbers by name",
+        )
+    return metric
+
+
+def compute(name: str, metric: Metric, generations: Sequence[Generation]) -> dict[str, float]:
+    """Give a metric's figures by full names, without touching the generators that training draws from.
+
+    Raises:
+        Exception: whatever the metric raises; TypeError, ValueError: it does not give numbers.
+    """
+    with _generators_kept():
+        value = metric(generations)
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(figure) for key, figure in value.items()}
+    return {name: float(value)}
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
