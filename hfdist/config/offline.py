@@ -24,12 +24,15 @@ def check_offline(config: RunConfig) -> None:
     Raises:
         ConfigError: data behind a network, or an upload.
     """
-    for name, source in config.data.sources.items():
+    data = config.data
+    named = {f"data.sources.{name}": source for name, source in data.sources.items()}
+    named |= {f"data.eval_sources.{name}": source for name, source in data.eval_sources.items()}
+    for key, source in named.items():
         scheme = scheme_of(source.path or "")
         if scheme not in (None, "file", "memory"):
             raise ConfigError(
                 f"the data lie behind a network, which {FLAG} rules out",
-                where=f"data.sources.{name}.path",
+                where=f"{key}.path",
                 found=redact(source.path or ""),
                 allowed="a path on this machine",
                 hint=f"copy them here first, or leave {FLAG} out",

@@ -16,13 +16,16 @@ from hfdist.models.hub import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.trained import Trained
 
+Cut = Callable[[PreTrainedModel], None]
+"""Leaves this rank's part in a whole model, in place."""
+
 
 def build_model(
     config: ModelConfig,
     architecture: PreTrainedConfig,
     *,
     seed: int,
-    cut: Callable[[PreTrainedModel], None] = lambda model: None,
+    cut: Cut = lambda model: None,
     trained: Trained | None = None,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
@@ -40,35 +43,49 @@ def build_model(
     Raises:
         ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
     """
-    dtype = _dtype(config.dtype)
     trained = trained or Trained()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        try:
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(
-                    architecture, dtype=dtype, trust_remote_code=config.trust_remote_code
-                )
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"transformers cannot make the model: {str(error).splitlines()[0]}",
-                where="model.attention, model.config",
-                found=config.attention.value,
-                hint="model.attention=auto",
-            ) from error
-        # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
-        model.tie_weights()
-        if trained.adapter.is_used:
-            # By the names that the weights have without it, and not over it.
-            initialize_by_name(model, seed)
-            trained.choose(model, seed=seed)
-            cut(model)
-        else:
-            trained.choose(model, seed=seed)
-            cut(model)
-            initialize_by_name(model, seed)
-        return model
+        return _draw(config, architecture, trained, seed, cut)
+    return _read(config, architecture, trained, seed, cut)
+
+
+def _draw(
+    config: ModelConfig, architecture: PreTrainedConfig, trained: Trained, seed: int, cut: Cut
+) -> PreTrainedModel:
+    """Random weights."""
+    try:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
+            )
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"transformers cannot make the model: {str(error).splitlines()[0]}",
+            where="model.attention, model.config",
+            found=config.attention.value,
+            hint="model.attention=auto",
+        ) from error
+    # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
+    model.tie_weights()
+    if trained.adapter.is_used:
+        # By the names that the weights have without it, and not over it.
+        initialize_by_name(model, seed)
+        trained.choose(model, seed=seed)
+        cut(model)
+    else:
+        trained.choose(model, seed=seed)
+        cut(model)
+        initialize_by_name(model, seed)
+    return model
+
+
+def _read(
+    config: ModelConfig, architecture: PreTrainedConfig, trained: Trained, seed: int, cut: Cut
+) -> PreTrainedModel:
+    """Weights of a file."""
     assert config.name is not None  # checked with the config
+    dtype, is_cut_already = _dtype(config.dtype), is_deepspeed_zero3_enabled()
     with reading_from_hub("model.name", config.name):
         model = AutoModelForCausalLM.from_pretrained(
             config.name,
@@ -76,16 +93,16 @@ def build_model(
             revision=config.revision,
             # As in the file, so that its pages are mapped and only those of what is left are ever read. ZeRO-3 reads
             # and cuts at once, and cannot change the type afterwards.
-            dtype=dtype if is_deepspeed_zero3_enabled() else "auto",
+            dtype=dtype if is_cut_already else "auto",
             # A .bin file is a pickle, which can run code: only safetensors are read.
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-    if trained.reads_weights and not is_deepspeed_zero3_enabled():
+    if trained.reads_weights and not is_cut_already:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed)
     cut(model)
-    if not is_deepspeed_zero3_enabled():
+    if not is_cut_already:
         with trained.kept_in_float32(model):
             nn.Module.to(model, dtype)
     return model
