@@ -10,6 +10,7 @@ from hfdist.config.addresses import check_address, scheme_of
 from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, WeightChange
 from hfdist.errors import ConfigError
 
+_OF_PYTHON = (SourceKind.stdlib, SourceKind.docstrings)
 _PATHS = {
     SourceKind.files: ("a file, folder or glob, here or as a URL", "..."),
     SourceKind.hub: ("a dataset's Hub id or saved folder", "..."),
@@ -60,7 +61,7 @@ def check_source(key: str, source: SourceConfig) -> None:
     Raises:
         ConfigError: the first contradiction that is found.
     """
-    if source.kind is SourceKind.stdlib and source.path is not None:
+    if source.kind in _OF_PYTHON and source.path is not None:
         raise ConfigError(
             "the standard library's source is where Python is installed, so it takes no path",
             where=f"{key}.path",
@@ -68,7 +69,7 @@ def check_source(key: str, source: SourceConfig) -> None:
             allowed="null",
             hint=f"{key}.kind=files to read that path",
         )
-    if source.kind is not SourceKind.stdlib and not source.path:
+    if source.kind not in _OF_PYTHON and not source.path:
         allowed, example = _PATHS[source.kind]
         raise ConfigError(
             "the source has no path", where=f"{key}.path", found="null", allowed=allowed, hint=f"{key}.path={example}"

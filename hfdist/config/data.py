@@ -13,6 +13,7 @@ class SourceKind(Enum):
     """What a source is."""
 
     stdlib = "stdlib"
+    docstrings = "docstrings"
     files = "files"
     hub = "hub"
     tokens = "tokens"
@@ -76,8 +77,9 @@ class SourceConfig:
     """One named source of documents."""
 
     kind: SourceKind = SourceKind.files
-    """`stdlib`: the installed Python standard library's own source, no download; `files`: files by glob;
-    `hub`: a dataset that `datasets` opens; `tokens`: what `recipes/pretokenize.py` wrote."""
+    """`stdlib`: the installed Python standard library's own source, no download; `docstrings`: what its functions do,
+    as conversations; `files`: files by glob; `hub`: a dataset that `datasets` opens; `tokens`: what
+    `recipes/pretokenize.py` wrote."""
     path: str | None = None
     """files: a file, folder or glob of .parquet, .arrow, .jsonl(.gz|.zst) or .txt, here or at http(s)://, s3://, gs://,
     hf://; hub: the dataset's id or saved folder; tokens: the folder."""

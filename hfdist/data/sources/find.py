@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,18 +15,16 @@ from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.parquet import ParquetShard
 from hfdist.data.sources.problems import Problems
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.text import TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.identity import identify_all
-from hfdist.data.storage.localfile import LocalFile
 from hfdist.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
-# Not part of the library itself, or not there on every installation.
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 # Footers of files behind a network are waited for, not computed.
 _OPENED_AT_ONCE = 16
 
@@ -55,7 +51,9 @@ def find_shards(
     cache = FileCache(cache_dir, data.file_cache_bytes)
     match config.kind:
         case SourceKind.stdlib:
-            return _standard_library(cache)
+            return open_standard_library(cache)
+        case SourceKind.docstrings:
+            return open_docstrings(cache)
         case SourceKind.hub:
             return [open_hub(key, config, data.format)]
         case SourceKind.tokens:
@@ -73,21 +71,6 @@ def find_shards(
                     found=f"{len(files)} left out; the first: {first.url}: {first.reason}",
                 )
             return shards
-
-
-def _standard_library(cache: FileCache) -> list[Shard]:
-    """The installed Python standard library's own source: real text on every machine."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files: list[DataFile] = []
-    for folder, below, names in os.walk(root):
-        # Whatever else is installed may be ten times as much.
-        below[:] = set(below) - _SKIPPED_FOLDERS
-        paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files += [LocalFile(path, path.relative_to(root).as_posix()) for path in paths]
-    files.sort(key=lambda file: file.name)
-    # Some of its tests are deliberately badly encoded.
-    pairs = zip(files, identify_all(files, ""), strict=True)
-    return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
 
 
 def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, problems: Problems) -> list[Shard]:

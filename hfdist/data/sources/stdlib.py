@@ -1,0 +1,105 @@
+"""The installed Python standard library: its source as text, its docstrings as conversations. Real, and no download."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import platform
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from hfdist.config.data import RowFormat
+from hfdist.data.files import write_atomically
+from hfdist.data.sources.base import Shard
+from hfdist.data.sources.jsonlines import JsonLinesShard
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.text import TextShard
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.identity import identify_all
+from hfdist.data.storage.localfile import LocalFile
+
+# Not part of the library itself, or not there on every installation.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_TESTS = {"test", "tests", "idle_test"}
+# Shorter answers say nothing, and longer ones are manuals.
+_LEAST_CHARACTERS, _MOST_CHARACTERS = 40, 1000
+# To be counted up when the same library gives other conversations.
+_CONVERSATIONS = 1
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def open_standard_library(cache: FileCache) -> list[Shard]:
+    """Give every source file, as a document."""
+    root = _root()
+    files = [LocalFile(path, path.relative_to(root).as_posix()) for path in _source_files(_SKIPPED_FOLDERS)]
+    files.sort(key=lambda file: file.name)
+    # Some of its tests are deliberately badly encoded.
+    pairs = zip(files, identify_all(files, ""), strict=True)
+    return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
+
+
+def open_docstrings(cache: FileCache) -> list[Shard]:
+    """Give a conversation for each function and class that has a docstring; written once into the cache."""
+    path = cache.folder / "docstrings" / f"{platform.python_version()}-{_CONVERSATIONS}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # All processes of a machine come here at once: the first writes, the others wait and read.
+    with FileLock(f"{path}.lock"):
+        if not path.is_file():
+            lines = [json.dumps({"messages": messages}).encode() + b"\n" for messages in _conversations()]
+            write_atomically(path, lambda file: file.writelines(lines))
+    rows = RowReader("text", RowFormat.messages)
+    file = LocalFile(path, path.name)
+    (identity,) = identify_all([file], rows.key)
+    return [JsonLinesShard(file, identity, rows, cache)]
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _source_files(skipped_folders: set[str]) -> Iterator[Path]:
+    for folder, below, names in os.walk(_root()):
+        # Whatever else is installed may be ten times as much.
+        below[:] = set(below) - skipped_folders
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _conversations() -> Iterator[list[dict[str, Any]]]:
+    """The question gives name and signature, the answer is the docstring."""
+    for path in sorted(_source_files(_SKIPPED_FOLDERS | _TESTS)):
+        module = ".".join(path.relative_to(_root()).with_suffix("").parts).removesuffix(".__init__")
+        with warnings.catch_warnings():
+            # Of old escapes in strings.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+        for name, node in _definitions(tree, module):
+            answer = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").strip()
+            if _LEAST_CHARACTERS <= len(answer) <= _MOST_CHARACTERS:
+                yield [{"role": "user", "content": _ask(name, node)}, {"role": "assistant", "content": answer}]
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
+    """Functions and classes with their full names, in the order in which they stand."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Definition):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from _definitions(child, name)
+
+
+def _ask(name: str, node: _Definition) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        signature = f"class {node.name}({bases})" if bases else f"class {node.name}"
+    else:
+        result = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+        signature = f"def {node.name}({ast.unparse(node.args)}){result}"
+    return f"What does `{name}` do?\n\n{signature}"
