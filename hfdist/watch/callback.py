@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.checkpoint.exchange import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.watch.beat import ENDING, EVALUATING, SAVING, Progress
+from hfdist.watch.beat import ENDING, EVALUATING, SAVING, STARTING, Progress
 from hfdist.watch.store import BeatStore
 from hfdist.watch.watcher import Watcher
 
@@ -125,7 +125,9 @@ class Watch(TrainerCallback):
 
     def _go_on(self, mark: str, control: TrainerControl) -> None:
         self.progress.mark(mark)
-        self.progress.exempt = _what_follows(control)
+        if self.progress.exempt != STARTING:
+            # An evaluation before the first step does not end the start.
+            self.progress.exempt = _what_follows(control)
 
     def _start(self) -> None:
         if self._watcher is not None or self._heartbeat_seconds is None or world_size() == 1:
