@@ -14,7 +14,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.gguf import convert_gguf
 from hfdist.models.hub import FETCH_FIRST, Patience
 from hfdist.models.repository import Repository, Snapshot
-from hfdist.models.weights import find_weights
+from hfdist.models.weights import INDEX, SINGLE, find_weights
 
 # Config, generation config, tokenizer, chat templates, and the index of the weights.
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -136,9 +136,9 @@ class _Places:
             return _Place(convert_gguf(repository.fetch(snapshot, [gguf_file]) / gguf_file, self.cache_dir, key=key))
         small = [file for file in snapshot.names if self._is_small(file)]
         if is_model:
-            if snapshot.whole and "config.json" not in snapshot.names:
-                # Which file would do is known already.
-                find_weights(snapshot.names, lambda _: b"", found=name)
+            if "config.json" not in snapshot.names and not {SINGLE, INDEX} & snapshot.names:
+                # Says more than that there is no config: an adapter, say, or GGUF.
+                find_weights(snapshot.names, lambda _: b"", found=name, whole=snapshot.whole)
             self._require(snapshot, "config.json", name, key=key)
         folder = repository.fetch(snapshot, small)
         if not is_model:

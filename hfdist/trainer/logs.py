@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 
@@ -34,8 +35,16 @@ def set_up_logging(topology: Topology) -> None:
     # DeepSpeed and accelerate log each step of their set-up.
     for name in ("DeepSpeed", "accelerate", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    for of_the_hub in logging.getLogger("huggingface_hub").handlers:
+        of_the_hub.addFilter(_without_queries)
     if not topology.is_main:
         warnings.simplefilter("ignore")
+
+
+def _without_queries(record: logging.LogRecord) -> bool:
+    """Addresses of the Hub's storage are signed: who has one may read the file."""
+    record.msg, record.args = re.sub(r"(://[^\s?]+)\?[^\s:]+", r"\1", record.getMessage()), ()
+    return True
 
 
 class _Plain(logging.Formatter):

@@ -1,5 +1,7 @@
 """Models of a Hub repository: what comes, once, whole, of one commit; and one message where it does not come."""
 
+import io
+import logging
 import socket
 from pathlib import Path
 
@@ -8,9 +10,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.hub import Patience
 from hfdist.models.start import find_start
 from hfdist.testing import run_ranks
+from hfdist.topology import Topology
+from hfdist.trainer.logs import set_up_logging
 from tests.hub_server import BadBytes, Cut, Slow, Status, User
 from tests.unit.hub.starting import QUICK, assert_same_weights, begin, configure
 
@@ -75,6 +78,22 @@ def test_a_token_goes_to_the_hub_alone(hub, tmp_path, model_folder, monkeypatch)
     begin(NAME, tmp_path)
     for line, headers in hub.requests:
         assert ("authorization" in headers) == ("/storage/" not in line), line
+
+
+def test_signed_addresses_are_not_logged(hub, tmp_path, model_folder):
+    hub.store.add(NAME, model_folder)
+    hub.faults.plan("GET /storage", Cut(5000))
+
+    def rank():
+        set_up_logging(Topology())
+        (handler,) = logging.getLogger("huggingface_hub").handlers
+        handler.stream = io.StringIO()
+        begin(NAME, tmp_path)
+        return handler.stream.getvalue()
+
+    (text,) = run_ranks(rank, 1, group=False)
+    assert "Error while downloading from http://localhost" in text
+    assert "Signature" not in text
 
 
 class TestWhatIsWrong:
@@ -202,12 +221,10 @@ class TestWhatMayPass:
         assert "range" not in first
         assert second["range"] == "bytes=10000-"
 
-    def test_a_download_that_is_cut_again_and_again(self, hub, tmp_path, model_folder):
+    def test_a_connection_that_is_cut_again_and_again(self, hub, tmp_path, model_folder):
         hub.store.add(NAME, model_folder)
-        hub.faults.plan("GET /storage", Cut(0), times=99)
-        start = find_start(configure(NAME), cache_dir=tmp_path, patience=Patience(attempts=1))
-        with pytest.raises(ResourceError, match="the connection to the Hub breaks off"):
-            start.fetch_weights()
+        hub.faults.plan("GET /api/models", Cut(5), times=99)
+        assert "the connection to the Hub breaks off" in self.fails(tmp_path)
 
     def test_damaged_content_is_fetched_again(self, hub, tmp_path, model_folder):
         hub.store.add(NAME, model_folder)

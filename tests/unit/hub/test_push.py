@@ -67,7 +67,7 @@ def test_in_parts_to_a_branch_of_a_public_repository(me, exported):
         ("^POST .*(preupload|batch|verify)", Status(502), 1),
         ("^POST .*/commit/", Status(503), 2),
         ("^POST .*/commit/", Cut(10), 1),
-        ("^POST .*/(commit|preupload)/", Status(429, {"Retry-After": "0"}), 2),
+        ("^POST .*/commit/", Status(429, {"Retry-After": "0"}), 2),
     ],
 )
 def test_a_failing_hub_is_asked_again(me, exported, question, fault, times):
