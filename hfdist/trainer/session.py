@@ -37,7 +37,7 @@ from hfdist.data import (
     open_corpus,
 )
 from hfdist.errors import CheckpointError, ConfigError
-from hfdist.models.adapter import check_adapter
+from hfdist.models.adapter_config import check_adapter
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.tokenizer import load_tokenizer
