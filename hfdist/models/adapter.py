@@ -1,4 +1,4 @@
-"""Adapters of PEFT: their config made of ours and checked, and put into a model before anything cuts it.
+"""Adapters of PEFT, put into a model before anything cuts it.
 
 The model keeps its class, and is whole in every layout when the adapter is drawn, layer by layer under one seed. So
 the same weights come out whatever is cut afterwards.
@@ -6,96 +6,31 @@ the same weights come out whatever is cut afterwards.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import importlib.util
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
-from hfdist.config.model import Init, ModelConfig
+from hfdist.config.model import ModelConfig
 from hfdist.errors import ConfigError
+from hfdist.models.adapter_config import WEIGHTS, make_peft_config, refusal
 from hfdist.models.hub import reading_from_hub
 
 # PEFT is imported where an adapter is asked for: that takes a second.
 
-WEIGHTS = "adapter_model.safetensors"
 NAME = "default"
 """PEFT's name of a model's only adapter; in files it is left out."""
-
-_WHOLE_MODEL = "it works on the model as a whole, not in its layers"
-_BETWEEN_STEPS = "it wants to be called between steps, to choose anew what is trained"
-_REFUSED = {
-    "ADALORA": _BETWEEN_STEPS,
-    "ADAMSS": _BETWEEN_STEPS,
-    "OSF": "it changes gradients by numbers that it keeps outside of the model's state",
-    "POLY": "it needs the number of a task with each batch",
-    "SHADOW": _WHOLE_MODEL,
-    "XLORA": _WHOLE_MODEL,
-}
-
-# Our keys, and what PEFT's classes call them.
-_FIELDS = {
-    "rank": ("r",),
-    "alpha": ("lora_alpha", "alpha", "{type}_alpha"),
-    "dropout": ("lora_dropout", "{type}_dropout", "module_dropout"),
-    "rslora": ("use_rslora",),
-    "dora": ("use_dora",),
-    "modules_to_save": ("modules_to_save",),
-}
-_SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
-
-
-def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
-    """Check `adapter.*` against PEFT, before anything is built; without an adapter, load nothing.
-
-    Raises:
-        ConfigError: a type, an argument or a value that PEFT does not take, or a saved adapter that cannot be read.
-    """
-    if not config.is_used:
-        return
-    if config.merge and model.init is Init.random:
-        raise ConfigError(
-            "an adapter is merged into the weights of a pretrained model, and these are random",
-            where="adapter.merge",
-            found="true, with model.init=random",
-            hint="model=hub model.name=ID, or adapter.merge=false",
-        )
-    make_peft_config(config)
-
-
-def make_peft_config(config: AdapterConfig) -> Any:
-    """Give the `peft.PeftConfig` that the keys ask for.
-
-    Raises:
-        ConfigError: as of `check_adapter`.
-    """
-    if config.path is not None:
-        return _saved_config(config.path)
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    kind = _find_type(str(config.type))
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
-    fields = {field.name for field in dataclasses.fields(config_class) if field.init}
-    _check_arguments(config, config_class.__name__, fields)
-    values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
-    is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
-    if not (is_all and "feedforward_modules" in fields):
-        # IA3 must be told which layers are feed-forward ones, and has PEFT's table of models for that.
-        values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
-    try:
-        return config_class(task_type="CAUSAL_LM", **values)
-    except (ValueError, TypeError, ImportError) as error:
-        raise _refusal(error, "adapter.*") from error
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, *, seed: int) -> None:
@@ -114,38 +49,27 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     if config.path is None:
         _check_targets(model, config)
     _check_tied(model, peft_config)
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings(), _shapes_of(model, peft_config):
         # About an embedding that is saved too, or a transposed weight: nothing that a user could act on.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:
             model.add_adapter(peft_config, NAME)
-        except (ValueError, TypeError, KeyError, RuntimeError, ImportError, NotImplementedError) as error:
-            raise _refusal(error, "adapter.*") from error
+        except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
+            raise refusal(error, "adapter.*") from error
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
     _check_not_shared(model)
     if config.path is not None:
         _load(model, config.path)
 
 
-def reads_weights(config: AdapterConfig) -> bool:
-    """Whether the adapter's first values may depend on the model's weights, which then must have their final type."""
-    if not config.is_used or config.path is not None:
-        return False
-    options = config.arguments.get("init_lora_weights", True)
-    return str(config.type).upper() != "LORA" or config.dora or options not in (True, False, "gaussian")
+def _shapes_of(model: PreTrainedModel, peft_config: Any) -> AbstractContextManager[object]:
+    """Under ZeRO-3 PEFT's LoRA gathers what it looks at, layer by layer; for other types all weights are gathered."""
+    if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value == "LORA":
+        return nullcontext()
+    import deepspeed
 
-
-def _saved_config(path: str) -> Any:
-    from peft import PeftConfig
-
-    with reading_from_hub("adapter.path", path):
-        # The methods of the file, so that a pickle is never taken in its stead.
-        cached_file(path, WEIGHTS)
-        peft_config = PeftConfig.from_pretrained(path)
-    _find_type(peft_config.peft_type.value, where="adapter.path")
-    peft_config.inference_mode = False
-    return peft_config
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def _load(model: PreTrainedModel, path: str) -> None:
@@ -157,7 +81,7 @@ def _load(model: PreTrainedModel, path: str) -> None:
     try:
         found: Any = set_peft_model_state_dict(model, values, adapter_name=NAME)
     except (RuntimeError, KeyError) as error:
-        raise _refusal(error, "adapter.path") from error
+        raise refusal(error, "adapter.path") from error
     missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
     if missing or found.unexpected_keys:
         raise ConfigError(
@@ -165,91 +89,6 @@ def _load(model: PreTrainedModel, path: str) -> None:
             where="adapter.path",
             found=f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown",
         )
-
-
-def _find_type(name: str, *, where: str = "adapter.type") -> Any:
-    """Give PEFT's value of a type.
-
-    Raises:
-        ConfigError: PEFT has none of that name, or it cannot be trained here.
-    """
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    known = {kind.value.lower(): kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    usable = sorted(word for word, kind in known.items() if _reason_against(kind) is None)
-    kind = known.get(name.lower())
-    if kind is None:
-        near = difflib.get_close_matches(name.lower(), usable, n=1, cutoff=0.5)
-        hint = f"adapter.type={near[0]}" if near else "adapter=lora"
-        raise ConfigError(
-            "PEFT has no adapter of this type", where=where, found=name, allowed=", ".join(usable), hint=hint
-        )
-    reason = _reason_against(kind)
-    if reason is not None:
-        raise ConfigError(
-            f"this type cannot be trained here: {reason}",
-            where=where,
-            found=name,
-            allowed=", ".join(usable),
-            hint="adapter=lora",
-        )
-    return kind
-
-
-def _reason_against(kind: Any) -> str | None:
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PromptLearningConfig
-
-    if kind.value in _REFUSED:
-        return _REFUSED[kind.value]
-    config_class, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kind], PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
-    if issubclass(config_class, PromptLearningConfig) or "adapter_layers" in {
-        field.name for field in dataclasses.fields(config_class)
-    }:
-        return "it learns a prompt, not weights in the model's layers"
-    if tuner is None or tuner.uses_shared_state:
-        return "its layers share weights, which could not be on several ranks"
-    return None
-
-
-def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -> None:
-    ours = {name: key for key, names in _FIELDS.items() for name in (n.format(type=config.type) for n in names)}
-    for name, value in config.arguments.items():
-        if name in ours or name in _SET_HERE:
-            key = ours.get(name, "targets" if name == "target_modules" else "*")
-            raise ConfigError(
-                "hfdist sets this field itself, from its own keys",
-                where=f"adapter.arguments.{name}",
-                found=value,
-                hint=f"set adapter.{key} instead",
-            )
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"PEFT's {class_name} has no such field",
-                where=f"adapter.arguments.{name}",
-                found=value,
-                allowed=f"a field of {class_name}",
-                hint=f"adapter.arguments.{near[0]}" if near else None,
-            )
-
-
-def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, Any]:
-    default, values = AdapterConfig(), {}
-    for key, names in _FIELDS.items():
-        value = getattr(config, key)
-        if value == getattr(default, key):
-            continue
-        name = next((name for name in (n.format(type=kind) for n in names) if name in fields), None)
-        if name is None:
-            raise ConfigError(
-                "this type of adapter has nothing of the kind",
-                where=f"adapter.{key}",
-                found=f"{value}, with adapter.type={kind}",
-                allowed=str(getattr(default, key)).lower().replace("none", "null"),
-                hint=f"adapter=none adapter.type={kind} sets nothing but the type",
-            )
-        values[name] = value
-    return values
 
 
 def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
@@ -315,14 +154,6 @@ def _check_not_shared(model: PreTrainedModel) -> None:
                 where="adapter.arguments",
                 found=f"{name} is also a weight of {first}",
             )
-
-
-def _refusal(error: Exception, where: str) -> ConfigError:
-    text = " ".join(str(error).split()) or type(error).__name__
-    hint = None
-    if importlib.util.find_spec("bitsandbytes") is None and "bitsandbytes" in text:
-        hint = "quantized weights are not supported: model.dtype=bfloat16 is the least memory"
-    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where, hint=hint)
 
 
 def _some(names: Iterable[str]) -> str:

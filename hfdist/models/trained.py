@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from hfdist.config.adapter import AdapterConfig
 from hfdist.config.model import ModelConfig
 from hfdist.config.run import RunConfig
-from hfdist.models.adapter import add_adapter, reads_weights
+from hfdist.models.adapter import add_adapter
+from hfdist.models.adapter_config import reads_weights
 from hfdist.models.freeze import freeze_by_name
 
 

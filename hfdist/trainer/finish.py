@@ -111,13 +111,12 @@ def _deliver(trainer: Trainer, run: RunConfig) -> Path:
     logger.info("adapter: %s", adapter)
     if not run.adapter.merge:
         return adapter
-    on_rank_zero(lambda: _merge(trainer, run, adapter, model))
-    return model
+    return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model)) else adapter
 
 
-def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> None:
+def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> bool:
     with without_zero3(trainer.args):
-        write_merged(
+        return write_merged(
             adapter,
             model,
             # Where its weights were read from, and not the Hub, where a branch may have moved on since.

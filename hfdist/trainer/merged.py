@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +15,15 @@ from transformers.integrations import deepspeed
 
 from hfdist.checkpoint.write import replace_model
 from hfdist.config.model import ModelConfig
-from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 from hfdist.trainer.model_files import write_hub_files
+
+logger = logging.getLogger(__name__)
 
 
 def write_merged(
     adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: Any, tokenizer: Any
-) -> None:
+) -> bool:
     """Open the base as it is in its files, merge the adapter, and write a Hub model of the base's type.
 
     Args:
@@ -32,10 +34,17 @@ def write_merged(
         generation: its generation config.
         tokenizer: or None.
 
+    Returns:
+        Whether PEFT can merge this adapter; otherwise nothing is written, and the log says why.
+
     Raises:
-        ConfigError: the base cannot be read any more, or PEFT cannot merge this type of adapter.
+        ConfigError: the base cannot be read any more.
     """
-    merged = _open_merged(adapter, base, config)
+    try:
+        merged = _open_merged(adapter, base, config)
+    except (NotImplementedError, ValueError) as error:
+        logger.warning("PEFT cannot merge %s: %s; PeftModel.from_pretrained(model, folder) opens it", adapter, error)
+        return False
     # What transformers would refuse to write must not cost the weights.
     merged.generation_config = GenerationConfig()
 
@@ -45,6 +54,7 @@ def write_merged(
         write_hub_files(merged, tokenizer, unfinished)
 
     replace_model(folder, write)
+    return True
 
 
 def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> Any:
@@ -63,15 +73,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            merged = _merge(PeftModel.from_pretrained(model, str(adapter)))
-        except (NotImplementedError, ValueError) as error:
-            raise ConfigError(
-                f"PEFT cannot merge the adapter: {error}",
-                where="adapter.merge",
-                found=str(adapter),
-                hint="PeftModel.from_pretrained(model, folder) opens it as it is",
-            ) from error
+        merged = _merge(PeftModel.from_pretrained(model, str(adapter)))
     for name, parameter in merged.named_parameters():
         # Modules that were trained whole are in float32; an untied head has a name of its own now.
         parameter.data = parameter.data.to(dtypes.get(name, model.dtype))

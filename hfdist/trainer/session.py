@@ -41,7 +41,7 @@ from hfdist.data import (
     open_held_out_sources,
 )
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
-from hfdist.models.adapter import check_adapter
+from hfdist.models.adapter_config import check_adapter
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.start import find_start

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hfdist.config.train import Precision
 from hfdist.trainer.certificate import BOUNDS, compare_runs
-from tests.distributed.runs import losses, pretrain
+from tests.distributed.runs import eval_losses, losses, pretrain
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +27,21 @@ LOKR = ("adapter.type=lokr", "adapter.rank=4")
 HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 FROZEN = ("train.freeze=['model.embed_tokens.*','model.layers.0.*']",)
 STEADY = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
-ZBV = ("strategy.schedule=zbv",)
+LAYOUTS = {
+    "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
+    "pipeline_zero1": ("strategy=pipeline_zero1", "strategy.pipeline=2"),
+}
+MORE = [
+    *(("ddp", 2, choice) for choice in (LORA, LOKR, FROZEN)),
+    *((layout, 2, LORA) for layout in ("zero1", "pipeline", "zbv")),
+    *((layout, 2, DORA) for layout in ("zero1", "zero3")),
+    *((layout, 2, LOKR) for layout in ("zbv", "zero2")),
+    *((layout, 2, HEAD) for layout in ("zero3", "pipeline")),
+    *((layout, 2, FROZEN) for layout in ("zero2", "pipeline")),
+    *((layout, 2, (*LORA, "train.gradient_checkpointing=true")) for layout in ("ddp", "zero3")),
+    ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
+    ("pipeline", 2, ("adapter.type=ia3",)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,30 +77,22 @@ def single(run, tmp_path_factory):
 @pytest.mark.parametrize(
     ("strategy", "num_processes", "choice"),
     [
-        (("strategy=ddp",), 2, LORA),
-        (("strategy=zero1",), 2, LORA),
-        (("strategy=zero2",), 2, LORA),
-        (("strategy=zero3",), 2, LORA),
-        (("strategy=pipeline",), 2, LORA),
-        (("strategy=pipeline", *ZBV), 2, LORA),
-        (("strategy=pipeline_zero1", "strategy.pipeline=2"), 4, LORA),
-        (("strategy=ddp",), 2, DORA),
-        (("strategy=zero3",), 2, DORA),
-        (("strategy=pipeline",), 2, DORA),
-        (("strategy=ddp",), 2, LOKR),
-        (("strategy=zero3",), 2, LOKR),
-        (("strategy=pipeline", *ZBV), 2, LOKR),
-        (("strategy=zero3",), 2, HEAD),
-        (("strategy=pipeline",), 2, HEAD),
-        (("strategy=ddp",), 2, FROZEN),
-        (("strategy=zero2",), 2, FROZEN),
-        (("strategy=zero3",), 2, FROZEN),
-        (("strategy=pipeline", *ZBV), 2, FROZEN),
+        ("zero2", 2, LORA),
+        ("zero3", 2, LORA),
+        ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
+        ("pipeline_zero1", 4, LORA),
+        ("ddp", 2, DORA),
+        ("pipeline", 2, DORA),
+        ("zero3", 2, LOKR),
+        ("zbv", 2, HEAD),
+        ("zero3", 2, FROZEN),
+        ("zbv", 2, FROZEN),
+        *(pytest.param(*rest, marks=pytest.mark.many) for rest in MORE),
     ],
 )
 def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_processes, choice):
     reference = single(choice)
-    ours = run(tmp_path, num_processes, *strategy, *choice)
+    ours = run(tmp_path, num_processes, *LAYOUTS.get(strategy, (f"strategy={strategy}",)), *choice)
     rows = compare_runs(ours, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
     assert losses(reference)[-1] != losses(reference)[0]
@@ -100,6 +106,16 @@ def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
         run(tmp_path, num_processes, f"strategy={strategy}", *choice, f"train.max_steps={steps}")
     rows = compare_runs(tmp_path, reference, BOUNDS[Precision.fp32])
     assert all(row.passed for row in rows), rows
+
+
+@pytest.mark.parametrize(("strategy", "num_processes"), [("zero2", 2), ("pipeline", 2)])
+def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path, strategy, num_processes):
+    """NEFTune is the Trainer's own: here it must reach the stages of a pipeline, and end with the training."""
+    still = ("optimizer.lr=1e-30", *LORA)
+    noisy = run(tmp_path, num_processes, f"strategy={strategy}", *still, "+train.arguments.neftune_noise_alpha=50")
+    quiet = single(still)
+    assert all(abs(a - b) > 1e-2 for a, b in zip(losses(noisy), losses(quiet), strict=True))
+    assert eval_losses(noisy) == pytest.approx(eval_losses(quiet), rel=1e-6)
 
 
 def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):

@@ -44,6 +44,11 @@ def test_right_layouts_pass(tmp_path, cache_dir, capfd, strategy, num_processes,
     assert not (tmp_path / "prove").exists()
 
 
+def test_an_adapter_in_a_pipeline_passes(tmp_path, cache_dir, capfd):
+    prove(tmp_path, 2, "strategy=pipeline", "adapter=lora", "adapter.rank=4")
+    assert capfd.readouterr().err.count("CERTIFICATE: passed") == 1
+
+
 def drop_a_micro_batch():
     """The first of the four that a rank has in a step."""
     original, calls = DefaultEngine.forward_backward, []

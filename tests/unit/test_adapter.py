@@ -12,7 +12,7 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.config.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import Trained, build_model, find_architecture
-from hfdist.models.adapter import check_adapter, reads_weights
+from hfdist.models.adapter_config import check_adapter, reads_weights
 from hfdist.models.freeze import freeze_by_name
 from hfdist.strategies.pieces_replicated import list_pieces
 from hfdist.trainer.adapter_files import adapter_pieces, write_adapter_config
@@ -78,6 +78,7 @@ TYPES = {
     "lora with dora": ("adapter.dora=true",),
     "lora with biases": ("+adapter.arguments.bias=lora_only", "model.config.attention_bias=true"),
     "lora on the embedding": ("adapter.targets=[q_proj,embed_tokens]",),
+    "lora from principal components": ("adapter.rank=4", "+adapter.arguments.init_lora_weights=pissa"),
     "lora and a head": ("adapter.modules_to_save=[lm_head]",),
     "loha": ("adapter.rank=2", "adapter.alpha=4", "adapter.dropout=0.5"),
     "lokr": (),
@@ -85,7 +86,6 @@ TYPES = {
     "hra": (),
     "boft": (),
     "delora": (),
-    "randlora": (),
     "ln_tuning": (),
     "miss": ("adapter.rank=8",),
     "road": ("+adapter.arguments.group_size=16",),
@@ -159,10 +159,12 @@ def test_only_weights_that_are_read_must_be_there_in_their_type(base):
         (["adapter.type=prefix_tuning"], "adapter.type", "it learns a prompt"),
         (["adapter.type=adaption_prompt"], "adapter.type", "it learns a prompt"),
         (["adapter.type=vera"], "adapter.type", "share weights"),
+        (["adapter.type=randlora"], "adapter.type", "share weights"),
         (["adapter.type=ia3", "adapter.rank=4"], "adapter.rank", "nothing of the kind"),
         (["adapter=lora", "+adapter.arguments.lora_bais=true"], "adapter.arguments.lora_bais", "lora_bias"),
         (["adapter=lora", "+adapter.arguments.r=4"], "adapter.arguments.r", "set adapter.rank instead"),
-        (["adapter=lora", "+adapter.arguments.init_lora_weights=pizza"], "adapter.*", "PEFT refuses"),
+        (["adapter=lora", "+adapter.arguments.init_lora_weights=eva"], "adapter.arguments.init_lora_weights", "pissa"),
+        (["adapter=lora", "+adapter.arguments.bias=some"], "adapter.*", "PEFT refuses"),
         (["adapter=lora", "adapter.targets=[q_prj]"], "adapter.targets", "adapter.targets=[q_proj]"),
         (["adapter=lora", "adapter.targets=[q_proj,nothing]"], "adapter.targets", "gate_proj"),
         (["adapter=lora", "adapter.target_pattern='.*attn'"], "adapter.*", "PEFT refuses"),
