@@ -121,6 +121,9 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
+        if config.data.chat.template is not None:
+            # So that the model is saved with the template that it was trained with.
+            tokenizer.chat_template = Path(config.data.chat.template).expanduser().read_text(encoding="utf-8")
         held_out = build_held_out(corpus, tokenizer, config.data)
     stream = TokenStream(
         corpus,
