@@ -36,6 +36,7 @@ from hfdist.data import (
     cache_dir,
     open_corpus,
 )
+from hfdist.data.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import compile_blocks
 from hfdist.models.packing import keeps_documents_apart
@@ -124,6 +125,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         if config.data.chat.template is not None:
             # So that the model is saved with the template that it was trained with.
             tokenizer.chat_template = Path(config.data.chat.template).expanduser().read_text(encoding="utf-8")
+        Encoders(tokenizer, config.data.chat).check(corpus.shards)
         held_out = build_held_out(corpus, tokenizer, config.data)
     stream = TokenStream(
         corpus,
