@@ -29,6 +29,7 @@ _SAFE = (
     "train.compile",
     "train.gradient_checkpointing",
     "data.sources.*.path",
+    "data.chat.template",
     "data.workers",
     "data.prefetch",
     "data.on_bad_rows",

@@ -39,6 +39,19 @@ class Encoders:
         """Hash of everything that decides which tokens, and which targets, a row becomes."""
         return self._examples_digest if examples else self._text_digest
 
+    def check(self, shards: Sequence[tuple[str, Shard]]) -> None:
+        """Try the first example, so that a tokenizer that does not do for it is found before anything is built.
+
+        Raises:
+            ConfigError: see `ExampleEncoder.encode`.
+        """
+        for _, shard in shards:
+            if shard.gives_examples and not hasattr(shard, "read_tokens"):
+                (text,) = shard.read([0])
+                if isinstance(text, str):
+                    self.encode(shard, [0], [text])
+                return
+
     def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[NDArray[np.int32] | BadRow]:
         """Give the tokens of some rows of a shard; of an example, complements where a token is no target.
 

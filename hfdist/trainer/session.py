@@ -40,6 +40,7 @@ from hfdist.data import (
     open_corpus,
     open_held_out_sources,
 )
+from hfdist.data.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter_config import check_adapter
 from hfdist.models.blocks import compile_blocks
@@ -157,6 +158,10 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
+        if config.data.chat.template is not None:
+            # So that the model is saved with the template that it was trained with.
+            tokenizer.chat_template = Path(config.data.chat.template).expanduser().read_text(encoding="utf-8")
+        Encoders(tokenizer, config.data.chat).check(corpus.shards)
         if config.data.eval_sources:
             held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
         else:

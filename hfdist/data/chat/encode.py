@@ -59,24 +59,26 @@ class ExampleEncoder:
         Raises:
             ConfigError: there are conversations, and the tokenizer or `data.chat` does not do for them.
         """
-        made: list[Tokens | ContentError] = []
+        begun: list[Tokens | _Chat | ContentError] = []
         for text in examples:
-            example = json.loads(text)
             try:
-                made.append(self._encode(example))
+                begun.append(self._begin(json.loads(text)))
             except RefusedError as error:
                 what = "the chat template does not take the conversation"
-                made.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
-        return made
+                begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
+        # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
+        chats = [one for one in begun if isinstance(one, _Chat)]
+        done = iter(self._chat.encode(chats) if self._chat is not None else [])
+        return [next(done) if isinstance(one, _Chat) else one for one in begun]
 
-    def _encode(self, example: dict[str, Any]) -> Tokens:
+    def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
         if "text" in example:
             return self._plain.encode([example["text"]])[0]
         if "messages" not in example:
             return self._complete(example["prompt"], example["completion"])
         if self._chat is None:
             self._chat = _ChatEncoder(self._tokenizer, self._config)
-        return self._chat.encode(example["messages"], example.get("tools"), example.get("learned_from", 0))
+        return self._chat.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
 
     def _complete(self, prompt: str, completion: str) -> Tokens:
         """Give a prompt's own tokens, then its completion's, which are targets.
@@ -121,17 +123,12 @@ class _ChatEncoder:
         texts = {token.content for token in added.values()} | {str(tokenizer.eos_token)}
         self._turns = TurnFinder(self._template, _any_of(texts))
 
-    def encode(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> Tokens:
-        """Give the tokens of a conversation.
+    def encode(self, chats: Sequence[_Chat]) -> list[Tokens]:
+        """Give the tokens of conversations, each of shape [tokens], complements where they are no targets."""
+        encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        return [self._mask(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
 
-        Raises:
-            RefusedError: it has none.
-        """
-        if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self._config.system}, *messages]
-            learned_from += 1
-        chat = self._render(messages, tools, learned_from)
-        encoding = self._backend.encode(chat.text, add_special_tokens=False)
+    def _mask(self, chat: _Chat, encoding: Any) -> Tokens:
         tokens = np.array(encoding.ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         is_target = _overlaps(offsets, chat.targets)
@@ -141,7 +138,15 @@ class _ChatEncoder:
             tokens, is_target = np.append(tokens, np.int32(self._end)), np.append(is_target, True)
         return np.where(is_target, tokens, ~tokens)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> _Chat:
+    def render(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> _Chat:
+        """Render a conversation, and find its targets.
+
+        Raises:
+            RefusedError: the template does not take it.
+        """
+        if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self._config.system}, *messages]
+            learned_from += 1
         written = json.dumps([messages, tools], ensure_ascii=False)
         if _OURS.search(written):
             raise RefusedError("it holds private characters of the last two planes, which are used here as marks")

@@ -28,6 +28,13 @@ CONTRADICTIONS = [
         "needs the tokenizer that made them",
         "model.tokenizer.name=runs/x/tokens/tokenizer",
     ),
+    (["data.chat.template=no.jinja"], "data.chat.template", "no such chat template", None),
+    (
+        ["data.chat.template_arguments={tools: 1}"],
+        "data.chat.template_arguments.tools",
+        "comes from the data",
+        None,
+    ),
     (["data.sources.stdlib.path=/x"], "data.sources.stdlib.path", "takes no path", "data.sources.stdlib.kind=files"),
     (["data.sources.stdlib.revision=a"], "data.sources.stdlib.revision", "only a dataset of the Hub", "kind=hub"),
     (TWO[:1], "data.sources.stdlib.weight", "some sources have a weight", "data.sources.stdlib.weight=1"),

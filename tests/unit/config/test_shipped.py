@@ -52,6 +52,12 @@ def test_fine_tuning_starts_from_a_pretrained_model():
     assert config.optimizer.lr < RunConfig().optimizer.lr
 
 
+def test_fine_tuning_tells_rows_by_their_columns_and_pretraining_reads_text():
+    config = compose_config(["model.name=some/model"], name="finetune")
+    assert (config.data.format.name, config.data.too_long.name) == ("auto", "truncate_end")
+    assert compose_config().data.format.name == "text"
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_each_option_composes(group, option):
     config = compose_config([f"{group}={option}", *needed_overrides(group, option)])

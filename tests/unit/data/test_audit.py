@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hfdist.config.audit import parse_request
-from hfdist.config.data import BadRows, Packing, WeightChange
+from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
 from hfdist.data.audit.audit import audit
 from hfdist.data.audit.documents import PoolAudit, Rules
@@ -255,7 +255,7 @@ class TestDamage:
 
     def test_order_is_free_inside_a_window_only(self, packing):
         order = LaneOrder([[5000]], lanes=1, key=(0,))
-        rules = Rules(packing, length=64, epochs=None, begins_inside=False)
+        rules = Rules(packing, TooLong.split, length=64, epochs=None, begins_inside=False)
         window = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}[packing]
         records = np.zeros(4096, dtype=RECORD)
         records["sequence"] = np.arange(4096)

@@ -12,6 +12,7 @@ from hfdist.config.data import BadRows, ChatConfig, DataConfig, Packing, RowForm
 from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpus
 from hfdist.data.chat.encode import ExampleEncoder
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.records import Fate
@@ -275,6 +276,8 @@ class TestBadConversations:
 
 def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
     config = config_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.chat\.template"):
+        Encoders(train_bpe(["a b"], 300), config.chat).check(corpus_of(config).shards)
     with pytest.raises(ConfigError, match=r"data\.chat\.template"):
         survey(corpus_of(config), train_bpe(["a b"], 300), config)
 

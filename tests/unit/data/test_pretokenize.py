@@ -34,7 +34,7 @@ class Texts:
         self.name = name
         self.identity = self.local_identity = f"identity of {name}"
         self.runs = runs or [len(rows)]
-        self.rows_at_once = 3
+        self.rows_at_once, self.gives_examples = 3, False
         self._rows, self._seconds = list(rows), seconds
 
     def read(self, rows):
