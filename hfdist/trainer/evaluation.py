@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.topology import Topology
+from hfdist.trainer.dealing import CountingCollator
 
 
 class DealtItems(Dataset[tuple[Any, bool]]):
@@ -40,15 +40,10 @@ def dealt_batches(
     dataset: Any, *, topology: Topology, micro_batch_size: int, collate: Callable[[list[Any]], Any]
 ) -> DataLoader[Any]:
     """Give this rank's batches of a map-style dataset; labels of items that only fill up are ignored."""
-
-    def collate_counting(items: list[tuple[Any, bool]]) -> Any:
-        batch = collate([item for item, _ in items])
-        # After collating: some collators make the labels.
-        batch["labels"][[not counts for _, counts in items]] = IGNORED
-        return batch
-
     return DataLoader(
-        DealtItems(dataset, topology, micro_batch_size), batch_size=micro_batch_size, collate_fn=collate_counting
+        DealtItems(dataset, topology, micro_batch_size),
+        batch_size=micro_batch_size,
+        collate_fn=CountingCollator(collate),
     )
 
 
