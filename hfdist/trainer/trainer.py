@@ -223,7 +223,8 @@ class DistributedTrainerMixin(_Trainer):
                     return [], num_items
                 samples, num_items = read()
         self.throughput.add(sum(num_input_tokens(batch) for batch in samples) * self.strategy.topology.data_size)
-        self.state.num_input_tokens_seen = self.throughput.tokens
+        # Where batches are no tokens, as those of rewards, the class may count for itself.
+        self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self._guard.begin_step()
         return samples, num_items
 

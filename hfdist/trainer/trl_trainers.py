@@ -83,6 +83,8 @@ def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None
         )
     if is_sft(kind) and strategy.topology.pipeline > 1:
         _check_sft_in_pipeline(wishes, strategy)
+    if getattr(wishes["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
+        _check_is_on_disk(wishes)
     name = next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
     if name in _DEPENDENT and strategy.topology.rank == 0:
         logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
@@ -90,6 +92,19 @@ def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None
 
 def _is_of_trl(owner: type) -> bool:
     return owner.__module__.partition(".")[0] == "trl"
+
+
+def _check_is_on_disk(wishes: dict[str, Any]) -> None:
+    for name in ("train_dataset", "eval_dataset"):
+        given = wishes.get(name)
+        for dataset in given.values() if isinstance(given, dict) else (given,):
+            if dataset is not None and not getattr(dataset, "cache_files", True):
+                raise ConfigError(
+                    "rank 0 writes the reference's log-probabilities beside the dataset's files, and this one has none",
+                    where=name,
+                    found="a dataset in memory, with args.precompute_ref_log_probs=True",
+                    hint="dataset.save_to_disk(folder), and datasets.load_from_disk(folder)",
+                )
 
 
 def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
@@ -157,15 +172,15 @@ def share_metrics(trainer: Any, engine: Engine) -> None:
     """Give all ranks the metrics that were made beside the loss, so that rank 0 can log them. Call on all ranks."""
     if engine.runs_whole_model or not is_sft(type(trainer)):
         return
-    own = {"metrics": trainer._metrics, "tokens": trainer._total_train_tokens}
+    mode = "train" if trainer.model.training else "eval"
+    # Of other modes nothing: what stays behind here would be taken for this rank's own the next time.
+    own = {"metrics": trainer._metrics[mode], "num_tokens": trainer._total_train_tokens}
     # Those of several last stages are equal, since they were gathered among them.
-    found = next((rank for rank in gather_json(own) if any(rank["metrics"].values())), None)
+    found = next((rank for rank in gather_json(own) if rank["metrics"]), None)
     if found is None:
         return
-    for mode, metrics in found["metrics"].items():
-        # A micro batch of nothing but filling has no target, and was given zeros.
-        counts = [entropy > 0 for entropy in metrics.get("entropy", ())]
-        for name, values in metrics.items():
-            has_one_each = len(values) == len(counts)
-            trainer._metrics[mode][name] = list(compress(values, counts)) if has_one_each else values
-    trainer._total_train_tokens = found["tokens"]
+    # A micro batch of nothing but filling has no target, and was given zeros.
+    counts = [entropy > 0 for entropy in found["metrics"].get("entropy", ())]
+    for name, values in found["metrics"].items():
+        trainer._metrics[mode][name] = list(compress(values, counts)) if len(values) == len(counts) else values
+    trainer._total_train_tokens = found["num_tokens"]
