@@ -83,9 +83,6 @@ def test_sft_in_pipelines(tmp_path, start, plain):
     for name in ("eval_entropy", "eval_mean_token_accuracy"):
         assert 0 < logged["prompt"][1][name] < 4
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "text" / "model")
-    assert (
-        trl_runs.difference(opened.state_dict(), make_model(tmp_path / "text" / "..", "sft").state_dict()) if 0 else 1
-    )
     assert torch.isfinite(opened(torch.tensor([[5, 6]])).logits).all()
 
 
@@ -118,7 +115,7 @@ def references(folder, start, layout):
     return train_all(folder, start, {"given": given, "beforehand": beforehand})
 
 
-@pytest.mark.parametrize("layout", [{}, ZERO2, ZERO3], ids=["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", [{}, ZERO3], ids=["ddp", "zero3"])
 def test_reference_models(tmp_path, start, plain, layout):
     for part, num_rows in (("train", 24), ("eval", 7)):
         make_dataset("preference", num_rows).save_to_disk(str(tmp_path / "rows" / part))
@@ -156,10 +153,9 @@ def test_a_run_goes_on_in_another_layout(tmp_path, start, plain):
     checkpoint = str(tmp_path / "chat" / "checkpoints" / "step-00000002")
     run = SFT["chat"] | {"layout": ZERO3, "resume": checkpoint}
     logged = run_ranks(train_all, 2, tmp_path / "on", start, {"chat": run})[0]
-    (last,), held_out = logged["chat"]
-    expected = plain[0]["chat"]
-    assert pick(last, ("loss", "grad_norm")) == pytest.approx(pick(expected[0][-1], ("loss", "grad_norm")), rel=1e-5)
-    assert held_out["eval_loss"] == pytest.approx(expected[1]["eval_loss"], rel=1e-5)
+    held_out = logged["chat"][1]["eval_loss"]
+    assert held_out == pytest.approx(plain[0]["chat"][1]["eval_loss"], rel=1e-5)
+    assert trl_runs.difference(trl_runs.weights(tmp_path / "on" / "chat"), trl_runs.weights(plain[1] / "chat")) < 1e-5
 
 
 PIPELINE = {"layout": {"pipeline": 2}}
