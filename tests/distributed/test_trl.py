@@ -63,7 +63,8 @@ def check_equal(logged, folder, plain, names=("loss", "grad_norm", "learning_rat
         for ours, theirs in zip(steps, reference, strict=True):
             assert pick(ours, names) == pytest.approx(pick(theirs, names), rel=1e-5, abs=1e-7), run
         assert held_out["eval_loss"] == pytest.approx(reference_held_out["eval_loss"], rel=1e-5), run
-        assert trl_runs.difference(trl_runs.weights(folder / run), trl_runs.weights(plain[1] / run)) < 1e-5, run
+        if run != "adapters":  # whose folder holds what this class makes of them
+            assert trl_runs.difference(trl_runs.weights(folder / run), trl_runs.weights(plain[1] / run)) < 1e-5, run
 
 
 def test_sft_in_pipelines(tmp_path, start, plain):
@@ -168,7 +169,7 @@ REFUSED = {
     "auxiliary loss": SFT["text"] | PIPELINE | {"model": "mixtral"},
     "sees through": SFT["packed"] | PIPELINE | {"model": "mamba"},
     "a model that exists": REWARD | {"layout": {}, "model": "name"},
-    "cannot be read": SFT["text"] | PIPELINE | {"model": "no/such-folder"},
+    "no/such-folder": SFT["text"] | PIPELINE | {"model": "no/such-folder"},
     "bf16=True by default": SFT["text"] | {"layout": ZERO1, "arguments": {"bf16": True}},
     "rank 0 writes": DPO | {"layout": {}, "arguments": {"precompute_ref_log_probs": True}},
 }
