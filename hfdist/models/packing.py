@@ -28,8 +28,10 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     changed = ids.clone()
     changed[:, :_FIRST] = (changed[:, :_FIRST] + vocab_size // 2) % vocab_size
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
-    was_training = model.training
+    was_training, used_cache = model.training, getattr(model.config, "use_cache", None)
     model.eval()
+    # As in training: with a cache, restarting positions are not looked at.
+    model.config.use_cache = False
     try:
         before, after = (
             model(input_ids=tokens, position_ids=positions).logits[:, _FIRST:] for tokens in (ids, changed)
@@ -38,4 +40,5 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
         return None
     finally:
         model.train(was_training)
+        model.config.use_cache = used_cache
     return torch.allclose(before, after, rtol=1e-3, atol=1e-4 * float(before.abs().max()))

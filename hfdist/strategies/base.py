@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hfdist.checkpoint.piece import Piece
@@ -54,6 +55,9 @@ class Engine(Protocol):
 
     runs_whole_model: bool
     """Whether calling `model` gives logits on this rank (perhaps together with the other ranks)."""
+
+    loss_group: dist.ProcessGroup | None
+    """The ranks that compute a loss at the same time as this one, if it does; None: all."""
 
     step_record: StepRecord | None
     """Where a step has a schedule: its times. Made by `attach`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ class DefaultEngine:
 
     reduces_gradients = False
     runs_whole_model = True
+    loss_group: dist.ProcessGroup | None = None
     step_record: StepRecord | None = None
 
     def __init__(self, model: nn.Module) -> None:

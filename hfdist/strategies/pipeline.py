@@ -145,6 +145,7 @@ class PipelineEngine:
         self._shared = settled.shared
         self._pipeline_group = mesh.get_group("pipeline")
         self._data_group = mesh.get_group("data")
+        self.loss_group: dist.ProcessGroup | None = self._data_group
         self._world_size = strategy.topology.world_size
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import HeldOutSources
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch
 from hfdist.topology import Topology
+from hfdist.trainer.dealing import CountingCollator
 from hfdist.trainer.greedy import Forward
-from hfdist.trainer.loss import sum_of_token_losses
+from hfdist.trainer.micro_batch import sum_of_losses
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of an evaluation.
 
@@ -72,17 +72,11 @@ def dealt_batches(
         A DataLoader; of several held-out sources one of each, by name.
     """
 
-    def collate_counting(items: list[tuple[Any, bool]]) -> Any:
-        batch = collate([item for item, _ in items])
-        # After collating: some collators make the labels.
-        batch["labels"][[not counts for _, counts in items]] = IGNORED
-        return batch
-
     def load(part: Any) -> DataLoader[Any]:
         items = DealtItems(part, topology, micro_batch_size)
         # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
         generator = torch.Generator()
-        return DataLoader(items, batch_size=micro_batch_size, collate_fn=collate_counting, generator=generator)
+        return DataLoader(items, batch_size=micro_batch_size, collate_fn=CountingCollator(collate), generator=generator)
 
     if isinstance(dataset, HeldOutSources):
         return {name: load(part) for name, part in dataset.parts.items()}
@@ -120,11 +114,10 @@ def evaluating(trainer: Any) -> Iterator[Forward]:
         values: list[Any] = trainer.engine.forward(batch, call, trainer._defaults(model))
         return values
 
-    was_training = model.training
+    # As in the original it stays so until the next step: what logs the metrics may read it off the model.
     model.eval()
     with trainer.throughput.paused():
         yield forward
-    model.train(was_training)
 
 
 def _model_for_evaluation(trainer: Any) -> nn.Module:
@@ -140,7 +133,7 @@ def _model_for_evaluation(trainer: Any) -> nn.Module:
 
 def _loss_figures(trainer: Any, loaders: Loaders, forward: Forward, prefix: str) -> dict[str, float | int]:
     """Sum losses and targets over all batches of all ranks, each source by itself."""
-    losses = partial(sum_of_token_losses, accepts_loss_kwargs=trainer.model_accepts_loss_kwargs)
+    losses = partial(sum_of_losses, trainer)
     # Of each source: the sum of the token losses, and their number.
     sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
     for own, batches in zip(sums, loaders.values(), strict=True):

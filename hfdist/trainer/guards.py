@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-
 from hfdist.errors import ConfigError, DataError
+from hfdist.models.architecture import check_router_loss
 from hfdist.strategies.base import Engine, Strategy
-
-MIXIN = "hfdist.trainer.trainer"
-"""Module of `DistributedTrainerMixin`, which imports this one."""
+from hfdist.trainer.trl_trainers import owner_of_loss, sums_over_targets
 
 
 def check_arguments(args: Any, strategy: Strategy) -> None:
@@ -34,7 +31,8 @@ def check_arguments(args: Any, strategy: Strategy) -> None:
                 where=f"args.{name}",
                 found=getattr(args, name),
                 allowed=str(value),
-                hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments",
+                hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments "
+                "(those of TRL are bf16=True by default)",
             )
     for name in ("load_best_model_at_end", "save_only_model"):
         if getattr(args, name):
@@ -47,23 +45,34 @@ def check_arguments(args: Any, strategy: Strategy) -> None:
             )
 
 
+def check_loss(kind: type, strategy: Strategy) -> None:
+    """Check the class of a Trainer against what a part of a model can do, before anything is built.
+
+    Raises:
+        ConfigError: under a pipeline, a loss of its own that is not known to be a sum over targets.
+    """
+    if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
+        raise ConfigError(
+            "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
+            "wait for the other ranks for ever",
+            where=f"{kind.__name__}.compute_loss",
+            found=f"that of {owner_of_loss(kind).__name__}",
+            hint="compute_loss_func=..., or a strategy without a pipeline, such as zero3",
+        )
+
+
 def check_trainer(trainer: Any, engine: Engine) -> None:
     """Check what a subclass or the caller brings along against what a part of a model can do.
 
     Raises:
-        ConfigError: metrics from logits, a loss of its own, or an optimizer of the whole model.
+        ConfigError: metrics from logits, a loss over routers, or an optimizer of the whole model.
     """
     if engine.runs_whole_model:
         return
     if trainer.compute_metrics is not None:
         check_has_logits(engine, "compute_metrics")
-    if _owner_of_loss(trainer) is not transformers.Trainer:
-        raise ConfigError(
-            "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
-            "wait for the other ranks for ever",
-            where=f"{type(trainer).__name__}.compute_loss",
-            hint="compute_loss_func=..., or a strategy without a pipeline",
-        )
+    # Once more: a class may have switched it on since.
+    check_router_loss(trainer.model.config)
     if trainer.optimizer is not None:
         raise ConfigError(
             "this optimizer was made for the whole model, of which this process keeps a part",
@@ -71,12 +80,6 @@ def check_trainer(trainer: Any, engine: Engine) -> None:
             found=type(trainer.optimizer).__name__,
             hint="TrainingArguments(optim=..., learning_rate=...)",
         )
-
-
-def _owner_of_loss(trainer: Any) -> type:
-    """The class that computes the loss, but for the mixin, whose part in it is done on any stage."""
-    owners = [owner for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
-    return next(owner for owner in owners if owner.__module__ != MIXIN)
 
 
 def check_has_logits(engine: Engine, wish: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hfdist.data.packing.sequence import IGNORED
+
+
+def num_input_tokens(batch: Any) -> int:
+    """Count the tokens that a model reads; 0 for batches of another form, such as those of rewards."""
+    return batch["input_ids"].numel() if isinstance(batch, Mapping) and "input_ids" in batch else 0
 
 
 def num_target_tokens(labels: torch.Tensor) -> torch.Tensor:

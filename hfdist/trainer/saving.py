@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState
 
 from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state, verify
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
@@ -50,7 +50,7 @@ def save(trainer: Any) -> None:
     cursor = merged_cursor(trainer)
     if cursor is not None:
         # Before the checkpoint: a run that goes on from it does not say this again.
-        trainer.log(_data_figures(report(cursor, trainer.train_dataset.plan)))
+        _log(trainer, _data_figures(report(cursor, trainer.train_dataset.plan)))
     trainer.store_flos()
     # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
     write_ledger(trainer)
@@ -105,14 +105,20 @@ def report_save(trainer: Any) -> None:
         "%s: %.3f GB in %.2f s; training stood still for %.2f s",
         *(saved.path.name, saved.num_bytes / 1e9, saved.total_seconds, saved.stall_seconds),
     )
-    trainer.log(
+    _log(
+        trainer,
         {
             "checkpoint/step": saved.step,
             "checkpoint/bytes": saved.num_bytes,
             "checkpoint/seconds": saved.total_seconds,
             "checkpoint/stall_seconds": saved.stall_seconds,
-        }
+        },
     )
+
+
+def _log(trainer: Any, figures: dict[str, float]) -> None:
+    """Log a line that is not of a step: a class that adds its metrics to each line must not spend them on this one."""
+    Trainer.log(trainer, figures)
 
 
 class SaveListener:

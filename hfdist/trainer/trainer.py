@@ -21,14 +21,16 @@ from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.models.flops import flops_per_token
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
-from hfdist.trainer import saving
+from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
-from hfdist.trainer.dealing import deal
+from hfdist.trainer.construction import build_engine
+from hfdist.trainer.dealing import deal, dealing_each_once
 from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate
 from hfdist.trainer.groups import without_empty_groups
-from hfdist.trainer.guards import check_arguments, check_has_logits, check_has_trained, check_trainer
-from hfdist.trainer.loss import causal_lm_loss
+from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
+from hfdist.trainer.loss import causal_lm_loss, num_input_tokens
 from hfdist.trainer.loss_scaler import AgreedLossScaler
+from hfdist.trainer.micro_batch import loss_of
 from hfdist.trainer.numerics import Limits, StepGuard, spread
 from hfdist.trainer.throughput import Throughput
 from hfdist.watch import watches_among
@@ -44,14 +46,12 @@ class DistributedTrainerMixin(_Trainer):
     """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
 
     Args:
-        model: whole, on the CPU (under ZeRO-3: made after the arguments, so already cut).
-        args: TrainingArguments made with `**strategy.training_arguments()`.
+        given, named: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
+            so already cut), `args` are TrainingArguments made with `**strategy.training_arguments()`.
         strategy: the layout; None: everything is as in the original class.
     """
 
-    def __init__(
-        self, model: Any = None, args: Any = None, *more: Any, strategy: Strategy | None = None, **named: Any
-    ) -> None:
+    def __init__(self, *given: Any, strategy: Strategy | None = None, **named: Any) -> None:
         self.strategy = strategy
         self.engine: Engine | None = None
         self.run_values: dict[str, Any] | None = None
@@ -67,26 +67,29 @@ class DistributedTrainerMixin(_Trainer):
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
         if strategy is not None:
-            check_arguments(args, strategy)
-            # Once more where a recipe has done it: from Python nobody else would.
-            strategy.start()
-            self.engine = strategy.build(model)
-            model = self.engine.model
-        super().__init__(model, args, *more, **named)
+            self.engine, named = build_engine(type(self), strategy, given, named)
+            given = ()
+        super().__init__(*given, **named)
         if self.engine is not None:
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             self.throughput = Throughput(self.args.device)
             check_trainer(self, self.engine)
+            trl_trainers.adapt(self, self.engine)
             self.agreement.listeners.append(saving.SaveListener(self))
             self.add_callback(self.agreement)
-            if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            if self._sums_targets and not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
                 # Such a model would average over its own micro batch, which biases uneven ones.
                 self.compute_loss_func = causal_lm_loss
                 # Tells the Trainer's count of targets that a first label is none.
                 self._loss_shifts_labels = True
 
     # ---- setting up ----
+
+    @property
+    def _sums_targets(self) -> bool:
+        """Whether the loss is that of all targets of the global batch, and not a mean of another kind."""
+        return trl_trainers.sums_over_targets(type(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; on a CPU accelerate drops fp16 without a word, so give it what a GPU gets."""
@@ -128,9 +131,12 @@ class DistributedTrainerMixin(_Trainer):
 
     def get_train_dataloader(self) -> Any:
         """A token stream reads this rank's share by itself: accelerate must not cut it again."""
-        if self.engine is None or not isinstance(self.train_dataset, TokenStream):
+        if self.strategy is not None and isinstance(self.train_dataset, TokenStream):
+            return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
+        if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
-        return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
+        with dealing_each_once(self.accelerator, self.strategy.topology):
+            return super().get_train_dataloader()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.engine is None:
@@ -184,13 +190,8 @@ class DistributedTrainerMixin(_Trainer):
         return Defaults(
             model=model,
             training_step=super().training_step,
-            loss=self._loss_of_micro_batch,
+            loss=partial(loss_of, self),
         )
-
-    def _loss_of_micro_batch(self, model: nn.Module, batch: Batch, num_items: Any) -> torch.Tensor:
-        inputs = self._prepare_inputs(batch)
-        with self.compute_loss_context_manager():
-            return cast(torch.Tensor, self.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Ranks of one model replica read the same batch: the original has counted it once for each."""
@@ -229,17 +230,18 @@ class DistributedTrainerMixin(_Trainer):
                     self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
                     return [], num_items
                 samples, num_items = read()
-        num_tokens = sum(batch["input_ids"].numel() for batch in samples)
-        self.throughput.add(num_tokens * self.strategy.topology.data_size)
-        self.state.num_input_tokens_seen = self.throughput.tokens
+        self.throughput.add(sum(num_input_tokens(batch) for batch in samples) * self.strategy.topology.data_size)
+        # Where batches are no tokens, as those of rewards, the class may count for itself.
+        self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self._guard.begin_step()
         return samples, num_items
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """By the documented formula, counted once: the original counts all parameters at every micro batch."""
-        if self.engine is None or not isinstance(self.model, PreTrainedModel):
+        num_tokens = num_input_tokens(inputs)
+        if self.engine is None or not isinstance(self.model, PreTrainedModel) or num_tokens == 0:
             return super().floating_point_ops(inputs)
-        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * inputs["input_ids"].numel())
+        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
 
     def _flops_per_token(self, sequence_length: int) -> float:
         assert self.engine is not None
@@ -267,15 +269,18 @@ class DistributedTrainerMixin(_Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
-        if self.engine is not None and "loss" in logs:
-            logs |= self.throughput.read(self.state.global_step)
+        if self.engine is not None:
+            if "loss" in logs:
+                logs |= self.throughput.read(self.state.global_step)
+            if any(name == "loss" or name.endswith("_loss") for name in logs):
+                trl_trainers.share_metrics(self, self.engine)
         super().log(logs, start_time)
 
     # ---- evaluation ----
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Deal the held-out items over the data ranks, with equally many batches on each."""
-        if self.engine is None or self.strategy is None or self.compute_metrics is not None:
+        if self.strategy is None or self.compute_metrics is not None or not self._sums_targets:
             return super().get_eval_dataloader(eval_dataset)
         own: Any = self.eval_dataset
         if eval_dataset is not None:
@@ -289,7 +294,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
-        if self.engine is None or self.compute_metrics is not None:
+        if self.engine is None or self.compute_metrics is not None or not self._sums_targets:
             return super().evaluation_loop(dataloader, description, *more, **named)
         return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 

@@ -1,0 +1,243 @@
+"""Fine-tuning one model on the same examples with hfdist and with TRL: losses, tokens a second, and peak memory.
+
+python -m benchmarks.finetune --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import RESULTS, describe_machine, markdown, write_section
+
+TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
+LARGEST_DIFFERENCE = 1e-4
+
+
+class Run(NamedTuple):
+    """What one process has measured, from its second step to its last."""
+
+    losses: list[float]
+    tokens_per_second: float
+    tokens_per_cpu_second: float
+    peak_mib: float
+
+
+def main() -> None:
+    """Run all contenders in turn, each in a process of its own, and print or write the table."""
+    options = _options()
+    if options.child is not None:
+        sys.stdout.write(json.dumps(_train(options)._asdict()) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _write_model(Path(folder) / "model", options)
+        measured: dict[str, list[Run]] = {name: [] for name in (TRL, OURS, MIXED)}
+        for turn in range(options.rounds):
+            names = list(measured)
+            # Each follows each: what is first in a round meets another machine than what is last.
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                measured[name].append(_in_process(name, folder))
+    section = _section(options, measured)
+    sys.stdout.write(section + "\n")
+    if options.write:
+        write_section(RESULTS, "finetune", section)
+
+
+def _in_process(name: str, folder: str) -> Run:
+    command = [sys.executable, "-m", "benchmarks.finetune", *sys.argv[1:], "--child", name, "--folder", folder]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{name} has failed:\n{done.stderr[-4000:]}")
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _write_model(folder: Path, options: argparse.Namespace) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from tests.smollm2 import write_smollm2
+
+    write_smollm2(folder)
+    if options.blocks is not None:
+        config = AutoConfig.from_pretrained(folder, num_hidden_layers=options.blocks)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32").save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _train(options: argparse.Namespace) -> Run:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    folder = Path(options.folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    clock = _make_clock()
+    make: dict[str, Callable[..., Any]] = {TRL: _make_trl, OURS: _make_ours, MIXED: _make_mixed}
+    trainer = make[options.child](options, model, tokenizer, _examples(tokenizer, options))
+    trainer.add_callback(clock)
+    trainer.train()
+    wall, cpu = (end - begin for begin, end in zip(clock.times[0], clock.times[-1], strict=True))
+    num_tokens = sum(len(row["input_ids"]) for row in list(trainer.train_dataset)[options.batch_size :])
+    return Run(
+        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        tokens_per_second=num_tokens / wall,
+        tokens_per_cpu_second=num_tokens / cpu,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def _make_clock() -> Any:
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """Wall and CPU seconds at the end of each step."""
+
+        def __init__(self) -> None:
+            self.times: list[tuple[float, float]] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.times.append((time.perf_counter(), time.process_time()))
+
+    return Clock()
+
+
+def _examples(tokenizer: Any, options: argparse.Namespace) -> Any:
+    """Questions and answers of very different lengths, cut from this program's own libraries; targets: the answer."""
+    from datasets import Dataset
+
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
+    ids = tokenizer(text)["input_ids"]
+    rows, place = [], 0
+    for number in range(options.steps * options.batch_size):
+        length = options.length - number * 37 % (options.length // 2)
+        own = ids[place : place + length]
+        place += length
+        rows.append({"input_ids": own, "labels": [-100] * (length // 4) + own[length // 4 :]})
+    assert len(rows[-1]["input_ids"]) > 1, "more text is needed for so many steps"
+    return Dataset.from_list(rows)
+
+
+def _fields(options: argparse.Namespace) -> dict[str, Any]:
+    """What all must have in common to become the same; TRL's defaults differ in several."""
+    return {
+        "output_dir": str(Path(options.folder) / "out"),
+        "max_steps": options.steps,
+        "learning_rate": 2e-5,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 1.0,
+        "train_sampling_strategy": "sequential",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _strategy(options: argparse.Namespace) -> Any:
+    import hfdist
+
+    sizes = {"global_batch_size": options.batch_size, "micro_batch_size": options.batch_size}
+    return hfdist.make_strategy(**sizes, sequence_length=options.length)
+
+
+def _make_ours(options: argparse.Namespace, model: Any, tokenizer: Any, examples: Any) -> Any:
+    from transformers import DataCollatorForSeq2Seq, TrainingArguments
+
+    import hfdist
+
+    strategy = _strategy(options)
+    return hfdist.Trainer(
+        model,
+        TrainingArguments(**_fields(options) | strategy.training_arguments()),
+        strategy=strategy,
+        train_dataset=examples,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+
+
+def _make_trl(options: argparse.Namespace, model: Any, tokenizer: Any, examples: Any) -> Any:
+    import trl
+
+    arguments = trl.SFTConfig(**_fields(options), per_device_train_batch_size=options.batch_size, max_length=None)
+    return trl.SFTTrainer(model, args=arguments, train_dataset=examples, processing_class=tokenizer)
+
+
+def _make_mixed(options: argparse.Namespace, model: Any, tokenizer: Any, examples: Any) -> Any:
+    import trl
+
+    import hfdist
+
+    strategy = _strategy(options)
+    mixed = type("Mixed", (hfdist.DistributedTrainerMixin, trl.SFTTrainer), {})
+    arguments = trl.SFTConfig(**_fields(options) | strategy.training_arguments(), max_length=None)
+    return mixed(model, args=arguments, strategy=strategy, train_dataset=examples, processing_class=tokenizer)
+
+
+def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str:
+    medians = {
+        name: [statistics.median(getattr(run, field) for run in runs) for field in Run._fields[1:]]
+        for name, runs in measured.items()
+    }
+    reference = measured[TRL][0].losses
+    rows = []
+    for name, values in medians.items():
+        largest = max(
+            abs(own - theirs) / theirs
+            for run in measured[name]
+            for own, theirs in zip(run.losses, reference, strict=True)
+        )
+        if largest > LARGEST_DIFFERENCE:
+            sys.exit(f"{name} has other losses than {TRL}: by {largest:.1e}, {measured[name][0].losses}, {reference}")
+        cells = [
+            text for value, theirs in zip(values, medians[TRL], strict=True)
+            for text in (f"{value:.0f}", f"{value / theirs:.2f}")
+        ]  # fmt: skip
+        rows.append([name, *cells, f"{largest:.0e}"])
+    header = ["trainer", "tokens/s", "x TRL", "tokens/CPU s", "x TRL", "peak MiB", "x TRL", "loss, largest difference"]
+    model = "SmolLM2-135M-Instruct" + (f" cut to {options.blocks} blocks" if options.blocks else "")
+    return (
+        "## Fine-tuning beside TRL\n\n"
+        f"{model} in float32, one process, {options.steps} steps of {options.batch_size} examples of "
+        f"{options.length // 2 + 1} to {options.length} tokens, a quarter of each without targets. The losses went "
+        f"from {reference[0]:.4f} to {reference[-1]:.4f}, the same in all: the same tokens and labels in the same "
+        "order (`train_sampling_strategy=sequential`), no packing, the same linear schedule and AdamW, losses weighted "
+        "by target tokens (as all do by default), and of TRL's defaults `bf16` and `gradient_checkpointing` are off. "
+        "Times are of all steps but the first; memory is the process's largest resident size. Medians of "
+        f"{options.rounds} interleaved rounds, each run in a process of its own.\n\n"
+        f"{describe_machine('torch', 'transformers', 'trl')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
+        f"`{' '.join(['python -m benchmarks.finetune', *sys.argv[1:]])}`\n\n"
+        f"{markdown(header, rows)}"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune", description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="of one run")
+    parser.add_argument("--batch-size", type=int, default=2, help="examples of a step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of the longest example")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--blocks", type=int, help="keep so many blocks of the model, to try this script")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

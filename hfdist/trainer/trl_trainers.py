@@ -1,0 +1,186 @@
+"""What must be known of TRL's trainers to run them in any layout: by their names, since TRL need not be installed.
+
+    class PipelineSFT(hfdist.DistributedTrainerMixin, trl.SFTTrainer): ...
+
+Of all of them `SFTTrainer` alone has a loss that is a sum over targets divided by their number in the global batch. So
+it can run in a pipeline, once three things are taken care of: the metrics that it gathers beside the loss, where only
+the last stage has one; the logging of those metrics by rank 0; and rows without padding, which cannot be cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from hfdist.checkpoint.exchange import gather_json
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import ConfigError
+from hfdist.models.packing import keeps_documents_apart
+from hfdist.strategies.base import Engine, Strategy
+
+logger = logging.getLogger(__name__)
+
+MIXIN = "hfdist.trainer.trainer"
+"""Module of `DistributedTrainerMixin`, whose own part in the loss is done on any stage."""
+_SFT = "trl.trainer.sft_trainer.SFTTrainer"
+_OF_CAUSAL_LMS = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
+_DEPENDENT = {
+    "KTOTrainer": "its KL term is a mean over the rows that all processes run at once",
+    "GRPOTrainer": "each process draws its own completions",
+    "RLOOTrainer": "each process draws its own completions",
+    "DistillationTrainer": "each process draws its own completions",
+}
+_ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}
+"""What is kept of a row without padding, and what fills a shorter one up: each such token is a document of its own."""
+
+
+def owner_of_loss(kind: type) -> type:
+    """The class that computes the loss, but for the mixin."""
+    owners = [owner for owner in kind.__mro__ if "compute_loss" in vars(owner)]
+    return next(owner for owner in owners if owner.__module__ != MIXIN)
+
+
+def is_sft(kind: type) -> bool:
+    """Whether the loss is that of TRL's SFTTrainer."""
+    owner = owner_of_loss(kind)
+    return f"{owner.__module__}.{owner.__qualname__}" == _SFT
+
+
+def sums_over_targets(kind: type) -> bool:
+    """Whether the loss is known to be the sum of token losses over the number of targets."""
+    return owner_of_loss(kind) is transformers.Trainer or is_sft(kind)
+
+
+def trains_causal_lm(kind: type) -> bool:
+    """Whether a name given as the model is known to mean a causal language model."""
+    return any(_is_of_trl(owner) and owner.__name__ in _OF_CAUSAL_LMS for owner in kind.__mro__)
+
+
+def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None:
+    """Check what a trainer of TRL was asked for, before anything is built. Other trainers pass.
+
+    Args:
+        kind: class of the trainer.
+        wishes: the arguments of its constructor, by name; `model` is whole.
+        strategy: the layout.
+
+    Raises:
+        ConfigError: what would be left out, wait for ever or be trained wrongly.
+    """
+    if wishes.get("peft_config") is not None:
+        raise ConfigError(
+            "adapters must be in the model before it is distributed, and this class adds them afterwards",
+            where="peft_config",
+            found=type(wishes["peft_config"]).__name__,
+            hint="model = peft.inject_adapter_in_model(peft_config, model), and no peft_config",
+        )
+    if is_sft(kind) and strategy.topology.pipeline > 1:
+        _check_sft_in_pipeline(wishes, strategy)
+    if getattr(wishes["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
+        _check_is_on_disk(wishes)
+    name = next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
+    if name in _DEPENDENT and strategy.topology.rank == 0:
+        logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
+
+
+def _is_of_trl(owner: type) -> bool:
+    return owner.__module__.partition(".")[0] == "trl"
+
+
+def _check_is_on_disk(wishes: dict[str, Any]) -> None:
+    for name in ("train_dataset", "eval_dataset"):
+        given = wishes.get(name)
+        for dataset in given.values() if isinstance(given, dict) else (given,):
+            if dataset is not None and not getattr(dataset, "cache_files", True):
+                raise ConfigError(
+                    "rank 0 writes the reference's log-probabilities beside the dataset's files, and this one has none",
+                    where=name,
+                    found="a dataset in memory, with args.precompute_ref_log_probs=True",
+                    hint="dataset.save_to_disk(folder), and datasets.load_from_disk(folder)",
+                )
+
+
+def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
+    args = wishes.get("args")
+    for name, value in (
+        ("compute_loss_func", wishes.get("compute_loss_func")),
+        ("args.label_smoothing_factor", getattr(args, "label_smoothing_factor", None)),
+        ("args.activation_offloading", getattr(args, "activation_offloading", None)),
+    ):
+        if value:
+            raise ConfigError(
+                "SFTTrainer does this around a forward of the whole model, of which each process has a part",
+                where=name,
+                found=getattr(value, "__name__", value),
+                hint="without it, or a strategy without a pipeline",
+            )
+    if not (getattr(args, "padding_free", False) or getattr(args, "packing", False)):
+        return
+    attention = wishes["model"].config._attn_implementation or ""
+    if "flash" in attention and strategy.batch.micro_batch_size > 1:
+        raise ConfigError(
+            "flash kernels keep packed documents apart in batches of one sequence only",
+            where="make_strategy(micro_batch_size)",
+            found=strategy.batch.micro_batch_size,
+            allowed="1",
+            hint="micro_batch_size=1, or attn_implementation='sdpa'",
+        )
+    if keeps_documents_apart(wishes["model"]) is False:
+        raise ConfigError(
+            f"{type(wishes['model']).__name__} sees through from one packed document to the next",
+            where="args.packing, args.padding_free",
+            found="True",
+            hint="packing=False, or a strategy without a pipeline",
+        )
+
+
+def adapt(trainer: Any, engine: Engine) -> None:
+    """Fit a trainer that is complete to its engine. Not one of TRL: nothing happens."""
+    if not is_sft(type(trainer)):
+        return
+    # Its loss is divided by the targets of the global batch whatever the model's forward takes: count them.
+    trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
+    if not engine.runs_whole_model and getattr(trainer.data_collator, "padding_free", False):
+        trainer.data_collator = partial(collate_rows, trainer.data_collator)
+
+
+def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any]) -> dict[str, torch.Tensor]:
+    """Put items below each other where `collate` puts them into one row, which a pipeline cannot cut.
+
+    Args:
+        collate: TRL's, without padding.
+        items: each one packed or single row of tokens.
+
+    Returns:
+        Tensors of shape [items, tokens of the longest]; where positions begin anew, so does a document.
+    """
+    rows = [collate([item]) for item in items]
+    return {
+        name: pad_sequence([row[name][0] for row in rows], batch_first=True, padding_value=filler)
+        for name, filler in _ROW.items()
+    }
+
+
+def share_metrics(trainer: Any, engine: Engine) -> None:
+    """Give all ranks the metrics that were made beside the loss, so that rank 0 can log them. Call on all ranks."""
+    if engine.runs_whole_model or not is_sft(type(trainer)):
+        return
+    mode = "train" if trainer.model.training else "eval"
+    # Of other modes nothing: what stays behind here would be taken for this rank's own the next time.
+    own = {"metrics": trainer._metrics[mode], "num_tokens": trainer._total_train_tokens}
+    # Those of several last stages are equal, since they were gathered among them.
+    found = next((rank for rank in gather_json(own) if rank["metrics"]), None)
+    if found is None:
+        return
+    # A micro batch of nothing but filling has no target, and was given zeros.
+    counts = [entropy > 0 for entropy in found["metrics"].get("entropy", ())]
+    for name, values in found["metrics"].items():
+        trainer._metrics[mode][name] = list(compress(values, counts)) if len(values) == len(counts) else values
+    trainer._total_train_tokens = found["num_tokens"]

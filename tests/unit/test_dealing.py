@@ -1,0 +1,45 @@
+"""Rows of a user's dataset are dealt over data ranks, each once, and what fills up has no targets."""
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from hfdist.topology import Degrees, Topology
+from hfdist.trainer.dealing import Blank, CountedRows, CountingCollator, DealtBatches
+
+
+def dealt(num_rows, micro_batch_size, data_size):
+    batches = BatchSampler(SequentialSampler(range(num_rows)), micro_batch_size, drop_last=False)
+    topologies = [Topology.of(Degrees(), rank=rank, world_size=data_size) for rank in range(data_size)]
+    return [list(DealtBatches(batches, topology)) for topology in topologies]
+
+
+@pytest.mark.parametrize("num_rows", range(1, 14))
+@pytest.mark.parametrize(("micro_batch_size", "data_size"), [(1, 1), (1, 2), (2, 3), (3, 2), (1, 4)])
+def test_each_row_counts_once_and_in_its_step(num_rows, micro_batch_size, data_size):
+    ranks = dealt(num_rows, micro_batch_size, data_size)
+    assert len({len(batches) for batches in ranks}) == 1
+    read = []
+    for turn in zip(*ranks, strict=True):
+        read += sorted(int(row) for batch in turn for row in batch if not isinstance(row, Blank))
+        assert all(turn), "a rank without rows would leave the others waiting"
+    # In order of steps: the rows of a global batch do not depend on the number of ranks.
+    assert read == list(range(num_rows))
+
+
+def collate_with_own_labels(rows):
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def collate_into_one_row(rows):
+    return {name: torch.tensor([[x for row in rows for x in row[name]]]) for name in ("input_ids", "labels")}
+
+
+def test_what_fills_up_has_no_targets():
+    rows = CountedRows([{"input_ids": [3, 4], "labels": [3, 4]}, {"input_ids": [5, 6], "labels": [5, 6]}])
+    read = rows.__getitems__([1, Blank(0)])
+    assert [counts for _, counts in read] == [True, False]
+    assert CountingCollator(collate_with_own_labels)(read)["labels"].tolist() == [[5, 6], [-100, -100]]
+    assert CountingCollator(collate_into_one_row)(read)["labels"].tolist() == [[5, 6, -100, -100]]
+    assert CountingCollator(collate_into_one_row)([rows[0]])["labels"].tolist() == [[3, 4]]
