@@ -91,7 +91,7 @@ def check_source(key: str, source: SourceConfig) -> None:
 def _check_chat(chat: ChatConfig) -> None:
     if chat.template is not None and not Path(chat.template).expanduser().is_file():
         raise ConfigError(
-            "there is no such chat template",
+            "the chat template cannot be found",
             where="data.chat.template",
             found=chat.template,
             allowed="a file with a chat template in Jinja; null: the tokenizer's own",

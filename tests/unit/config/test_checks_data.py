@@ -28,7 +28,7 @@ CONTRADICTIONS = [
         "needs the tokenizer that made them",
         "model.tokenizer.name=runs/x/tokens/tokenizer",
     ),
-    (["data.chat.template=no.jinja"], "data.chat.template", "no such chat template", None),
+    (["data.chat.template=no.jinja"], "data.chat.template", "cannot be found", None),
     (
         ["data.chat.template_arguments={tools: 1}"],
         "data.chat.template_arguments.tools",
