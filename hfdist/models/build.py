@@ -38,36 +38,57 @@ def build_model(
         trained: what of it is trained; None: all.
 
     Raises:
-        ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
+        ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here, or PEFT the
+            adapter.
     """
-    dtype = _dtype(config.dtype)
     trained = trained or Trained()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        try:
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(
-                    architecture, dtype=dtype, trust_remote_code=config.trust_remote_code
-                )
-        except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"transformers cannot make the model: {str(error).splitlines()[0]}",
-                where="model.attention, model.config",
-                found=config.attention.value,
-                hint="model.attention=auto",
-            ) from error
-        # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
-        model.tie_weights()
-        if trained.adapter.is_used:
-            # By the names that the weights have without it, and not over it.
-            initialize_by_name(model, seed)
-            trained.choose(model, config, seed=seed)
-            cut(model)
-        else:
-            trained.choose(model, config, seed=seed)
-            cut(model)
-            initialize_by_name(model, seed)
-        return model
+        return _draw(config, architecture, seed=seed, cut=cut, trained=trained)
+    return _read(config, architecture, seed=seed, cut=cut, trained=trained)
+
+
+def _draw(
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    *,
+    seed: int,
+    cut: Callable[[PreTrainedModel], None],
+    trained: Trained,
+) -> PreTrainedModel:
+    try:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
+            )
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"transformers cannot make the model: {str(error).splitlines()[0]}",
+            where="model.attention, model.config",
+            found=config.attention.value,
+            hint="model.attention=auto",
+        ) from error
+    # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
+    model.tie_weights()
+    if trained.adapter.is_used:
+        # By the names that the weights have without it, and not over it.
+        initialize_by_name(model, seed)
+    trained.choose(model, config, seed=seed)
+    cut(model)
+    if not trained.adapter.is_used:
+        initialize_by_name(model, seed)
+    return model
+
+
+def _read(
+    config: ModelConfig,
+    architecture: PreTrainedConfig,
+    *,
+    seed: int,
+    cut: Callable[[PreTrainedModel], None],
+    trained: Trained,
+) -> PreTrainedModel:
+    dtype = _dtype(config.dtype)
     assert config.name is not None  # checked with the config
     with reading_from_hub("model.name", config.name):
         model = AutoModelForCausalLM.from_pretrained(
