@@ -33,6 +33,10 @@ NAME = "default"
 """PEFT's name of a model's only adapter; in files it is left out."""
 
 
+# Types that gather the weights they look at under ZeRO-3, layer by layer.
+_GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
+
+
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, *, seed: int) -> None:
     """Put the adapter into a whole model, in place, and freeze the model's own weights.
 
@@ -64,8 +68,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
 
 def _shapes_of(model: PreTrainedModel, peft_config: Any) -> AbstractContextManager[object]:
-    """Under ZeRO-3 PEFT's LoRA gathers what it looks at, layer by layer; for other types all weights are gathered."""
-    if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value == "LORA":
+    """Under ZeRO-3, let all weights be there for types of adapters that look at them and do not gather them."""
+    if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value in _GATHERING:
         return nullcontext()
     import deepspeed
 

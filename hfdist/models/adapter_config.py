@@ -24,9 +24,11 @@ _SHARED = "its layers share weights, which could not be on several ranks"
 _REFUSED = {
     "ADALORA": _BETWEEN_STEPS,
     "ADAMSS": _BETWEEN_STEPS,
+    "LILY": _SHARED,
     "OSF": "it changes gradients by numbers that it keeps outside of the model's state",
     "POLY": "it needs the number of a task with each batch",
     "RANDLORA": _SHARED,
+    "SHIRA": "PEFT packs its weights anew when it saves them",
     "SHADOW": _WHOLE_MODEL,
     "XLORA": _WHOLE_MODEL,
 }

@@ -71,11 +71,9 @@ def _draw(
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed)
-        trained.choose(model, seed=seed)
-        cut(model)
-    else:
-        trained.choose(model, seed=seed)
-        cut(model)
+    trained.choose(model, seed=seed)
+    cut(model)
+    if not trained.adapter.is_used:
         initialize_by_name(model, seed)
     return model
 

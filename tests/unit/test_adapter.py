@@ -88,6 +88,7 @@ TYPES = {
     "delora": (),
     "ln_tuning": (),
     "miss": ("adapter.rank=8",),
+    "trainable_tokens": ("adapter.targets=[embed_tokens]", "+adapter.arguments.token_indices=[1,2,3]"),
     "road": ("+adapter.arguments.group_size=16",),
 }
 

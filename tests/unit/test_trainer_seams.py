@@ -55,6 +55,7 @@ SEAMS = {
     "get_eval_dataloader": ["self", "eval_dataset"],
     "get_decay_parameter_names": ["self", "model"],
     "create_accelerator_and_postprocess": ["self"],
+    "create_optimizer": ["self", "model"],
     "_save_checkpoint": ["self", "model", "trial"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
