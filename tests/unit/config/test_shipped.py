@@ -12,7 +12,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
 from hfdist.config.sources import list_groups, list_options
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides
+from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides, primary_of
 
 # The file of each group in which all its keys stand with a comment.
 DOCUMENTED_IN = {
@@ -60,21 +60,19 @@ def test_fine_tuning_tells_rows_by_their_columns_and_pretraining_reads_text():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_each_option_composes(group, option):
-    config = compose_config([f"{group}={option}", *needed_overrides(group, option)])
+    primary = primary_of(option) if group == "experiment" else "pretrain"
+    config = compose_config([f"{group}={option}", *needed_overrides(group, option)], name=primary)
     assert isinstance(config, RunConfig)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.parametrize(("group", "option"), [o for o in OPTIONS if o[0] not in ("experiment", "data")], ids="=".join)
-def test_each_option_composes_within_each_experiment(experiment, group, option):
-    config = compose_config(
-        [
-            f"+experiment={experiment}",
-            f"{group}={option}",
-            *needed_overrides("experiment", experiment),
-            *needed_overrides(group, option),
-        ]
-    )
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("experiment", "model", "data")])
+def test_the_options_of_each_group_compose_within_each_experiment(experiment, group):
+    # One an experiment, and each with some.
+    options = [option for other, option in OPTIONS if other == group]
+    option = options[EXPERIMENTS.index(experiment) % len(options)]
+    overrides = [f"+experiment={experiment}", f"{group}={option}", *needed_overrides("experiment", experiment)]
+    config = compose_config([*overrides, *needed_overrides(group, option)], name=primary_of(experiment))
     assert config.run.name == experiment
 
 
