@@ -115,18 +115,22 @@ def _make_clock() -> Any:
 
 
 def _examples(tokenizer: Any, options: argparse.Namespace) -> Any:
-    """Questions and answers of very different lengths, cut from this program's own libraries; targets: the answer."""
+    """Conversations made of the standard library's docstrings, as tokens; targets: what the assistant says."""
     from datasets import Dataset
 
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(argparse.__file__).parent.glob("a*.py")))
-    ids = tokenizer(text)["input_ids"]
-    rows, place = [], 0
-    for number in range(options.steps * options.batch_size):
-        length = options.length - number * 37 % (options.length // 2)
-        own = ids[place : place + length]
-        place += length
-        rows.append({"input_ids": own, "labels": [-100] * (length // 4) + own[length // 4 :]})
-    assert len(rows[-1]["input_ids"]) > 1, "more text is needed for so many steps"
+    from hfdist.config.data import ChatConfig, DataConfig, RowFormat, SourceConfig, SourceKind
+    from hfdist.data import open_corpus
+    from hfdist.data.encoders import Encoders
+
+    source = SourceConfig(kind=SourceKind.docstrings)
+    ((_, shard),) = open_corpus(DataConfig(sources={"docstrings": source}, format=RowFormat.auto)).shards
+    num_examples = options.steps * options.batch_size
+    numbers = range(0, sum(shard.runs), sum(shard.runs) // num_examples)[:num_examples]
+    rows = []
+    for tokens in Encoders(tokenizer, ChatConfig()).encode(shard, numbers, shard.read(numbers)):
+        cut = tokens[: options.length].tolist()
+        ids = [token if token >= 0 else ~token for token in cut]
+        rows.append({"input_ids": ids, "labels": [token if token >= 0 else -100 for token in cut]})
     return Dataset.from_list(rows)
 
 
@@ -213,8 +217,8 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
     model = "SmolLM2-135M-Instruct" + (f" cut to {options.blocks} blocks" if options.blocks else "")
     return (
         "## Fine-tuning beside TRL\n\n"
-        f"{model} in float32, one process, {options.steps} steps of {options.batch_size} examples of "
-        f"{options.length // 2 + 1} to {options.length} tokens, a quarter of each without targets. The losses went "
+        f"{model} in float32, one process, {options.steps} steps of {options.batch_size} conversations made of the "
+        f"standard library's docstrings, cut at {options.length} tokens, loss on the answers alone. The losses went "
         f"from {reference[0]:.4f} to {reference[-1]:.4f}, the same in all: the same tokens and labels in the same "
         "order (`train_sampling_strategy=sequential`), no packing, the same linear schedule and AdamW, losses weighted "
         "by target tokens (as all do by default), and of TRL's defaults `bf16` and `gradient_checkpointing` are off. "

@@ -11,10 +11,16 @@ Expert parallelism takes no axis of its own: experts are spread over `expert` ne
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hfdist.errors import ConfigError
+
+_OF_A_LAUNCHER = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_\w+|ROLE_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|ACCELERATE_\w+"
+    r"|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +190,8 @@ def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
         allowed=needed,
         hint=f"{start}; or another layout, such as strategy={'single' if world_size == 1 else 'ddp'}",
     )
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what a launcher tells its ranks, for a process that is to be none of them."""
+    return {name: value for name, value in environment.items() if not _OF_A_LAUNCHER.fullmatch(name)}

@@ -14,6 +14,7 @@ def main(config: RunConfig) -> None:
     from pathlib import Path
 
     from hfdist.data import cache_dir, open_corpus
+    from hfdist.data.chat.template import adopt_template
     from hfdist.data.pretokenize import check_one_process, pretokenize, say_what_was_made
     from hfdist.models.tokenizer import load_tokenizer
     from hfdist.topology import Topology
@@ -25,6 +26,7 @@ def main(config: RunConfig) -> None:
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )
+    adopt_template(tokenizer, config.data.chat)
     folder = Path(config.run.dir) / "tokens"
     made = pretokenize(
         corpus.shards,

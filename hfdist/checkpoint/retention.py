@@ -45,8 +45,7 @@ def prune(folder: Path, keep: Keep) -> None:
     if keep.every is not None:
         kept |= {path for path in complete if int(path.name.removeprefix("step-")) % keep.every == 0}
     if keep.best:
-        best = _find_best(complete)
-        kept |= set() if best is None else {best[0]}
+        kept |= {path for path, _ in _by_held_out_loss(complete)[:1]}
     for path in complete:
         if path in kept:
             continue
@@ -58,14 +57,14 @@ def prune(folder: Path, keep: Keep) -> None:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
 
 
-def find_best(folder: Path) -> tuple[Path, float] | None:
-    """Give the complete checkpoint with the lowest held-out loss, and the loss; None: none was evaluated."""
-    return _find_best([path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()])
+def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:
+    """Give the complete checkpoints that were evaluated, each with its held-out loss, the lowest first."""
+    return _by_held_out_loss([path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()])
 
 
-def _find_best(complete: list[Path]) -> tuple[Path, float] | None:
+def _by_held_out_loss(complete: list[Path]) -> list[tuple[Path, float]]:
     losses = {path: loss for path in complete if (loss := _held_out_loss(path)) is not None}
-    return min(losses.items(), key=lambda item: item[1]) if losses else None
+    return sorted(losses.items(), key=lambda item: item[1])
 
 
 def _held_out_loss(path: Path) -> float | None:

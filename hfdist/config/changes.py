@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hfdist.config.compose import plain, to_values
+from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
+from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError
 
 # The layout is safe by design. What stands in files is compared by content, with the data's cursor. Rows are
@@ -58,8 +61,12 @@ class Change(NamedTuple):
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null."""
+    """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null.
+
+    What `before` does not have, as it was written before there was that key, counts as the default: so it was then.
+    """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
+    old = _defaults(new, old) | old
     safe = {key for pattern in _SAFE for key in fnmatch.filter(old | new, pattern)}
     if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
         # Elsewhere the rate of every step depends on it.
@@ -88,6 +95,18 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
             allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
             hint="the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name",
         )
+
+
+def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:
+    """The defaults of those keys that have one, whatever the names of the sources that there were before."""
+    sources = {".".join(key.split(".")[:3]) for key in old}
+    known = dict(_leaves(to_values(RunConfig()), ""))
+    of_source = dict(_leaves(plain(SourceConfig()), ""))
+    for key in keys:
+        section, _, leaf = key.rpartition(".")
+        if section in sources and section.startswith("data.sources.") and leaf in of_source:
+            known[key] = of_source[leaf]
+    return {key: known[key] for key in keys if key in known}
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

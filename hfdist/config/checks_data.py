@@ -96,7 +96,8 @@ def _check_chat(chat: ChatConfig) -> None:
             found=chat.template,
             allowed="a file with a chat template in Jinja; null: the tokenizer's own",
         )
-    ours = {"messages", "tools", "add_generation_prompt"}
+    ours = {"messages", "tools", "add_generation_prompt", "conversations", "chat_template"}
+    ours |= {"return_assistant_tokens_mask", "continue_final_message", "documents"}
     for name in chat.template_arguments:
         if name in ours:
             raise ConfigError(

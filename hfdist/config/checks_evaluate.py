@@ -22,7 +22,7 @@ def check_evaluation(config: RunConfig) -> None:
     _check_stopping(config)
     _check_export(config)
     _check_texts(config.evaluate)
-    _check_lm_eval(config.evaluate)
+    _check_lm_eval(config)
 
 
 def _check_sources(data: DataConfig) -> None:
@@ -92,12 +92,13 @@ def _check_export(config: RunConfig) -> None:
     checkpoint = config.checkpoint
     if config.evaluate.export is Export.best and (checkpoint.every is None or not checkpoint.keep_best):
         keys = f"checkpoint.every={'null' if checkpoint.every is None else checkpoint.every}"
+        missing = "checkpoint.every=100" if checkpoint.every is None else "checkpoint.keep_best=true"
         raise ConfigError(
             "the best model is that of a checkpoint, and none is kept for it",
             where="evaluate.export",
             found=f"best, with {keys} and checkpoint.keep_best={str(checkpoint.keep_best).lower()}",
             allowed="last, or best with checkpoint.every and checkpoint.keep_best=true",
-            hint="checkpoint.keep_best=true, or evaluate.export=last",
+            hint=f"{missing}, or evaluate.export=last",
         )
 
 
@@ -107,7 +108,15 @@ def _check_texts(evaluate: EvaluateConfig) -> None:
             raise ConfigError("a prompt is empty", where=f"evaluate.prompts[{index}]", found=prompt, allowed="text")
 
 
-def _check_lm_eval(evaluate: EvaluateConfig) -> None:
+def _check_lm_eval(config: RunConfig) -> None:
+    evaluate, adapter = config.evaluate, config.adapter
+    if evaluate.lm_eval and adapter.is_used and not adapter.merge:
+        raise ConfigError(
+            "the harness measures a whole model, and none is written",
+            where="evaluate.lm_eval",
+            found=f"{', '.join(evaluate.lm_eval)}, with adapter.merge=false",
+            hint="adapter.merge=true",
+        )
     folder = evaluate.lm_eval_include
     if folder is None:
         return

@@ -118,6 +118,7 @@ def _expand_home(config: RunConfig) -> None:
         (config.run, "dir"),
         (config.model, "name"),
         (config.checkpoint, "resume"),
+        (config.adapter, "path"),
         (config.evaluate, "lm_eval_include"),
     ):
         value = getattr(section, name)
@@ -146,22 +147,26 @@ def to_yaml(config: RunConfig) -> str:
 
 def to_values(config: RunConfig) -> dict[str, Any]:
     """The whole resolved config as plain values for YAML and JSON, without what only the command line can set."""
-    values: dict[str, Any] = _plain(config)
+    values: dict[str, Any] = plain(config)
+    for source in values["data"]["sources"].values():
+        # As it came to be, so that the key can still be overridden where these values are composed again.
+        source["epochs"] = None if source["epochs"] == config.train.epochs else source["epochs"]
     for section, name in _RUNS_CODE:
         if getattr(getattr(config, section), name):
             del values[section][name]
     return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
     if isinstance(value, Enum):
         return value.name
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, str):
         # What is resolved stays as it is: "${" in a value is text by now.
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)

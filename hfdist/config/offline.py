@@ -9,6 +9,7 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
 FLAG = "--offline"
+_LOCAL_TRACKERS = ("tensorboard", "wandb")
 # Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
 _SWITCHES = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 
@@ -36,6 +37,14 @@ def check_offline(config: RunConfig) -> None:
                 found=redact(source.path or ""),
                 allowed="a path on this machine",
                 hint=f"copy them here first, or leave {FLAG} out",
+            )
+    for name in config.report.to:
+        if name not in _LOCAL_TRACKERS:
+            raise ConfigError(
+                f"this tracker needs a connection, which {FLAG} rules out",
+                where="report.to",
+                found=name,
+                allowed=", ".join(_LOCAL_TRACKERS),
             )
     if config.export.push_to is not None:
         raise ConfigError(

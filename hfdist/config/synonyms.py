@@ -65,6 +65,7 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "chat_template": "data.chat.template={value}",
         "chat_template_path": "data.chat.template={value}",
         "chat_template_kwargs": "'data.chat.template_arguments={enable_thinking: false}'",
+        # These are said with true or false: see `override_for`.
         "assistant_only_loss": "data.chat.train_on=assistant",
         "completion_only_loss": "data.chat.train_on=assistant",
         "train_on_inputs": "data.chat.train_on=all",
@@ -141,9 +142,19 @@ REASONS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_OPPOSITES = MappingProxyType(
+    {
+        "data.chat.train_on=assistant": "data.chat.train_on=all",
+        "data.chat.train_on=all": "data.chat.train_on=assistant",
+    }
+)
+
+
 def override_for(name: str, value: object = None) -> str | None:
     """Give a ready override for a name of another trainer, from its last part; None: not known."""
     template = OVERRIDES.get(name.rpartition(".")[2])
+    if str(value).lower() == "false" and template is not None:
+        template = _OPPOSITES.get(template, template)
     return None if template is None else template.replace(VALUE, "..." if value is None else str(value))
 
 

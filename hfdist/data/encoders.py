@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import ChatConfig
+from hfdist.config.data import ChatConfig, SourceConfig, SourceKind
 from hfdist.data.chat.encode import ExampleEncoder
 from hfdist.data.sources.base import BadRow, ContentError, Shard
+from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenize import Encoder, tokenizer_digest
 
 # To be counted up when `ExampleEncoder` gives other tokens or targets for the same example and settings.
-_EXAMPLES = 1
+_EXAMPLES = 2
 
 
 class Encoders:
@@ -65,6 +66,22 @@ class Encoders:
             _bad(tokens, f"{shard.name}, row {row}") if isinstance(tokens, ContentError) else tokens
             for row, tokens in zip(rows, made, strict=True)
         ]
+
+
+def check_token_sources(
+    sources: Mapping[str, SourceConfig], tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
+) -> None:
+    """Check that sources of token files hold what this tokenizer, and this `data.chat`, would make.
+
+    Raises:
+        ConfigError: one does not.
+        DataError: its description is damaged.
+    """
+    paths = [source.path for source in sources.values() if source.kind is SourceKind.tokens and source.path is not None]
+    if paths:
+        encoders = Encoders(tokenizer, chat)
+        for path in paths:
+            check_tokenizer(path, encoders.digest(examples=False), encoders.digest(examples=True))
 
 
 def _bad(error: ContentError, where: str) -> BadRow:

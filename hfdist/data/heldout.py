@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents import Documents, open_token_cache
-from hfdist.data.encoders import Encoders
+from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.files import write_atomically
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import LABELS, NAMES, Placed, Shape
@@ -79,6 +79,7 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
     """
+    check_token_sources(config.eval_sources, tokenizer, config.chat)
     parts = {}
     for name, source in config.eval_sources.items():
         alone = replace(

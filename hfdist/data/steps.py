@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,8 @@ from hfdist.data.stream import TokenStream
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+_SAY_EVERY_SECONDS = 30.0
 
 
 def count_steps(
@@ -63,9 +66,12 @@ def count_steps(
 
 
 def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
-    num_steps = 0
+    num_steps, said = 0, time.monotonic()
     batches = iter(stream.loader(micro_batch_size=global_batch_size))
     while not stream.has_ended and num_steps != at_most:
         num_steps += bool((next(batches)["labels"] != IGNORED).any())
+        if time.monotonic() - said > _SAY_EVERY_SECONDS:
+            said = time.monotonic()
+            logger.info("counted %d steps so far", num_steps)
     batches.close()
     return num_steps

@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, SourceKind, TooLong
+from hfdist.config.data import DataConfig, TooLong
 from hfdist.data.collate import collate
 from hfdist.data.corpus import Corpus
 from hfdist.data.cursor import Cursor, LaneState, Progress
 from hfdist.data.documents import Documents, open_token_cache
-from hfdist.data.encoders import Encoders
+from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.lane import Lane, Packed, Plan
 from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
@@ -27,8 +27,6 @@ from hfdist.data.mixture import make_mixture
 from hfdist.data.order import LaneOrder, lanes_of_rank
 from hfdist.data.packing.sequence import Sequence, Shape
 from hfdist.data.records import chain
-from hfdist.data.sources.tokenfile import check_tokenizer
-from hfdist.data.tokenize import tokenizer_digest
 from hfdist.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -68,9 +66,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Where everything that is handed out is written down, if anywhere."""
         self.may_begin_anew = False
         """Whether to read other data from their beginning where a cursor is of those before, instead of refusing it."""
-        for source in config.sources.values():
-            if source.kind is SourceKind.tokens and source.path is not None:
-                check_tokenizer(source.path, tokenizer_digest(tokenizer))
+        check_token_sources(config.sources, tokenizer, config.chat)
         self._tokenizer, self._global_batch_size = tokenizer, global_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
@@ -260,7 +256,8 @@ def _identity(
         settings.append(config.too_long.value)
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     mixture = [
-        [[name, source.weight, source.epochs] for name, source in sorted(config.sources.items())],
+        # Not the epochs: with another number of them, each document stays where it is.
+        [[name, source.weight, None] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
     identity = json.dumps([4, corpus.fingerprint, tokens, *settings, mixture])

@@ -73,6 +73,11 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(whole_numel(parameter) for parameter in model.parameters())
 
 
+def num_bytes(model: torch.nn.Module) -> int:
+    """The same in bytes, each in the type that it is held in."""
+    return sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
+
+
 def num_trained(model: torch.nn.Module) -> int:
     """The same of those that are not frozen."""
     return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)

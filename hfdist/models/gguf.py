@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import transformers
 from filelock import FileLock
@@ -19,7 +20,7 @@ from hfdist.models.hub import reading_from_hub
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _SAMPLE_BYTES = 1 << 20
 
 
@@ -74,7 +75,17 @@ def _convert(file: Path, folder: Path, key: str) -> None:
     try:
         with reading_from_hub(key, str(file)):
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype="float32", output_loading_info=True
+            )
+            model, found = loaded
+        if found["missing_keys"]:
+            raise ConfigError(
+                "the file does not hold all weights of the model",
+                where=key,
+                found=f"{file}, without {', '.join(sorted(found['missing_keys'])[:3])}, ...",
+                hint="a part of a split file: merge them first (llama-gguf-split --merge)",
+            )
         # The weights are no longer quantized, and are not saved as long as the model says so.
         model.config.__dict__.pop("quantization_config", None)
         del model.hf_quantizer

@@ -35,7 +35,8 @@ def verify_files(files: Iterable[Path], notes: Path) -> None:
         damaged = [file for file, is_whole in zip(unknown, pool.map(_is_whole, unknown), strict=True) if not is_whole]
     for file in unknown:
         if file in damaged:
-            file.resolve().unlink()
+            # Two names may lead to one content.
+            file.resolve().unlink(missing_ok=True)
             file.unlink()
         else:
             _note(file, notes).write_text(_stamp(file), encoding="utf-8")

@@ -33,10 +33,11 @@ def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield from pieces
         return
     names = _names_in_files(model)
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     for piece in pieces:
         if piece.name in names:
             yield dataclasses.replace(piece, name=names[piece.name])
-        elif model.get_parameter(piece.name).requires_grad:
+        elif piece.name in trained:
             raise CheckpointError(
                 "a trained weight is no part of the adapter, so PEFT's files have no place for it",
                 where=piece.name,

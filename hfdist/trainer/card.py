@@ -7,9 +7,10 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import ModelCardData
@@ -17,6 +18,7 @@ from huggingface_hub import ModelCardData
 from hfdist.config.addresses import redact, scheme_of
 from hfdist.config.compose import to_values
 from hfdist.config.data import SourceKind
+from hfdist.config.export import ExportConfig
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.data import PoolReport
@@ -25,11 +27,22 @@ from hfdist.trainer.callbacks import METRICS, read_metrics
 CARD = "README.md"
 _PICTURE = "loss.png"
 _PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
-_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|key|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?!(bos|eos|pad|unk|sep|cls|mask)_token$)(.*_)?(token|secret|password|passwd|key|credentials?)", re.IGNORECASE
+)
+
+
+class Exported(NamedTuple):
+    """Which weights the folder holds."""
+
+    step: int
+    held_out_loss: float | None
+    commit: str | None
+    """Of the repository that the training started from, where it is known."""
 
 
 def write_card(
-    folder: Path, config: RunConfig, reports: Sequence[PoolReport], *, commit: str | None, ranks: int
+    folder: Path, config: RunConfig, reports: Sequence[PoolReport], exported: Exported, *, ranks: int
 ) -> None:
     """Write README.md, and beside it the picture of the losses where the run has one.
 
@@ -37,7 +50,7 @@ def write_card(
         folder: of the exported model or adapter.
         config: of the run; secrets in it are masked.
         reports: what was read of each pool of documents.
-        commit: of the repository that the weights came from, where it is known.
+        exported: which weights the folder holds.
         ranks: number of processes.
     """
     run_dir = Path(config.run.dir)
@@ -48,12 +61,12 @@ def write_card(
     parts = [
         f"---\n{_metadata(config, is_adapter).to_yaml()}\n---",
         f"# {config.run.name}",
-        _describe_start(config, commit, is_adapter),
+        _describe_start(config, exported.commit, is_adapter),
         "## Data\n\n" + _describe_data(config, reports),
-        "## Losses\n\n" + _describe_losses(read_metrics(run_dir / METRICS)),
+        "## Losses\n\n" + _describe_losses(read_metrics(run_dir / METRICS), exported),
         f"![Losses]({_PICTURE})" if has_picture else "",
-        "## Train it again\n\n" + _describe_command(config, ranks),
-        "## Versions\n\n" + _describe_versions(),
+        "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
+        "## Versions\n\n" + _describe_versions(config),
     ]
     (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
 
@@ -91,7 +104,7 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
 
 def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
     sources = [
-        f"- {name}: {source.kind.value}" + (f" `{redact(source.path)}`" if source.path else "")
+        f"- {name}: {source.kind.value}" + (f" `{_public(source.path)}`" if source.path else "")
         for name, source in config.data.sources.items()
     ]
     rows = [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
@@ -99,7 +112,12 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
     return "\n".join([*sources, *(["", *table] if rows else [])])
 
 
-def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> str:
+def _public(path: str) -> str:
+    """An address or a Hub id; of a file of this machine, its name."""
+    return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
+
+
+def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> str:
     trained = [line for line in lines if line.get("loss") is not None]
     held_out = [line for line in lines if line.get("eval_loss") is not None]
     found = [(f"training, step {line['step']:,}", line["loss"]) for line in _ends(trained)]
@@ -107,20 +125,28 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> str:
     if not found:
         return "None was logged."
     rows = [f"| {what} | {loss:.4f} | {math.exp(min(loss, 700.0)):.1f} |" for what, loss in found]
-    return "\n".join(["| | nats per token | perplexity |", "|---|---|---|", *rows])
+    table = "\n".join(["| | nats per token | perplexity |", "|---|---|---|", *rows])
+    loss = exported.held_out_loss
+    measured = "" if loss is None else f", with a held-out loss of {loss:.4f}"
+    return f"{table}\n\nThese weights are of step {exported.step:,}{measured}."
 
 
 def _ends(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return lines[:1] + lines[1:][-1:]
 
 
-def _describe_command(config: RunConfig, ranks: int) -> str:
+def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
+    # To whoever reads this, the same start, and none of the writer's repositories.
+    model = replace(config.model, revision=commit or config.model.revision)
+    config = replace(config, model=model, export=ExportConfig())
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | mask(to_values(config))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    said = " model.trust_remote_code=true" if model.trust_remote_code else ""
     return (
-        f"Save this as `config.yaml`, then:\n\n```\n{launch} recipes/{recipe}.py --config-dir . --config-name config\n"
+        "Save this as `config.yaml`, then:\n\n"
+        f"```\n{launch} recipes/{recipe}.py --config-dir . --config-name config{said}\n"
         f"```\n\n<details><summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
 
@@ -131,11 +157,19 @@ def mask(value: Any, name: str = "") -> Any:
         return {key: mask(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [mask(item, name) for item in value]
-    if isinstance(value, str) and _SECRET.search(name):
+    if isinstance(value, str) and _SECRET.fullmatch(name):
         return "***"
-    return redact(value) if isinstance(value, str) and scheme_of(value) else value
+    return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
-def _describe_versions() -> str:
-    rows = [f"- {package} {version(package)}" for package in _PACKAGES]
-    return "\n".join([f"- Python {platform.python_version()}", *rows])
+def _describe_versions(config: RunConfig) -> str:
+    packages = (*_PACKAGES, "peft") if config.adapter.is_used else _PACKAGES
+    return "\n".join([f"- Python {platform.python_version()}", *(f"- {name} {_version(name)}" for name in packages)])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # A checkout that is not installed.
+        return "of an unknown version"

@@ -24,7 +24,7 @@ from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_lo
 from hfdist.data.ledger import read_records
 from hfdist.errors import HfdistError
 from hfdist.trainer import lm_eval
-from hfdist.trainer.card import write_card
+from hfdist.trainer.card import Exported, write_card
 from hfdist.trainer.evaluation import perplexity
 from hfdist.trainer.memory import describe_peak_memory
 from hfdist.trainer.merged import without_zero3, write_merged
@@ -60,10 +60,11 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
         if (losses := describe_losses(lanes, run.data)) is not None:
             logger.info("data: %s", losses)
-    loss = None if held_out is None else _last_held_out_loss(trainer)
+    loss, step = None if held_out is None else _last_held_out_loss(trainer), trainer.state.global_step
     if run.evaluate.export is Export.best:
-        loss = _take_best(trainer, loss)
-    folder = _deliver(trainer, run)
+        loss, step = _take_best(trainer, loss)
+    patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+    folder = _deliver(trainer, run, patient)
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
@@ -72,27 +73,33 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
                 _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
         if run.report.plot:
             _report_losses(run_dir)
-        if run.evaluate.lm_eval:
-            _report_tasks(trainer, folder, run)
-        _write_card(folder, run, reports, trainer)
+        _write_card(folder, run, reports, Exported(step=step, held_out_loss=loss, commit=_commit_of(trainer)))
         logger.info("model: %s", folder)
+    _wait_for_rank_zero(patient)
     not_uploaded = push(folder, run.export)
-    if dist.is_initialized():
-        # Ranks that leave early would take the launcher down while rank 0 still samples.
-        dist.barrier(dist.new_group(backend="gloo", timeout=_LONGEST_WAIT))
-        if "nccl" in dist.get_backend():
-            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
-            # process closes them as well.
-            trainer.end()
+    if trainer.is_world_process_zero() and run.evaluate.lm_eval:
+        _report_tasks(trainer, folder, run, step)
+    # Ranks that leave early would take the launcher down while rank 0 is still busy.
+    _wait_for_rank_zero(patient)
+    if patient is not None and "nccl" in dist.get_backend():
+        # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+        # process closes them as well.
+        trainer.end()
     return not_uploaded
 
 
-def _write_card(folder: Path, run: RunConfig, reports: list[PoolReport], trainer: Trainer) -> None:
+def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
+    """Wait in a group that lets it take as long as it does: a sample or a harness of hours would break the others'."""
+    if patient is not None:
+        dist.barrier(patient)
+
+
+def _write_card(folder: Path, run: RunConfig, reports: list[PoolReport], exported: Exported) -> None:
     try:
-        write_card(folder, run, reports, commit=_commit_of(trainer), ranks=world_size())
-    except OSError as error:
+        write_card(folder, run, reports, exported, ranks=world_size())
+    except Exception as error:
         # As with a sample: the model is exported.
-        logger.warning("no model card: %s", error)
+        logger.warning("no model card: %s: %s", type(error).__name__, error)
 
 
 def _commit_of(trainer: Trainer) -> str | None:
@@ -101,7 +108,7 @@ def _commit_of(trainer: Trainer) -> str | None:
     return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
 
 
-def _deliver(trainer: Trainer, run: RunConfig) -> Path:
+def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
     """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open."""
     model, adapter = Path(run.run.dir) / MODEL, Path(run.run.dir) / ADAPTER
     if not run.adapter.is_used:
@@ -111,7 +118,7 @@ def _deliver(trainer: Trainer, run: RunConfig) -> Path:
     logger.info("adapter: %s", adapter)
     if not run.adapter.merge:
         return adapter
-    return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model)) else adapter
+    return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model), patient) else adapter
 
 
 def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> bool:
@@ -133,29 +140,32 @@ def _last_held_out_loss(trainer: Trainer) -> float:
     return float(trainer.evaluate()["eval_loss"]) if last is None else last
 
 
-def _take_best(trainer: Trainer, last_loss: float | None) -> float | None:
-    """Put the weights of the best checkpoint into the model, and give its held-out loss."""
-    best = find_best_checkpoint(trainer)
+def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:
+    """Put the weights of the best checkpoint into the model; give their held-out loss and step."""
+    best, last_step = find_best_checkpoint(trainer), trainer.state.global_step
     if best is None:
         logger.warning("no checkpoint was evaluated: the model is that of the last step")
-        return last_loss
+        return last_loss, last_step
     path, loss = best
+    if path.name == step_name(last_step) or (last_loss is not None and last_loss <= loss):
+        logger.info("the best model is that of the last step")
+        return last_loss, last_step
     logger.info("the best checkpoint is %s", path.name)
-    if path.name != step_name(trainer.state.global_step):
-        restore_weights(trainer, path)
-    return loss
+    restore_weights(trainer, path)
+    return loss, int(path.name.removeprefix("step-"))
 
 
-def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig) -> None:
+def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> None:
     """Let the harness measure the exported model; as with a sample, what fails there does not fail the run."""
     try:
         results = lm_eval.measure(folder, run, device=trainer.args.device)
-    except lm_eval.HarnessError as error:
+        figures = lm_eval.figures(results)
+        (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    except (lm_eval.HarnessError, OSError, KeyError) as error:
         logger.warning("lm_eval: %s", error)
         return
-    (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    figures = lm_eval.figures(results)
-    trainer.log(dict(figures))
+    # The best model may be that of an earlier step than the line says.
+    trainer.log({"lm_eval/step": step, **figures})
     logger.info("lm_eval:\n%s", lm_eval.table(figures))
 
 

@@ -1,6 +1,6 @@
 """EleutherAI's evaluation harness on the exported model, in a process of its own.
 
-In this one it would take the ranks' process group for its own, and find the GPU full of what was trained.
+In this one it would take the ranks' process group for its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
+from hfdist.topology import without_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,6 @@ PACKAGE = "lm_eval"
 RESULTS = "lm_eval.json"
 
 _CHILD = "hfdist.trainer.lm_eval_child"
-# What launchers tell ranks, from which accelerate and torch take that they are some.
-_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_",
-                 "ACCELERATE_")  # fmt: skip
 
 
 class HarnessError(Exception):
@@ -99,7 +97,7 @@ def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:
 
 
 def _ask(request: Mapping[str, Any]) -> Any:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    environment = without_launcher(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = subprocess.run(

@@ -44,7 +44,7 @@ def add_measures(trainer: Any, held_out: Any, config: RunConfig) -> None:
     if held_out is None:
         return
     if evaluate.prompts:
-        samples = PromptSamples(Path(config.run.dir), trainer, evaluate)
+        samples = PromptSamples(Path(config.run.dir), trainer, evaluate, config.data.chat)
         trainer.measures.append(samples)
         trainer.add_callback(samples)
     if evaluate.metrics:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.integrations import deepspeed
 
 from hfdist.checkpoint.write import replace_model
@@ -62,11 +62,13 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
 
     assert base.name is not None  # checked with the config
     with reading_from_hub("model.name", base.name):
+        # As in the files: under ZeRO-3 the config has the type in which they were read.
+        dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
         model = AutoModelForCausalLM.from_pretrained(
             base.name,
             config=config,
             revision=base.revision,
-            dtype="auto",
+            dtype="auto" if dtype is None else dtype,
             use_safetensors=True,
             trust_remote_code=base.trust_remote_code,
         )

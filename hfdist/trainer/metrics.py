@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from hfdist.errors import ConfigError
 
 GROUP = "hfdist.metrics"
 """Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
+
+
+_RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,16 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Find metrics by name, and import the packages that offer them.
 
     Raises:
-        ConfigError: no package offers one, several do, or it cannot be imported.
+        ConfigError: no package offers one, several do, it cannot be imported, or its name is taken.
     """
+    for name in names:
+        if _RESERVED.fullmatch(name):
+            raise ConfigError(
+                "a metric of this name would take the place of a figure that each evaluation has",
+                where="evaluate.metrics",
+                found=name,
+                hint="another name for its entry point",
+            )
     return {name: BUILT_IN[name] if name in BUILT_IN else _load(name) for name in names}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models.shrink import shrink
+from hfdist.topology import without_launcher
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
 from hfdist.trainer.session import plan_run
@@ -48,11 +48,6 @@ rounding (a key's bias). A larger eps keeps the weights comparable, and lets the
 
 SINGLE_SECONDS = 1500
 """For the run on one process: less than the half hour that a process group waits for a rank."""
-
-_OF_A_LAUNCHER = re.compile(
-    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_\w+|ROLE_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|ACCELERATE_\w+"
-    r"|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +180,7 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
     command = [sys.executable, str(recipe), "--config-dir", str(folder), "--config-name", "config"]
     if config.model.trust_remote_code:
         command.append("model.trust_remote_code=true")
-    environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+    environment = without_launcher(os.environ)
     # One device: with several, transformers would make replicas of the model.
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     try:
@@ -235,7 +230,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
             eval_every=None,
         ),
         evaluate=EvaluateConfig(),
-        checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, resume="auto"),
+        checkpoint=replace(config.checkpoint, every=1, keep=NUM_STEPS, keep_every=None, keep_best=False, resume="auto"),
         report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
         export=ExportConfig(),
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.02
+_TIMEOUT = timedelta(minutes=30)
+"""Of a collective, as `TrainingArguments.ddp_timeout` has it by default; torch's own for NCCL is ten minutes."""
 
 
 def start_group_under_torchrun() -> None:
@@ -29,7 +32,7 @@ def start_group_under_torchrun() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     token = agree_on_start(store, rank, world_size)
     store = dist.PrefixStore(f"start-{token}", store)  # type: ignore[attr-defined]  # not in its stubs
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
 
 
 def agree_on_start(store: Any, rank: int, world_size: int) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.checkpoint.exchange import on_rank_zero
+from hfdist.config.data import ChatConfig
 from hfdist.config.evaluate import Chat, EvaluateConfig
+from hfdist.data.chat.template import ChatTemplate, Message, RefusedError
 from hfdist.data.examples import Example
 from hfdist.errors import ConfigError
 from hfdist.trainer.greedy import Forward, Limits, continue_prompts
@@ -76,15 +78,16 @@ class PromptSamples(TrainerCallback):
         run_dir: of the run.
         trainer: with a strategy and a tokenizer.
         config: `evaluate.*`.
+        chat: `data.chat`, by which the training's conversations are rendered.
 
     Raises:
         ConfigError: the tokenizer's chat template is missing, or refuses a prompt.
     """
 
-    def __init__(self, run_dir: Path, trainer: Any, config: EvaluateConfig) -> None:
+    def __init__(self, run_dir: Path, trainer: Any, config: EvaluateConfig, chat: ChatConfig) -> None:
         self._trainer, self._prompts = trainer, config.prompts
         self._lines = StepLines(run_dir / SAMPLES)
-        self._ids = encode_prompts(trainer.processing_class, config.prompts, config.chat)
+        self._ids = encode_prompts(trainer.processing_class, config.prompts, config.chat, chat)
         self._continue = Continuer(trainer, config.max_new_tokens)
 
     def on_train_begin(
@@ -109,7 +112,9 @@ class PromptSamples(TrainerCallback):
         return {}
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Chat) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Chat, rendering: ChatConfig
+) -> list[list[int]]:
     """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text.
 
     Raises:
@@ -124,7 +129,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], c
         )
     if chat is Chat.never or not tokenizer.chat_template:
         return [_without_end(tokenizer, list(tokenizer(prompt)["input_ids"])) for prompt in prompts]
-    return [_encode_message(tokenizer, prompt) for prompt in prompts]
+    template = ChatTemplate(tokenizer, rendering)
+    system = [] if rendering.system is None else [{"role": "system", "content": rendering.system}]
+    return [_encode_message(tokenizer, template, system, prompt) for prompt in prompts]
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
@@ -132,14 +139,14 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
     return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
-def _encode_message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _encode_message(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, system: list[Message], prompt: str
+) -> list[int]:
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # whatever a template raises
+        text = template.render([*system, {"role": "user", "content": prompt}], None, asks=True)
+    except RefusedError as error:
         raise ConfigError(
-            f"the tokenizer's chat template refuses a prompt: {type(error).__name__}: {error}",
+            f"the chat template refuses a prompt: {error}",
             where="evaluate.prompts",
             found=prompt,
             hint="evaluate.chat=never",

@@ -18,9 +18,9 @@ from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
-from hfdist.checkpoint.retention import HELD_OUT_LOSS, find_best
+from hfdist.checkpoint.retention import HELD_OUT_LOSS, by_held_out_loss
 from hfdist.data import Cursor, PoolReport, TokenStream, report
-from hfdist.errors import HfdistError
+from hfdist.errors import CheckpointError, HfdistError
 from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
 from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
@@ -202,18 +202,17 @@ def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
 
 
 def find_best_checkpoint(trainer: Any) -> tuple[Path, float] | None:
-    """Give the run's checkpoint with the lowest held-out loss and the loss, verified. Call on all ranks.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. Call on all ranks."""
 
     def find() -> list[Any] | None:
-        best = find_best(Path(trainer.args.output_dir) / CHECKPOINTS)
-        if best is None:
-            return None
-        verify(best[0])
-        return [str(best[0]), best[1]]
+        for path, loss in by_held_out_loss(Path(trainer.args.output_dir) / CHECKPOINTS):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                logger.warning("%s is passed over: %s", path, error.what)
+            else:
+                return [str(path), loss]
+        return None
 
     found = on_rank_zero(find)
     return None if found is None else (Path(found[0]), float(found[1]))

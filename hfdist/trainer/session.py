@@ -23,7 +23,6 @@ from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.changes import Change, check_changes, find_changes
-from hfdist.config.checks import check_schedule
 from hfdist.config.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
@@ -36,10 +35,10 @@ from hfdist.data import (
     TokenStream,
     build_held_out,
     cache_dir,
-    count_steps,
     open_corpus,
     open_held_out_sources,
 )
+from hfdist.data.chat.template import adopt_template
 from hfdist.data.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter_config import check_adapter
@@ -52,6 +51,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
+from hfdist.trainer.length import find_max_steps
 from hfdist.trainer.logs import set_up_logging
 from hfdist.trainer.measures import add_measures, check_named
 from hfdist.trainer.numerics import Limits
@@ -158,9 +158,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
-        if config.data.chat.template is not None:
-            # So that the model is saved with the template that it was trained with.
-            tokenizer.chat_template = Path(config.data.chat.template).expanduser().read_text(encoding="utf-8")
+        adopt_template(tokenizer, config.data.chat)
         Encoders(tokenizer, config.data.chat).check(corpus.shards)
         if config.data.eval_sources:
             held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
@@ -178,20 +176,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     if topology.rank == topology.replica(topology.data_rank)[0]:
         # Ranks of one model replica read the same: one of them writes it down.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
-    return RunData(corpus, tokenizer, stream, held_out, _find_max_steps(config, corpus, tokenizer))
-
-
-def _find_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number given, or as many steps as the epochs take, if those are fewer."""
-    train = config.train
-    if train.epochs is None:
-        assert train.max_steps is not None  # checked with the config
-        return train.max_steps
-    max_steps = count_steps(
-        corpus, tokenizer, config.data, global_batch_size=train.global_batch_size, at_most=train.max_steps
-    )
-    check_schedule(config, max_steps)
-    return max_steps
+    return RunData(corpus, tokenizer, stream, held_out, find_max_steps(config, corpus, tokenizer))
 
 
 def build_trainer(

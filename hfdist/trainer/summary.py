@@ -7,7 +7,7 @@ from typing import cast
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
-from hfdist.models.flops import ModelSize, num_parameters, num_trained
+from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
 from hfdist.trainer.trainer import Trainer
 
 _BYTES_PER_VALUE = 4
@@ -31,7 +31,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     trained = num_trained(model)
     weights, gradients = size * shares.weights, trained * shares.gradients
     moments = trained * shares.optimizer * _ADAM_VALUES
-    state_bytes = (weights + gradients + moments) * _BYTES_PER_VALUE
+    state_bytes = num_bytes(model) * shares.weights + (gradients + moments) * _BYTES_PER_VALUE
     num_sequences = f"{batch.global_batch_size:,} sequences"
     cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = trainer.args.max_steps * batch.tokens_per_step
@@ -50,7 +50,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         (
             "per rank",
             f"{weights:,.0f} weights, {gradients:,.0f} gradients, {moments:,.0f} optimizer values: "
-            f"about {state_bytes / 2**20:,.0f} MiB in float32",
+            f"about {state_bytes / 2**20:,.0f} MiB",
         ),
         ("batch", f"{num_sequences} = {cut}; {batch.tokens_per_step:,} tokens a step"),
         ("data", data),

@@ -61,6 +61,8 @@ class DistributedTrainerMixin(_Trainer):
         self.save_in_background = True
         """Whether training goes on from a copy in memory while a checkpoint is written."""
         self.saving: saving.Saving | None = None
+        self._predicts = False
+        """Whether an evaluation loop is to keep what the model gives."""
         self.measures: list[Measure] = []
         """What each evaluation measures besides the loss."""
         self.agreement = Agreement()
@@ -121,7 +123,11 @@ class DistributedTrainerMixin(_Trainer):
         """
         if self.engine is not None:
             check_has_logits(self.engine, "predict()")
-        return super().predict(*more, **named)
+        self._predicts = True
+        try:
+            return super().predict(*more, **named)
+        finally:
+            self._predicts = False
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step over all data ranks; ranks of one model replica share theirs."""
@@ -294,7 +300,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
-        if self.engine is None or self.compute_metrics is not None or not self._sums_targets:
+        if self.engine is None or self.compute_metrics is not None or not self._sums_targets or self._predicts:
             return super().evaluation_loop(dataloader, description, *more, **named)
         return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 

@@ -122,6 +122,7 @@ class _ChatEncoder:
         self._special_texts = _any_of([added[number].content for number in self._special])
         texts = {token.content for token in added.values()} | {str(tokenizer.eos_token)}
         self._turns = TurnFinder(self._template, _any_of(texts))
+        self._closed = re.compile(rf"(?:{_any_of(texts).pattern})\s*\Z")
 
     def encode(self, chats: Sequence[_Chat]) -> list[Tokens]:
         """Give the tokens of conversations, each of shape [tokens], complements where they are no targets."""
@@ -150,10 +151,10 @@ class _ChatEncoder:
         written = json.dumps([messages, tools], ensure_ascii=False)
         if _OURS.search(written):
             raise RefusedError("it holds private characters of the last two planes, which are used here as marks")
-        has_quoted = self._special_texts.search(written) is not None
-        if has_quoted:
-            # Else a message could forge the end of a turn, and begin another one.
-            messages, tools = self._wrap(messages), self._wrap(tools)
+        # Else a message could forge the end of a turn, and begin another one.
+        wrapped = [self._wrap(messages), self._wrap(tools)]
+        has_quoted = wrapped != [messages, tools]
+        messages, tools = wrapped
         said = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [k for k in said if k >= learned_from and messages[k].get("weight", 1) != 0]
         if self._config.train_on is TrainOn.last:
@@ -168,6 +169,8 @@ class _ChatEncoder:
             text, targets, quoted = _unwrap(text, targets)
         if self._config.train_on is TrainOn.all:
             targets = [Span(0, len(text))]
+            # The last target is whatever the template writes behind the end of the turn.
+            ends_learned = ends_learned and self._closed.search(text) is None
         return _Chat(text, targets, quoted, is_answered=ends_learned)
 
     def _find(
@@ -191,11 +194,18 @@ class _ChatEncoder:
         ]
 
     def _wrap(self, value: Any) -> Any:
-        """Put two private characters around the texts of special tokens in all that is written."""
+        """Put two private characters around the texts of special tokens in all that is written.
+
+        Raises:
+            RefusedError: one stands where templates look for certain words.
+        """
         if isinstance(value, str):
             return self._special_texts.sub(rf"{_OPEN}\g<0>{_SHUT}", value)
         if isinstance(value, dict):
-            return {k: item if k in _LEAF_KEYS_KEPT else self._wrap(item) for k, item in value.items()}
+            for key in _LEAF_KEYS_KEPT:
+                if isinstance(value.get(key), str) and self._special_texts.search(value[key]):
+                    raise RefusedError(f"its {key} holds a special token: {value[key]!r}")
+            return {self._wrap(k): item if k in _LEAF_KEYS_KEPT else self._wrap(item) for k, item in value.items()}
         return [self._wrap(item) for item in value] if isinstance(value, list) else value
 
     def _quote(

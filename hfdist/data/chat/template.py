@@ -35,6 +35,12 @@ class RefusedError(Exception):
     """The template does not render a conversation; the message is the template's."""
 
 
+def adopt_template(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
+    """Make `data.chat.template` the tokenizer's own, so that the model is saved with what it was trained with."""
+    if config.template is not None:
+        tokenizer.chat_template = _read(config.template)
+
+
 class ChatTemplate:
     """Renders conversations of one run.
 

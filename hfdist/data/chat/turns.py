@@ -59,8 +59,6 @@ class TurnFinder:
 
     def __init__(self, template: ChatTemplate, tokens: re.Pattern[str]) -> None:
         self._template, self._tokens = template, tokens
-        self._prompts: dict[tuple[Any, ...], _Prompt] = {}
-        self._ends: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
     def find(self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]) -> list[Span]:
         """Give the spans of some assistant messages; of one that the template leaves out, none.
@@ -166,7 +164,7 @@ class TurnFinder:
     def _prompt(self, of: _Conversation, k: int) -> _Prompt:
         """What the template appends to the messages before k for the assistant to go on."""
         key = (of.messages[k - 1]["role"], "tool_calls" in of.messages[k - 1], k == 1, bool(of.tools)) if k else ()
-        return _cached(self._prompts, key, lambda: self._read_prompt(of, k))
+        return _cached(of.prompts, key, lambda: self._read_prompt(of, k))
 
     def _read_prompt(self, of: _Conversation, k: int) -> _Prompt:
         try:
@@ -187,7 +185,7 @@ class TurnFinder:
         Up to the first token of the tokenizer's own, with those that follow it at once, or without.
         """
         key = (of.messages[k - 1]["role"], bool(of.tools)) if k else ()
-        return _cached(self._ends, key, lambda: self._read_closings(of, k))
+        return _cached(of.closings, key, lambda: self._read_closings(of, k))
 
     def _read_closings(self, of: _Conversation, k: int) -> tuple[str, ...]:
         try:
@@ -209,6 +207,9 @@ class _Conversation:
 
     def __init__(self, template: ChatTemplate, text: str, messages: Sequence[Message], tools: Tools) -> None:
         self.text, self.messages, self.tools = text, messages, tools
+        # Of this conversation alone: what a template writes may depend on the system message.
+        self.prompts: dict[tuple[Any, ...], _Prompt] = {}
+        self.closings: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._template = template
         self.marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
 

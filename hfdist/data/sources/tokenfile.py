@@ -201,18 +201,20 @@ def open_token_shards(path: str, key: str) -> list[TokenFileShard]:
     return [TokenFileShard(folder, record, meta, tokenizer) for record in meta.files]
 
 
-def check_tokenizer(path: str, digest: str) -> None:
-    """Check that token files were made with the tokenizer of a run.
+def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
+    """Check that token files were made with the tokenizer of a run, and examples in them as the run would make them.
 
     Args:
         path: their folder.
         digest: `tokenizer_digest` of the run's.
+        examples_digest: of all that decides the tokens and targets of an example.
 
     Raises:
-        ConfigError: with another one.
+        ConfigError: with another one, or another `data.chat`.
         DataError: see `open_token_shards`.
     """
-    made_with = read_meta(Path(path).expanduser()).tokenizer_digest
+    meta = read_meta(Path(path).expanduser())
+    made_with = meta.tokenizer_digest
     if made_with != digest:
         raise ConfigError(
             f"the token files in {path} were made with another tokenizer",
@@ -220,6 +222,12 @@ def check_tokenizer(path: str, digest: str) -> None:
             found=f"one with the digest {digest}",
             allowed=f"the one with the digest {made_with}",
             hint=f"model.tokenizer.name={path}/{TOKENIZER}",
+        )
+    if meta.encoding not in (made_with, examples_digest):
+        raise ConfigError(
+            f"the examples in {path} were made into tokens with another data.chat or chat template",
+            where="data.chat",
+            hint="that data.chat, or make the token files again: recipes/pretokenize.py",
         )
 
 

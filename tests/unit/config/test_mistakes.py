@@ -74,7 +74,11 @@ MISTAKES = {
     "model.tokenizer=5": ("model.tokenizer (command line)", "a section with the keys name", None),
     "model.config=null": ("model.config (command line)", "a mapping", None),
     "strategy.deepspeed=3": ("strategy.deepspeed (command line)", "a mapping", None),
-    "data.sources.m.kind=hubb": ("data.sources.m.kind (command line)", "stdlib, files, hub", "data.sources.m.kind=hub"),
+    "data.sources.m.kind=hubb": (
+        "data.sources.m.kind (command line)",
+        "stdlib, docstrings, files, hub",
+        "data.sources.m.kind=hub",
+    ),
     # syntax
     "optimizer.lr": ("command line", "key=value or group=option", "optimizer.lr=..."),
     "optimizer.lr=[": ("command line", "key=value", "a number > 0"),

@@ -33,7 +33,13 @@ DOCUMENTED_IN = {
 
 def test_the_folder_holds_exactly_these_groups():
     assert set(list_groups(CONF)) == set(GROUPS)
-    assert {path.name for path in CONF.iterdir()} == {*GROUPS, "launch", "pretrain.yaml", "finetune.yaml"}
+    assert {path.name for path in CONF.iterdir()} == {
+        *GROUPS,
+        "launch",
+        "_hydra.yaml",
+        "pretrain.yaml",
+        "finetune.yaml",
+    }
     for group in GROUPS:
         assert list_options(CONF, group), group
 

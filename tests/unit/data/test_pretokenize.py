@@ -226,10 +226,10 @@ def test_tokens_are_not_tokenized_again(made, tmp_path):
 
 
 def test_a_run_must_have_the_tokenizer_of_the_files(made):
-    check_tokenizer(str(made[0]), tokenizer_digest(tokenizer()))
+    check_tokenizer(str(made[0]), tokenizer_digest(tokenizer()), "of examples")
     other = tokenizer_digest(train_bpe(texts(), 300))
     with pytest.raises(ConfigError, match="another tokenizer") as caught:
-        check_tokenizer(str(made[0]), other)
+        check_tokenizer(str(made[0]), other, "of examples")
     assert other in caught.value.found
     assert tokenizer_digest(tokenizer()) in caught.value.allowed
     assert caught.value.hint == f"model.tokenizer.name={made[0]}/tokenizer"

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 
 from hfdist.config.compose import compose_config
 from hfdist.data import PoolReport
-from hfdist.trainer.card import mask, write_card
+from hfdist.trainer.card import Exported, mask, write_card
 
 LINES = [
     {"step": 0, "eval_loss": 3.5},
@@ -27,7 +27,7 @@ def card(tmp_path):
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
         (run_dir / "loss.png").write_bytes(b"a picture")
         config = compose_config([f"run.dir={run_dir}", "run.name=tuned", *overrides], name=primary)
-        write_card(run_dir / folder, config, REPORTS, commit="a" * 40, ranks=ranks)
+        write_card(run_dir / folder, config, REPORTS, Exported(4, 2.375, "a" * 40), ranks=ranks)
         return ModelCard.load(run_dir / folder / "README.md"), config
 
     return write
@@ -41,16 +41,18 @@ def test_what_it_says(card, tmp_path):
     assert card.data.license is None
     for words in ("# tuned", "some/base", "a" * 40, "| web | 90 | 90.0% | 12,345 | 0.50 |", "step 1 | 3.2500",
                   "training, step 9 | 2.2500", "held out, step 0 | 3.5000 | 33.1", "held out, step 9 | 2.5000",
+                  "These weights are of step 4, with a held-out loss of 2.3750",
                   "--num_processes 2 recipes/finetune.py", "torch 2.", "![Losses](loss.png)"):  # fmt: skip
         assert words in card.text, words
     assert (tmp_path / "run" / "model" / "loss.png").read_bytes() == b"a picture"
 
 
 def test_its_config_makes_the_same_run_again(card, tmp_path):
-    card, config = card("model.name=some/base", "optimizer.lr=3e-4", "data.sources.stdlib.weight=2")
+    card, config = card("model.name=some/base", "optimizer.lr=3e-4", "data.sources.docstrings.weight=2")
     text = card.text.partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "config.yaml").write_text(text)
+    config.model.revision = "a" * 40
     assert compose_config(name="config", extra_dir=tmp_path / "again") == config
 
 
@@ -78,7 +80,9 @@ def test_an_adapter_is_one(card, tmp_path):
 
 def test_secrets_are_masked():
     values = {"train": {"arguments": {"hub_token": "hf_x", "url": "https://me:pass@host/a?sig=abc"}},
-              "list": ["s3://key:pass@bucket/x"], "sample_tokens": 64, "name": "me@home"}  # fmt: skip
+              "list": ["s3://key:pass@bucket/x"], "sample_tokens": 64, "name": "me@home",
+              "bos_token": "<s>", "text": "From https://a.org/b? Or not."}  # fmt: skip
     masked = mask(values)
     assert masked == {"train": {"arguments": {"hub_token": "***", "url": "https://host/a"}},
-                      "list": ["s3://bucket/x"], "sample_tokens": 64, "name": "me@home"}  # fmt: skip
+                      "list": ["s3://bucket/x"], "sample_tokens": 64, "name": "me@home",
+                      "bos_token": "<s>", "text": "From https://a.org/b Or not."}  # fmt: skip

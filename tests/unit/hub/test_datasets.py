@@ -27,7 +27,7 @@ def texts(hub, tmp_path, monkeypatch):
 
 
 def read(path, **more):
-    return open_hub("x", SourceConfig(kind=SourceKind.hub, path=path, **more)).read(range(len(ROWS)))
+    return open_hub("data.sources.x.path", SourceConfig(kind=SourceKind.hub, path=path, **more)).read(range(len(ROWS)))
 
 
 def test_ranks_of_a_machine_fetch_the_rows_once(texts):
