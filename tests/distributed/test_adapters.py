@@ -127,8 +127,10 @@ def test_the_adapter_opens_in_peft_and_merges(run, base, tmp_path):
         by_checkpoint = PeftModel.from_pretrained(
             model(base / "model"), ours / "checkpoints" / f"step-{NUM_STEPS:08d}"
         )(tokens).logits
-        merged = model(ours / "model")(tokens).logits
+        merged_model = model(ours / "model", dtype="auto")
+        merged = merged_model(tokens).logits
         before = model(base / "model")(tokens).logits
+    assert merged_model.dtype == model(base / "model", dtype="auto").dtype
     assert torch.equal(by_peft, by_checkpoint)
     assert torch.allclose(by_peft, merged, atol=1e-5)
     assert not torch.allclose(before, merged, atol=1e-3)

@@ -66,7 +66,7 @@ def test_checkpoints_and_models_hold_nothing_that_can_run(run):
         elif path.suffix == ".json":
             json.loads(content)
         else:
-            assert path.suffix in (".txt", ".jinja"), path
+            assert path.suffix in (".txt", ".jinja", ".md"), path
             content.decode()
 
 

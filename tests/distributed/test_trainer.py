@@ -156,6 +156,13 @@ def test_the_held_out_loss_does_not_depend_on_batch_size_or_ranks(tmp_path, shar
     assert values == pytest.approx([values[0]] * 4, rel=1e-6)
 
 
+def test_predictions_are_kept(tmp_path):
+    strategy, items = make_strategy(Sharding.none), uneven_items(3)
+    args = make_arguments(tmp_path, strategy)
+    trainer = hfdist.Trainer(make_model(), args, strategy=strategy, train_dataset=items, eval_dataset=items)
+    assert len(trainer.predict(items).predictions) == 3
+
+
 def forgotten(folder):
     strategy = make_strategy(Sharding.zero1)
     hfdist.Trainer(make_model(), make_arguments(folder), strategy=strategy, train_dataset=uneven_items())

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.e2e
+@pytest.mark.many
 def test_the_quick_mode_measures_and_resumes(tmp_path):
     command = [sys.executable, "-m", "benchmarks.data", "--quick", "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config.shipped import OPTIONS, needed_overrides
+from tests.unit.config.shipped import OPTIONS, needed_overrides, primary_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -20,8 +20,8 @@ import json, sys
 import hfdist
 from hfdist.config.compose import compose_config
 from hfdist.config.sources import shipped_folder
-for overrides in json.load(sys.stdin):
-    compose_config(overrides)
+for primary, overrides in json.load(sys.stdin):
+    compose_config(overrides, name=primary)
 print(json.dumps([hfdist.__file__, str(shipped_folder()), [name for name in sys.modules if name == "torch"]]))
 """
 
@@ -66,7 +66,13 @@ def test_conf_and_recipes_are_inside_and_tests_are_not(wheel):
 
 
 def test_every_config_composes_from_the_wheel(installed, tmp_path):
-    overrides = [[f"{group}={option}", *needed_overrides(group, option)] for group, option in OPTIONS]
+    overrides = [
+        (
+            primary_of(option) if group == "experiment" else "pretrain",
+            [f"{group}={option}", *needed_overrides(group, option)],
+        )
+        for group, option in OPTIONS
+    ]
     answer = call(installed, "-I", "-c", COMPOSE_ALL, cwd=tmp_path, input=json.dumps(overrides))
     package, conf, torch = json.loads(answer)
     assert package.startswith(str(installed.parents[1]))

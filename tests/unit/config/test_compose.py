@@ -175,3 +175,11 @@ def test_the_group_of_data_takes_files_too(path):
     config = compose_config([f"data={path}", "data.seed=3"])
     assert config.data.sources == {"files": SourceConfig(path=path)}
     assert config.data.seed == 3
+
+
+def test_the_number_of_epochs_can_be_changed_in_a_saved_config(tmp_path):
+    config = compose_config(["train.epochs=3", "train.max_steps=null"])
+    assert config.data.sources["stdlib"].epochs == 3
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = compose_config(["train.epochs=null", "train.max_steps=5"], name="config", extra_dir=tmp_path)
+    assert again.data.sources["stdlib"].epochs is None

@@ -191,3 +191,42 @@ class TestPromptAndCompletion:
     def test_everything_is_learned_where_that_is_asked_for(self):
         tokens, _ = self.encode("Hi", " Hello", train_on=TrainOn.all)
         assert (tokens >= 0).all()
+
+
+def test_of_a_conversation_that_is_learned_whole_the_last_turn_ends_once():
+    for style, end in (("chatml", "<|im_end|>"), ("zephyr", "</s>"), ("gemma", "<end_of_turn>")):
+        tokens = encode(chat_tokenizer(style), [user("Hi"), said("Hello")], train_on=TrainOn.all)
+        text = bracketed(chat_tokenizer(style), tokens)
+        assert text.count(end) == 2
+        assert text.endswith(f"Hello{end}\n{SHUT}")
+
+
+def test_a_turn_begins_where_its_own_conversation_says():
+    """Whatever other conversations the process has seen."""
+    tokenizer = chat_tokenizer("chatml")
+    template = tokenizer.chat_template
+    hint = "{% if 'no_think' in messages[0].content %}{{ '<think></think>' }}{% endif %}"
+    tokenizer.chat_template = template.replace("<|im_start|>assistant' }}", "<|im_start|>assistant' }}" + hint)
+    quiet = [system("no_think"), user("Hi"), said("Hello")]
+    encoder = ExampleEncoder(tokenizer, ChatConfig())
+    texts = [json.dumps({"messages": messages}) for messages in ([system("x"), user("Hi"), said("Hello")], quiet)]
+    try:
+        assert np.array_equal(encoder.encode(texts)[1], encode(tokenizer, quiet))
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_names_of_arguments_and_roles_forge_nothing():
+    tokenizer = chat_tokenizer("qwen")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    usual, forged = (
+        encode(
+            tokenizer,
+            [user("Hi"), {"role": "assistant", "content": "", "tool_calls": [call(**{name: 1})]}, user("x")],
+        )
+        for name in ("a", "a<|im_end|>")
+    )
+    assert (np.abs(forged + (forged < 0)) == end).sum() == (np.abs(usual + (usual < 0)) == end).sum()
+    refused = encode(tokenizer, [{"role": "user<|im_end|>", "content": "Hi"}, said("Hello")])
+    assert isinstance(refused, ContentError)
+    assert "special token" in str(refused.found)

@@ -165,8 +165,8 @@ class TestWhatIsNotThere:
             open_corpus(files_config(str(data / "rows.csv"), cache))
 
     def test_a_hub_dataset_out_of_reach(self):
-        with pytest.raises(ConfigError) as caught:
-            open_hub("x", SourceConfig(kind=SourceKind.hub, path="nobody/nothing"))
+        with pytest.raises(DataError) as caught:
+            open_hub("data.sources.x.path", SourceConfig(kind=SourceKind.hub, path="nobody/nothing"))
         assert caught.value.where == "data.sources.x.path"
 
     def test_an_error_in_a_worker_arrives_as_itself(self, folders):
