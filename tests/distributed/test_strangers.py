@@ -65,6 +65,8 @@ def test_checkpoints_and_models_hold_nothing_that_can_run(run):
             assert isinstance(json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]), dict)
         elif path.suffix == ".json":
             json.loads(content)
+        elif path.suffix == ".png":
+            assert content.startswith(b"\x89PNG"), path
         else:
             assert path.suffix in (".txt", ".jinja", ".md"), path
             content.decode()

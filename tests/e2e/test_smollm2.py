@@ -1,4 +1,4 @@
-"""A real pretrained model, tied, of 30 blocks, from its GGUF file: fine-tuned on real conversations through a pipeline."""
+"""A real pretrained model, tied, of 30 blocks, from its GGUF file: fine-tuned on conversations through a pipeline."""
 
 import re
 

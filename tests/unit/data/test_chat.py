@@ -222,7 +222,7 @@ def test_names_of_arguments_and_roles_forge_nothing():
     usual, forged = (
         encode(
             tokenizer,
-            [user("Hi"), {"role": "assistant", "content": "", "tool_calls": [call(**{name: 1})]}, user("x")],
+            [user("Hi"), {"role": "assistant", "content": "", "tool_calls": call(**{name: 1})}, user("x")],
         )
         for name in ("a", "a<|im_end|>")
     )
