@@ -21,6 +21,7 @@ NEEDED = {
     ("data", "chat"): ["data.sources.chat.path=/chats/*.parquet"],
     ("data", "hub"): ["data.sources.hub.path=some/dataset"],
     ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
+    ("checkpoint", "best"): ["train.eval_every=1"],
     ("data", "tokens"): ["data.sources.tokens.path=some/tokens", "model.tokenizer.name=some/tokens/tokenizer"],
 }
 
