@@ -1,6 +1,7 @@
 """The recipe as a process of its own: a refusal is one message, and `--offline` opens no connection at all."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def connections(tmp_path):
 def test_a_gated_model_is_one_message(hub, tmp_path):  # noqa: F811
     hub.store.add("some/model", write_model(tmp_path / "model"), gated=True)
     hub.store.users[TOKEN] = User("me")
-    code, output = run(["python", RECIPE, *TUNE], tmp_path, HF_TOKEN=TOKEN, **environment(hub, tmp_path))
+    code, output = run([sys.executable, RECIPE, *TUNE], tmp_path, HF_TOKEN=TOKEN, **environment(hub, tmp_path))
     assert code == 2, output
     assert "Config error: the repository is gated: your account has not been granted access" in output
     assert "where:   model.name" in output
@@ -59,7 +60,7 @@ def test_offline_opens_no_connection(hub, tmp_path):  # noqa: F811
     hub.store.add("some/model", write_model(tmp_path / "model"))
     find_start(configure("some/model"), cache_dir=tmp_path / "cache").fetch_weights()
     hub.requests.clear()
-    code, output = run(["python", RECIPE, "--offline", *TUNE], tmp_path, **environment(hub, tmp_path))
+    code, output = run([sys.executable, RECIPE, "--offline", *TUNE], tmp_path, **environment(hub, tmp_path))
     assert code == 0, output
     assert not connections(tmp_path)
     assert not hub.requests
