@@ -53,6 +53,7 @@ def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir):
     assert "Paris" in answer(tmp_path / "runs" / "split" / "model")
 
 
+@pytest.mark.many
 def test_an_adapter_opens_in_peft(tmp_path, cache_dir):
     model = f"model.name={find_smollm2()}"
     launch = [*LAUNCH, "--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", RECIPE]
