@@ -55,7 +55,7 @@ MISTAKES = {
     "unknown option": (
         "defaults:\n  - override /optimizer: adam\n",
         f"optimizer ({FILE})",
-        "adamw, adamw_wsd",
+        "adamw, adamw_finetune, adamw_wsd",
         "optimizer=adamw",
     ),
     "defaults is no list": ("defaults: 5\n", FILE, "must be a list", None),
