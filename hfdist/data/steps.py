@@ -45,8 +45,10 @@ def count_steps(
         DataError: there is no batch with a target.
     """
     stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size)
-    settings = [stream.identity, corpus.local_fingerprint, global_batch_size, at_most, sorted(corpus.quarantined)]
-    key = hashlib.blake2b(json.dumps([1, *settings]).encode(), digest_size=12).hexdigest()
+    # The stream's identity does not know the epochs, which end it.
+    epochs = [pool.epochs for pool in corpus.pools]
+    settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]
+    key = hashlib.blake2b(json.dumps([2, *settings, sorted(corpus.quarantined)]).encode(), digest_size=12).hexdigest()
     path = cache_dir(config) / "steps" / f"{key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     # All processes of a machine come here at once: the first counts, the others wait and read.

@@ -55,6 +55,15 @@ def test_they_are_counted_once(tmp_path, caplog):
     assert "counting the steps" in caplog.text
 
 
+def test_other_epochs_are_counted_anew(tmp_path):
+    """In one cache: the same stream, but for its end."""
+    counts = []
+    for epochs in (1, 2, 3):
+        config = memory_config(tmp_path, epochs={"a": epochs, "b": epochs})
+        counts.append(counted(memory_corpus(config), config))
+    assert counts[0] < counts[1] < counts[2]
+
+
 def test_data_without_a_target_are_refused(tmp_path):
     config = memory_config(tmp_path, epochs={"a": 1}, eval_fraction=0.0)
     corpus = open_corpus(config, {"a": datasets.Dataset.from_dict({"text": [""] * 20})})
