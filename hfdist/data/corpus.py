@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 import numpy as np
 
 from hfdist.config.checks_data import check_mixture
 from hfdist.config.data import DataConfig, SourceConfig
+from hfdist.data.files import digest_of
 from hfdist.data.order import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
@@ -70,7 +69,7 @@ class Corpus:
         """Whether only some tokens of some documents are targets."""
         self.fingerprint = self._identity(config.eval_fraction)
         """Changes when a file's size, ends or rows, the column, or the split changes."""
-        self.local_fingerprint = _digest([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
+        self.local_fingerprint = digest_of([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
         """For this machine's caches: also changes with any file's time of change, or another version of it."""
 
     def text(self, document: int) -> str:
@@ -165,11 +164,7 @@ class Corpus:
 
     def _identity(self, eval_fraction: float) -> str:
         shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
-        return _digest([shards, eval_fraction])
-
-
-def _digest(values: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
+        return digest_of([shards, eval_fraction])
 
 
 def open_corpus(

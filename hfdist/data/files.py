@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from filelock import FileLock
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -24,6 +27,22 @@ def identify(path: Path, column: str) -> str:
         file.seek(max(0, size_bytes - _SAMPLE_BYTES))
         digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Let `write` fill a file of the shared cache, unless it is there.
+
+    All processes of a machine come here at once: the first writes, the others wait.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.is_file():
+            write_atomically(path, write)
+
+
+def digest_of(values: Sequence[Any]) -> str:
+    """Hash of what JSON can hold, for names in caches and for identities."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +15,7 @@ from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders, check_token_sources
-from hfdist.data.files import write_atomically
+from hfdist.data.files import digest_of, write_once
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import LABELS, NAMES, Placed, Shape
 from hfdist.data.packing.windows import best_fit
@@ -61,15 +58,9 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
         return None
     settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
-    identity = json.dumps([4, corpus.local_fingerprint, tokens, *settings])
-    key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # All processes of a machine come here at once: the first packs, the others wait and read.
-    with FileLock(f"{path}.lock"):
-        if not path.is_file():
-            sequences = _pack(corpus, tokenizer, config)
-            write_atomically(path, lambda file: np.save(file, sequences, allow_pickle=False))
+    write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
     return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir
-from hfdist.data.files import write_atomically
+from hfdist.data.files import digest_of, write_once
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.data.stream import TokenStream
 from hfdist.errors import DataError
@@ -48,16 +45,9 @@ def count_steps(
     # The stream's identity does not know the epochs, which end it.
     epochs = [pool.epochs for pool in corpus.pools]
     settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]
-    key = hashlib.blake2b(json.dumps([2, *settings, sorted(corpus.quarantined)]).encode(), digest_size=12).hexdigest()
-    path = cache_dir(config) / "steps" / f"{key}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # All processes of a machine come here at once: the first counts, the others wait and read.
-    with FileLock(f"{path}.lock"):
-        if not path.is_file():
-            logger.info("counting the steps, once: all data are tokenized and packed")
-            counted = json.dumps(_count(stream, global_batch_size, at_most)).encode()
-            write_atomically(path, lambda file: file.writelines([counted]))
-        num_steps = int(json.loads(path.read_bytes()))
+    path = cache_dir(config) / "steps" / f"{digest_of([2, *settings, sorted(corpus.quarantined)])}.json"
+    write_once(path, lambda file: file.writelines([str(_count(stream, global_batch_size, at_most)).encode()]))
+    num_steps = int(path.read_bytes())
     if num_steps == 0:
         raise DataError(
             "there is nothing to learn from",
@@ -68,6 +58,7 @@ def count_steps(
 
 
 def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
+    logger.info("counting the steps, once: all data are tokenized and packed")
     num_steps, said = 0, time.monotonic()
     batches = iter(stream.loader(micro_batch_size=global_batch_size))
     while not stream.has_ended and num_steps != at_most:

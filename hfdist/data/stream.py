@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from hfdist.data.corpus import Corpus
 from hfdist.data.cursor import Cursor, LaneState, Progress
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders, check_token_sources
+from hfdist.data.files import digest_of
 from hfdist.data.lane import Lane, Packed, Plan
 from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
@@ -260,5 +259,4 @@ def _identity(
         [[name, source.weight, None] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
-    identity = json.dumps([4, corpus.fingerprint, tokens, *settings, mixture])
-    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    return digest_of([4, corpus.fingerprint, tokens, *settings, mixture])

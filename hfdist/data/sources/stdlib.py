@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from hfdist.config.data import RowFormat
-from hfdist.data.files import write_atomically
+from hfdist.data.files import write_once
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.rows import RowReader
@@ -49,12 +47,8 @@ def open_standard_library(cache: FileCache) -> list[Shard]:
 def open_docstrings(cache: FileCache) -> list[Shard]:
     """Give a conversation for each function and class that has a docstring; written once into the cache."""
     path = cache.folder / "docstrings" / f"{platform.python_version()}-{_CONVERSATIONS}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # All processes of a machine come here at once: the first writes, the others wait and read.
-    with FileLock(f"{path}.lock"):
-        if not path.is_file():
-            lines = [json.dumps({"messages": messages}).encode() + b"\n" for messages in _conversations()]
-            write_atomically(path, lambda file: file.writelines(lines))
+    lines = (json.dumps({"messages": messages}).encode() + b"\n" for messages in _conversations())
+    write_once(path, lambda file: file.writelines(lines))
     rows = RowReader("text", RowFormat.messages)
     file = LocalFile(path, path.name)
     (identity,) = identify_all([file], rows.key)
