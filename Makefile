@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test zoo parity layouts finetuning interruptions faults check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -31,6 +31,9 @@ finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrin
 # Two at a time, a file each: many tests wait for processes of their own.
 test: $(READY)  ## Run all tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (about 40 minutes).
+	$(BIN)/python -m benchmarks --write
 
 zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
 	$(BIN)/python -m pytest tests/zoo -m zoo

@@ -1,0 +1,84 @@
+"""All benchmarks, one behind the other, and their one table: hfdist beside its peers and the machine's limits.
+
+python -m benchmarks --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import RESULTS, describe_machine, write_section
+from benchmarks.table import Measure, read_measures, table
+
+LINES = {
+    "Trainer loop": "benchmarks.loop",
+    "pipeline, emulated": "benchmarks.pipeline",
+    "pipeline, a small Llama": "benchmarks.pipeline_llama",
+    "loader": "benchmarks.loader",
+    "resume": "benchmarks.resume",
+    "text": "benchmarks.data",
+    "packing": "benchmarks.packing",
+    "checkpoint": "benchmarks.checkpoint",
+    "loss head": "benchmarks.head",
+    "one GPU": "benchmarks.gpu",
+    "start": "benchmarks.start",
+    "growth": "benchmarks.growth",
+    "fine-tuning": "benchmarks.finetune",
+}
+_ROOT = Path(__file__).resolve().parents[1]
+_SHOWN_LINES = 2
+
+
+def main() -> None:
+    """Run all lines or those that are named; one that fails does not stop the others, but the exit status tells."""
+    options = _options()
+    started = datetime.datetime.now(datetime.UTC)
+    lines = {}
+    for name, module in LINES.items():
+        if not options.only or module.removeprefix("benchmarks.") in options.only:
+            lines[name] = _run(module, _passed_on(options))
+    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
+    sys.stdout.write(f"\n{section}\n")
+    if options.write and not options.only:
+        write_section(RESULTS, "table", section)
+    if any(isinstance(measures, str) for measures in lines.values()):
+        sys.exit("some lines could not be run: see the table")
+
+
+def _run(module: str, arguments: Sequence[str]) -> list[Measure] | str:
+    """Rows of one benchmark, run in a process of its own; or the end of what it said before it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        measures = Path(folder) / "measures.json"
+        command = [sys.executable, "-m", module, "--measures", str(measures), *arguments]
+        sys.stdout.write(f"\n$ python -m {module} {' '.join(arguments)}\n")
+        sys.stdout.flush()
+        ended = subprocess.run(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode == 0 and measures.is_file():
+            return read_measures(measures)
+        sys.stderr.write(ended.stderr)
+        said = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit status {ended.returncode}"]
+        return " ".join(said[-_SHOWN_LINES:])
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    return [flag for flag, is_given in (("--quick", options.quick), ("--write", options.write)) if is_given]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: do they all run")
+    parser.add_argument("--write", action="store_true", help=f"put the table and all sections into {RESULTS.name}")
+    names = [module.removeprefix("benchmarks.") for module in LINES.values()]
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="these lines alone")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

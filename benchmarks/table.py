@@ -1,0 +1,95 @@
+"""What a benchmark gives for the one table: hfdist, its peers and the machine's own limits, from the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, markdown, write_section
+
+_HEADER = ["line", "measure", "hfdist", "hfdist / peer", "hfdist / limit", "goal", "met"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One row: medians of interleaved repeats of one run."""
+
+    what: str
+    """With what it was counted in: `CPU time of a step, accumulation 8`."""
+    unit: str
+    ours: float
+    peers: Mapping[str, float | str] = field(default_factory=dict)
+    """Library to its figure, or to the reason why there is none."""
+    limits: Mapping[str, float | str] = field(default_factory=dict)
+    """What the machine itself does: a copy, a write, a bare loop."""
+    goal: str = ""
+    is_met: bool | None = None
+    """None: there is no goal, or it could not be measured here."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Give a benchmark the options that all have; `--rounds` is its own, as only it knows how many it needs."""
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: does it run at all")
+    parser.add_argument("--write", action="store_true", help=f"put the section into {RESULTS.name}")
+    parser.add_argument("--measures", type=Path, help="a file for the rows of the table, as JSON")
+    return parser
+
+
+def publish(options: argparse.Namespace, name: str, section: str, measures: Sequence[Measure]) -> None:
+    """Show a benchmark's own section, and hand its rows on."""
+    sys.stdout.write(section + "\n")
+    if options.write:
+        write_section(RESULTS, name, section)
+    if options.measures is not None:
+        options.measures.write_text(json.dumps([asdict(measure) for measure in measures]))
+
+
+def read_measures(path: Path) -> list[Measure]:
+    """What `publish` has written."""
+    return [Measure(**values) for values in json.loads(path.read_text())]
+
+
+def table(lines: Mapping[str, Sequence[Measure] | str]) -> str:
+    """All lines; one that has a reason in place of measures was not run."""
+    rows = []
+    for line, measures in lines.items():
+        if isinstance(measures, str):
+            rows.append([line, f"not run: {_cell(measures)}", *["-"] * (len(_HEADER) - 2)])
+        else:
+            rows.extend(_row(line, measure) for measure in measures)
+    return markdown(_HEADER, rows)
+
+
+def _row(line: str, measure: Measure) -> list[str]:
+    met = {True: "yes", False: "no", None: "-"}[measure.is_met]
+    ours = f"{_number(measure.ours)} {measure.unit}".strip()
+    return [
+        line,
+        _cell(measure.what),
+        ours,
+        _ratios(measure.ours, measure.peers),
+        _ratios(measure.ours, measure.limits),
+        _cell(measure.goal) or "-",
+        met,
+    ]
+
+
+def _ratios(ours: float, others: Mapping[str, Any]) -> str:
+    cells = [
+        f"{name}: {_cell(other)}" if isinstance(other, str) else f"{ours / other:.3g}x {name} ({_number(other)})"
+        for name, other in others.items()
+    ]
+    return "; ".join(cells) or "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
