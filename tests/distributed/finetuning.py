@@ -92,8 +92,9 @@ def measure(folder: Path, layout: str, method: str) -> Outcome:
     return Outcome(layout, method, held_out[0], held_out[-1], losses(folder), seconds)
 
 
-def largest_difference(outcome: Outcome, single: Outcome) -> float:
+def largest_difference(outcome: Outcome, outcomes: list[Outcome]) -> float:
     """Of training and held-out losses, relative to one process."""
+    (single,) = (other for other in outcomes if (other.method, other.layout) == (outcome.method, "one process"))
     ours, reference = ([*found.losses, found.before, found.after] for found in (outcome, single))
     return max(abs(a - b) / b for a, b in zip(ours, reference, strict=True))
 
@@ -105,10 +106,8 @@ def describe(outcomes: list[Outcome], answers: dict[str, str]) -> str:
         "",
         "SmolLM2-135M-Instruct (from its GGUF file, dequantized) fine-tuned in float32 on conversations made of the "
         f"standard library's docstrings, {NUM_STEPS} steps of 8 sequences of 160 tokens, loss on the answers alone. "
-        "The difference is the largest of all training and held-out losses, relative to one process."
-        " Seconds are of whole runs, beside "
-        "whatever else ran. Written by "
-        "`make finetuning`.",
+        "The difference is the largest of all training and held-out losses, relative to one process. Seconds are of "
+        "whole runs, beside whatever else ran. Written by `make finetuning`.",
         "",
         f"Python {platform.python_version()}, torch {version('torch')}, transformers {version('transformers')}, peft "
         f"{version('peft')}; gloo, {os.cpu_count()} cores",
@@ -116,9 +115,8 @@ def describe(outcomes: list[Outcome], answers: dict[str, str]) -> str:
         "| trained | layout | held-out loss before | after | first and last training loss | difference | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    singles = {outcome.method: outcome for outcome in outcomes if outcome.layout == "one process"}
     for outcome in outcomes:
-        difference = largest_difference(outcome, singles[outcome.method])
+        difference = largest_difference(outcome, outcomes)
         lines.append(
             f"| {outcome.method} | {outcome.layout} | {outcome.before:.4f} | {outcome.after:.4f} "
             f"| {outcome.losses[0]:.4f}, {outcome.losses[-1]:.4f} | {difference:.1e} | {outcome.seconds:.0f} |"
@@ -143,11 +141,7 @@ def write_page(page: Path) -> bool:
                 answers["before the training"] = answer(base)
                 answers[f"{method}, trained in a pipeline, its adapter opened by PEFT"] = answer(base, adapter)
     page.write_text(describe(outcomes, answers), encoding="utf-8")
-    singles = {outcome.method: outcome for outcome in outcomes if outcome.layout == "one process"}
-    return all(
-        largest_difference(outcome, singles[outcome.method]) < BOUND and outcome.after < outcome.before
-        for outcome in outcomes
-    )
+    return all(largest_difference(outcome, outcomes) < BOUND and outcome.after < outcome.before for outcome in outcomes)
 
 
 if __name__ == "__main__":

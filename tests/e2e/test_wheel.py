@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.config.shipped import OPTIONS, needed_overrides, primary_of
+from tests.unit.config.shipped import OPTIONS, needed_overrides, primary_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -68,7 +68,7 @@ def test_conf_and_recipes_are_inside_and_tests_are_not(wheel):
 def test_every_config_composes_from_the_wheel(installed, tmp_path):
     overrides = [
         (
-            primary_of(option) if group == "experiment" else "pretrain",
+            primary_for(group, option),
             [f"{group}={option}", *needed_overrides(group, option)],
         )
         for group, option in OPTIONS

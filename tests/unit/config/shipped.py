@@ -34,6 +34,11 @@ def needed_overrides(group: str, option: str) -> list[str]:
     return [override for (g, o), needed in NEEDED.items() if f"override /{g}: {o}\n" in text for override in needed]
 
 
+def primary_for(group: str, option: str) -> str:
+    """The primary config that an option is tried with: an experiment's own, or that of pretraining."""
+    return primary_of(option) if group == "experiment" else "pretrain"
+
+
 def primary_of(experiment: str) -> str:
     """The primary config of the recipe that an experiment names."""
     (recipe,) = re.findall(r"recipes/(\w+)\.py", (CONF / "experiment" / f"{experiment}.yaml").read_text())

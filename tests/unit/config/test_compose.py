@@ -9,7 +9,7 @@ from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.sources import list_groups
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import CONF, OPTIONS, needed_overrides, primary_of
+from tests.unit.config.shipped import CONF, OPTIONS, needed_overrides, primary_for
 
 
 def write(folder, **files):
@@ -133,7 +133,7 @@ def composed_again(config, folder):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_the_saved_config_composes_to_the_same(group, option, tmp_path):
-    primary = primary_of(option) if group == "experiment" else "pretrain"
+    primary = primary_for(group, option)
     config = compose_config([f"{group}={option}", *needed_overrides(group, option)], name=primary)
     assert composed_again(config, tmp_path) == config
 

@@ -12,7 +12,16 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
 from hfdist.config.sources import list_groups, list_options
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides, primary_of
+from tests.unit.config.shipped import (
+    CONF,
+    EXPERIMENTS,
+    GROUPS,
+    NEEDED,
+    OPTIONS,
+    needed_overrides,
+    primary_for,
+    primary_of,
+)
 
 # The file of each group in which all its keys stand with a comment.
 DOCUMENTED_IN = {
@@ -66,7 +75,7 @@ def test_fine_tuning_tells_rows_by_their_columns_and_pretraining_reads_text():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_each_option_composes(group, option):
-    primary = primary_of(option) if group == "experiment" else "pretrain"
+    primary = primary_for(group, option)
     config = compose_config([f"{group}={option}", *needed_overrides(group, option)], name=primary)
     assert isinstance(config, RunConfig)
 

@@ -9,24 +9,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-
-@dataclass(frozen=True)
-class Cut:
-    """Close the connection after so many bytes of the body."""
-
-    after_bytes: int
-
-
-@dataclass(frozen=True)
-class Slow:
-    """Wait before the answer."""
-
-    seconds: float
+from tests.hub_server.faults import Cut, Slow
 
 
 class FaultyServer(ThreadingHTTPServer):

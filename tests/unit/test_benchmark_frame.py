@@ -1,0 +1,92 @@
+"""What all benchmarks stand on: rounds that interleave, rows that reach the one table, and lines that could not run."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import overlay
+from benchmarks.report import write_section
+from benchmarks.rounds import cpu_seconds, interleave, medians
+from benchmarks.table import Measure, add_options, publish, read_measures, table
+
+
+def test_each_contender_follows_each_and_warming_up_does_not_count():
+    calls = []
+
+    def contender(name):
+        def run():
+            calls.append(name)
+            return float(len(calls))
+
+        return run
+
+    figures = interleave({name: contender(name) for name in "abc"}, 2)
+
+    assert "".join(calls) == "abcbcacab"
+    assert figures == {"a": [6.0, 8.0], "b": [4.0, 9.0], "c": [5.0, 7.0]}
+    assert medians(figures) == {"a": 7.0, "b": 6.5, "c": 6.0}
+
+
+def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
+    measure = Measure(
+        what="time of a | step",
+        unit="ms",
+        ours=3.0,
+        peers={"slow": 6.0, "absent": "not installed"},
+        limits={"copy": 2.0},
+        goal="at most 2x",
+        is_met=True,
+    )
+    file = tmp_path / "measures.json"
+    options = add_options(argparse.ArgumentParser()).parse_args(["--measures", str(file)])
+
+    publish(options, "name", "## Section", [measure])
+    row, failed = table({"loop": read_measures(file), "gpu": "no CUDA\ndevice"}).splitlines()[2:]
+
+    assert capsys.readouterr().out == "## Section\n"
+    assert row == (
+        "| loop | time of a / step | 3 ms | 0.5x slow (6); absent: not installed | 1.5x copy (2) | at most 2x | yes |"
+    )
+    assert failed == "| gpu | not run: no CUDA device | - | - | - | - | - |"
+
+
+def test_a_section_takes_the_place_of_the_one_before(tmp_path):
+    page = tmp_path / "page.md"
+    write_section(page, "one", "first")
+    write_section(page, "two", "other")
+    write_section(page, "one", "again")
+
+    assert page.read_text().split() == [
+        *("#", "Benchmarks", "<!--", "one:", "begin", "-->", "again", "<!--", "one:", "end", "-->"),
+        *("<!--", "two:", "begin", "-->", "other", "<!--", "two:", "end", "-->"),
+    ]
+
+
+def test_cpu_seconds_of_children_count():
+    before = cpu_seconds()
+    subprocess.run([sys.executable, "-c", "for _ in range(3_000_000): pass"], check=True)
+
+    assert cpu_seconds() - before > 0.02
+
+
+def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
+    (tmp_path / "absent.txt").write_text("hfdist-no-such-package==1.0\n")
+    monkeypatch.setattr(overlay, "_PINS", tmp_path)
+    monkeypatch.setattr(overlay, "_FOLDER", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+    with pytest.raises(overlay.UnavailableError, match=r"absent\.txt.*hfdist-no-such-package"):
+        overlay.peer_environment("absent")
+
+
+def test_a_line_that_fails_is_told_and_the_others_run(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", "from benchmarks.__main__ import _run; print(_run('benchmarks.no_such_line', []))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert "No module named benchmarks.no_such_line" in ended.stdout.splitlines()[-1]
