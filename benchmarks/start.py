@@ -176,7 +176,8 @@ def _section(
     parts = [
         "## Cold start",
         "A fresh process each time, to the end of the first optimizer step of a Llama of 0.1 M parameters on one "
-        "process. hfdist runs the steps of `recipes/pretrain.py` with `strategy=single model=tiny`: config, the standard "
+        "process. hfdist runs the steps of `recipes/pretrain.py` with `strategy=single model=tiny`: config, the "
+        "standard "
         "library's source as data with tokenizer and tokens in the cache, held-out set, model, Trainer. The peers get "
         "sequences of token ids that are there, and read nothing: the HF Trainer, a loop with accelerate, and "
         "lightning, each in a plain script. CPU time of the process, files in the page cache; wall clock beside it. "
