@@ -3,7 +3,7 @@
 accelerate launch --config_file conf/launch/cpu_2.yaml recipes/pretrain.py +experiment=demo
 """
 
-from hfdist.config.command import recipe
+from hfdist.config.command import quick_imports, recipe
 from hfdist.config.run import RunConfig
 
 
@@ -11,10 +11,11 @@ from hfdist.config.run import RunConfig
 def main(config: RunConfig) -> None:
     """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
-    from hfdist.strategies.select import select_strategy
-    from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
+    with quick_imports():
+        from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
+        from hfdist.strategies.select import select_strategy
+        from hfdist.trainer.arguments import build_arguments
+        from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)

@@ -5,7 +5,7 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy
 
 from pathlib import Path
 
-from hfdist.config.command import recipe
+from hfdist.config.command import quick_imports, recipe
 from hfdist.config.run import RunConfig
 
 
@@ -13,7 +13,8 @@ from hfdist.config.run import RunConfig
 def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from hfdist.trainer.proof import conclude, prepare_proof
+    with quick_imports():
+        from hfdist.trainer.proof import conclude, prepare_proof
 
     proof = prepare_proof(config)
     train_small(proof.layout)
@@ -23,11 +24,12 @@ def main(config: RunConfig) -> None:
 
 def train_small(config: RunConfig) -> None:
     """Do what pretraining does, with a small model of the same architecture and without an export."""
-    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
-    from hfdist.strategies.select import select_strategy
-    from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.proof import ARCHITECTURE, small_architecture
-    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run
+    with quick_imports():
+        from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
+        from hfdist.strategies.select import select_strategy
+        from hfdist.trainer.arguments import build_arguments
+        from hfdist.trainer.proof import ARCHITECTURE, small_architecture
+        from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hfdist.checkpoint.exchange import on_rank_zero, world_size
+from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, world_size
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import MODEL_STEM, Planner
 from hfdist.checkpoint.retention import Keep, prune
@@ -42,9 +42,17 @@ class Saver:
     Args:
         in_background: False: training waits until all is on the disk, and no memory for a copy is needed.
         stem: of the files of weights, as of `Planner`.
+        write_first: called on every rank in each save before anything else is written, while training may go on.
     """
 
-    def __init__(self, *, in_background: bool = True, stem: str = MODEL_STEM) -> None:
+    def __init__(
+        self,
+        *,
+        in_background: bool = True,
+        stem: str = MODEL_STEM,
+        write_first: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._write_first = write_first
         self._planner = Planner(stem=stem)
         self._copy = HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
@@ -83,7 +91,7 @@ class Saver:
             self._complete(prepared, keep, begin_seconds)
             self.wait()
             return
-        prepared = replace(prepared, writes=self._copy.take(prepared.writes))
+        prepared = replace(prepared, elements=self._copy.take(prepared.elements))
         stall_seconds = time.monotonic() - begin_seconds
         # A daemon: a process that fails ends at once, and what has no name yet is no checkpoint.
         self._thread = threading.Thread(
@@ -118,6 +126,7 @@ class Saver:
         self, prepared: PreparedSave, keep: Keep | None, begin_seconds: float, stall_seconds: float | None = None
     ) -> None:
         try:
+            on_all_ranks(self._write_first, self._group)
             path = complete(prepared, self._group)
             if keep is not None:
                 # Awaited by all: a rank that ends takes the others along under most launchers.

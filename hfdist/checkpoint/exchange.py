@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from hfdist.errors import CheckpointError, HfdistError, NumericsError, ResourceError
 
+_LENGTH_BYTES = 8
+_HEAD_BYTES = 1016
+"""Of a text, that travel with its length."""
+
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, NumericsError, ResourceError)}
 
@@ -39,16 +43,25 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     """
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
+    text = json.dumps(value).encode()
+    # The length travels with what comes first, so that short texts take one exchange.
+    heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)
+    lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+    begun = [head[_LENGTH_BYTES:] for head in heads]
+    longest = max(lengths) - _HEAD_BYTES
+    rests = [b""] * len(heads) if longest <= 0 else _gather_bytes(text[_HEAD_BYTES:].ljust(longest, b" "), group)
+    return [json.loads((head + rest)[:length]) for head, rest, length in zip(begun, rests, lengths, strict=True)]
+
+
+def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Of all ranks, filled up to the same length: at least that of a head."""
     is_on_gpu = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([payload.numel()], device=device), group=group)
-    largest = max(int(size) for size in sizes)
-    padded = torch.nn.functional.pad(payload, (0, largest - payload.numel()))
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=group)
-    return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+    padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
+    own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(gathered, own, group=group)
+    return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]
 
 
 def on_all_ranks(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:

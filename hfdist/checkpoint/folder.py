@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from hfdist.checkpoint.manifest import (
 logger = logging.getLogger(__name__)
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
+_SYNCED_TOGETHER = 8
+
 UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
 
 
@@ -54,10 +57,13 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for everything in a folder, the folder last."""
-    for path in sorted(folder.rglob("*"), reverse=True):
+    """`sync` for everything in a folder, files first and the folder last."""
+    folders = [path for path in sorted(folder.rglob("*"), reverse=True) if path.is_dir()]
+    # Together: a file system's journal takes many small files at once as fast as one.
+    with ThreadPoolExecutor(_SYNCED_TOGETHER) as pool:
+        list(pool.map(sync, [path for path in folder.rglob("*") if path.is_file()]))
+    for path in [*folders, folder]:
         sync(path)
-    sync(folder)
 
 
 def commit(unfinished: Path, final: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.exchange import gather_json, on_all_ranks
+from hfdist.checkpoint.exchange import gather_json, on_all_ranks, rank
 from hfdist.checkpoint.layout import Assignment, Region, TensorId, TensorSpec, assign_writers, pack_files
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES, FilePlan
@@ -67,6 +69,27 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
     return regions
 
 
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A run of elements that this rank writes, and its place."""
+
+    id: TensorId
+    file: str
+    """Relative to the checkpoint."""
+    begin: int
+    """Byte offset in the file."""
+    end: int
+    """One past the last byte in the file."""
+    is_trained: bool
+    piece: int
+    """Which of this rank's pieces in the plan holds them."""
+    elements_of_piece: slice
+
+    def elements(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Give the live elements, 1-D."""
+        return pieces[self.piece].view.detach().reshape(-1)[self.elements_of_piece]
+
+
 class Planner:
     """Finds out from what all ranks hold which file each tensor goes into, and who writes what.
 
@@ -80,50 +103,92 @@ class Planner:
     def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM) -> None:
         self._weights_only = weights_only
         self._stem = stem
-        self._declared: tuple[list[Region], list[str]] | None = None
+        self._held: list[Any] | None = None
         """What this rank held at the last plan: elements, and names with a step count."""
         self._stepped: list[list[str]] = []
         """Those names, of each rank."""
+        self._all_stepped: list[str] = []
+        """Those of all ranks, sorted."""
         self._plan: Plan | None = None
+        self._slots: list[Slot] = []
 
-    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[Piece]]:
-        """Give the plan, equal on all ranks, and the pieces of this rank that are in it. A collective.
+    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[Slot], list[torch.Tensor]]:
+        """Give the plan, equal on all ranks, and what this rank writes: places in files, and live elements for each.
+
+        The places are in the order of the files, and the same list as before where nothing has changed. A collective.
 
         Raises:
             CheckpointError: elements that no rank holds, or ranks that contradict each other; on all ranks alike.
         """
         own: list[Piece] = []
-        steps: dict[str, int] = {}
-        regions: list[Region] = []
+        held: list[Any] = []
 
         def look() -> list[Any]:
+            stepped: dict[str, torch.Tensor] = {}
             for piece in pieces:
                 if piece.key == STEP:
-                    steps[piece.name] = int(piece.view)
+                    stepped[piece.name] = piece.view
                 elif piece.key == WEIGHT or not self._weights_only:
                     own.append(piece)
-            regions.extend(declare(own))
-            values = list(steps.values())
-            is_as_before = self._declared == (regions, list(steps))
+            held.extend(_sketch(piece) for piece in own)
+            held.append(list(stepped))
+            is_as_before = self._held == held
+            if not is_as_before:
+                declare(own)  # here, so that a type that cannot be saved is raised on all ranks
+            values = _read_counts(list(stepped.values()))
             # Mostly all parameters were stepped equally often.
             return [is_as_before, values[0] if values and len(set(values)) == 1 else values]
 
         looked = on_all_ranks(look)
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
-            self._make([region.to_json() for region in regions], list(steps))
-            self._declared = regions, list(steps)
-        assert self._plan is not None
-        return replace(self._plan, steps=self._merge_steps([values for _, values in looked])), own
+            regions = declare(own)
+            self._plan = self._make([region.to_json() for region in regions], held[-1])
+            self._slots = self._list_slots(self._plan, regions)
+            self._held = held
+        plan = replace(self._plan, steps=self._merge_steps([values for _, values in looked]))
+        return plan, self._slots, [slot.elements(own) for slot in self._slots]
 
-    def _make(self, own_regions: list[list[object]], own_stepped: list[str]) -> None:
+    def _make(self, own_regions: list[list[object]], own_stepped: list[str]) -> Plan:
         declared = gather_json([own_regions, own_stepped])
         regions = [[Region.from_json(values) for values in of_rank] for of_rank, _ in declared]
         self._stepped = [names for _, names in declared]
+        self._all_stepped = sorted({name for names in self._stepped for name in names})
         assignments = assign_writers(regions)
         specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
-        self._plan = _make_plan(list(specs.values()), assignments, self._stem)
+        return _make_plan(list(specs.values()), assignments, self._stem)
+
+    def _list_slots(self, plan: Plan, regions: list[Region]) -> list[Slot]:
+        """What the plan wants this rank to write, from its own pieces, in order of the places."""
+        held: dict[TensorId, list[int]] = {}
+        for number, region in enumerate(regions):
+            held.setdefault(region.spec.id, []).append(number)
+        trained = set(self._all_stepped)
+        slots = []
+        for assignment in plan.assignments:
+            if assignment.writer != rank():
+                continue
+            spec, start, stop = assignment.spec, assignment.start, assignment.stop
+            number = next(n for n in held[spec.id] if regions[n].start <= start and stop <= regions[n].stop)
+            first = regions[number].start
+            file, begin = plan.places[spec.id]
+            begin += start * spec.itemsize_bytes
+            slots.append(
+                Slot(
+                    id=spec.id,
+                    file=file,
+                    begin=begin,
+                    end=begin + assignment.num_bytes,
+                    is_trained=spec.name in trained,
+                    piece=number,
+                    elements_of_piece=slice(start - first, stop - first),
+                )
+            )
+        return sorted(slots, key=lambda slot: (slot.file, slot.begin))
 
     def _merge_steps(self, values_by_rank: list[int | list[int]]) -> dict[str, int]:
+        counts = {count for count in values_by_rank if isinstance(count, int)}
+        if len(counts) == 1 and all(isinstance(count, int) or not count for count in values_by_rank):
+            return dict.fromkeys(self._all_stepped, counts.pop())
         merged: dict[str, int] = {}
         for names, values in zip(self._stepped, values_by_rank, strict=True):
             for name, step in zip(names, [values] * len(names) if isinstance(values, int) else values, strict=True):
@@ -134,6 +199,22 @@ class Planner:
                         found=f"{merged[name]} and {step}",
                     )
         return dict(sorted(merged.items()))
+
+
+def _sketch(piece: Piece) -> list[Any]:
+    """What a plan depends on."""
+    return [piece.name, piece.key, piece.shape, piece.start, piece.view.numel(), piece.view.dtype]
+
+
+def _read_counts(views: Sequence[torch.Tensor]) -> list[int]:
+    """Step counts, read together: on a GPU each read waits for all that runs there."""
+    counts = [0] * len(views)
+    for device in {view.device for view in views}:
+        numbers = [number for number, view in enumerate(views) if view.device == device]
+        values = torch.stack([views[number].detach().reshape(()) for number in numbers]).tolist()
+        for number, value in zip(numbers, values, strict=True):
+            counts[number] = int(value)
+    return counts
 
 
 def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_stem: str) -> Plan:

@@ -26,19 +26,28 @@ def random_file(of_rank: int) -> str:
     return f"training_state/rng-{of_rank:05d}.safetensors"
 
 
-def capture_random_state() -> bytes:
-    """Give this rank's generators as the content of its file."""
-    _, numpy_words, numpy_position, has_gauss, cached_gauss = np.random.get_state(legacy=True)
-    version, python_words, python_gauss = random.getstate()
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.from_numpy(np.asarray(numpy_words, dtype=np.int64)),
-        "python": torch.tensor(python_words, dtype=torch.int64),
-    }
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    rest = {"numpy": [numpy_position, has_gauss, cached_gauss], "python": [version, python_gauss]}
-    return save(tensors, metadata={"rest": json.dumps(rest)})
+class RandomState:
+    """Where this rank's generators stand now. Taken in no time; written whenever."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._numpy = np.random.get_state(legacy=True)
+        self._python = random.getstate()
+
+    def to_bytes(self) -> bytes:
+        """The content of this rank's file."""
+        _, numpy_words, numpy_position, has_gauss, cached_gauss = self._numpy
+        version, python_words, python_gauss = self._python
+        tensors = {
+            "torch": self._torch,
+            "numpy": torch.from_numpy(np.asarray(numpy_words, dtype=np.int64)),
+            "python": torch.tensor(python_words, dtype=torch.int64),
+        }
+        if self._cuda is not None:
+            tensors["cuda"] = self._cuda
+        rest = {"numpy": [numpy_position, has_gauss, cached_gauss], "python": [version, python_gauss]}
+        return save(tensors, metadata={"rest": json.dumps(rest)})
 
 
 def restore_random_state(checkpoint: Path) -> bool:

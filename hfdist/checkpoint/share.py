@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import xxhash
 
-from hfdist.checkpoint.exchange import rank
 from hfdist.checkpoint.layout import TensorId
 from hfdist.checkpoint.manifest import Part
-from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import Plan
+from hfdist.checkpoint.plan import Slot
 from hfdist.errors import NumericsError
 
 PART_BYTES = 256 * 2**20
@@ -24,83 +21,70 @@ PART_BYTES = 256 * 2**20
 CHUNK_BYTES = 4 * 2**20
 """Copied from a device, checked, hashed and written while it is in the processor's cache."""
 
-_ALIGNMENT_BYTES = 16
+SEND_BYTES = 16 * 2**20
+"""Sent to the disk together while the next are hashed and written."""
 
+_ALIGNMENT_BYTES = 64
 
-@dataclass(frozen=True, kw_only=True)
-class Write:
-    """A run of elements, and its place."""
-
-    id: TensorId
-    file: str
-    """Relative to the checkpoint."""
-    begin: int
-    """Byte offset in the file."""
-    elements: torch.Tensor
-    """1-D."""
-    is_trained: bool
-
-    @property
-    def end(self) -> int:
-        """One past the last byte in the file."""
-        return self.begin + self.elements.nbytes
-
-
-def list_writes(plan: Plan, own: Iterable[Piece]) -> list[Write]:
-    """Give the live elements that the plan wants this rank to write, in order of their places."""
-    held: dict[TensorId, list[Piece]] = {}
-    for piece in own:
-        held.setdefault((piece.name, piece.key), []).append(piece)
-    writes = []
-    for assignment in plan.assignments:
-        if assignment.writer == rank():
-            spec = assignment.spec
-            file, begin = plan.places[spec.id]
-            writes.append(
-                Write(
-                    id=spec.id,
-                    file=file,
-                    begin=begin + assignment.start * spec.itemsize_bytes,
-                    elements=_elements(held[spec.id], assignment.start, assignment.stop),
-                    is_trained=spec.name in plan.steps,
-                )
-            )
-    return sorted(writes, key=lambda write: (write.file, write.begin))
-
-
-def _elements(pieces: list[Piece], start: int, stop: int) -> torch.Tensor:
-    piece = next(piece for piece in pieces if piece.start <= start and stop <= piece.stop)
-    return piece.view.detach().reshape(-1)[start - piece.start : stop - piece.start]
+_Write = tuple[Slot, torch.Tensor]
+"""A place, and the elements for it."""
 
 
 class HostCopy:
     """Memory of the host where a save keeps what training is about to change. Made once: new memory is slow."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[int, torch.dtype]] = []
+        """Bytes and type of each copy."""
+        self._copies: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def take(self, writes: list[Write]) -> list[Write]:
-        """Copy all elements, and give the same writes with the copies. The copies before are gone."""
-        offsets = [0]
-        for write in writes:
-            offsets.append(-(-(offsets[-1] + write.elements.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-        if self._buffer.numel() != offsets[-1]:
-            # Page-locked, so that a device copies at full speed. Freed first: two would not always fit.
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        copies = []
-        for write, offset in zip(writes, offsets, strict=False):
-            live = write.elements
-            copy = self._buffer[offset : offset + live.nbytes].view(live.dtype)
-            copy.copy_(live, non_blocking=True)
-            copies.append(replace(write, elements=copy))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies
+    def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy 1-D tensors, in one buffer. The copies before are gone."""
+        layout = [(elements.nbytes, elements.dtype) for elements in live]
+        if layout != self._layout:
+            # Freed first: two would not always fit.
+            self._layout, self._copies = [], []
+            self._copies = _allot(layout)
+            self._layout = layout
+        with _beside_training(self._stream):
+            for copy, elements in zip(self._copies, live, strict=True):
+                copy.copy_(elements, non_blocking=True)
+        return self._copies
 
 
-def write_share(folder: Path, writes: list[Write]) -> list[Part]:
+def _allot(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Views of one new buffer."""
+    offsets = [0]
+    for num_bytes, _ in layout:
+        offsets.append(-(-(offsets[-1] + num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    # Page-locked, so that a device copies at full speed.
+    buffer = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return [
+        buffer[offset : offset + num_bytes].view(dtype)
+        for offset, (num_bytes, dtype) in zip(offsets, layout, strict=False)
+    ]
+
+
+@contextlib.contextmanager
+def _beside_training(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Let a device copy what the steps so far have left, and wait for that alone: not for what communicates beside."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def write_share(folder: Path, slots: Sequence[Slot], elements: Sequence[torch.Tensor]) -> list[Part]:
     """Write elements to their places in files that are laid out, make them survive a power cut, and give their hashes.
+
+    Args:
+        folder: of the files.
+        slots: in order of the places.
+        elements: of each slot, 1-D.
 
     Raises:
         NumericsError: an element of a trained parameter or of its state is not finite.
@@ -109,8 +93,8 @@ def write_share(folder: Path, writes: list[Write]) -> list[Part]:
     parts = []
     with contextlib.ExitStack() as stack:
         opened: dict[str, int] = {}
-        for run in _runs(writes):
-            file = run[0].file
+        for run in _runs(zip(slots, elements, strict=True)):
+            file = run[0][0].file
             with _named(folder / file):
                 if file not in opened:
                     opened[file] = os.open(folder / file, os.O_WRONLY)
@@ -122,33 +106,41 @@ def write_share(folder: Path, writes: list[Write]) -> list[Part]:
     return parts
 
 
-def _runs(writes: list[Write]) -> Iterator[list[Write]]:
+def _runs(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
     """Neighbours in a file together, up to the size of a part."""
-    run: list[Write] = []
-    for write in writes:
-        is_next = run and (write.file, write.begin) == (run[-1].file, run[-1].end)
-        if run and not (is_next and write.end - run[0].begin <= PART_BYTES):
+    run: list[_Write] = []
+    for slot, elements in writes:
+        is_next = run and (slot.file, slot.begin) == (run[-1][0].file, run[-1][0].end)
+        if run and not (is_next and slot.end - run[0][0].begin <= PART_BYTES):
             yield run
             run = []
-        run.append(write)
+        run.append((slot, elements))
     if run:
         yield run
 
 
-def _write_run(descriptor: int, run: list[Write]) -> Part:
+def _write_run(descriptor: int, run: Sequence[_Write]) -> Part:
     digest = xxhash.xxh3_128()
-    position = run[0].begin
-    for write in run:
-        for chunk in write.elements.split(max(1, CHUNK_BYTES // write.elements.element_size())):
+    begin = position = sent = run[0][0].begin
+    for slot, elements in run:
+        for chunk in elements.split(max(1, CHUNK_BYTES // elements.element_size())):
             host = chunk.detach().contiguous().cpu()
-            if write.is_trained and not _is_finite(host):
-                raise _not_finite(write.id)
+            if slot.is_trained and not _is_finite(host):
+                raise _not_finite(slot.id)
             data = host.view(torch.uint8).numpy().data
             digest.update(data)
             while data:
                 written = os.pwrite(descriptor, data, position)
                 data, position = data[written:], position + written
-    return Part(file=run[0].file, begin=run[0].begin, num_bytes=position - run[0].begin, xxh128=digest.hexdigest())
+            if position - sent >= SEND_BYTES:
+                _send_to_disk(descriptor, sent, position)
+                sent = position
+    return Part(file=run[0][0].file, begin=begin, num_bytes=position - begin, xxh128=digest.hexdigest())
+
+
+def _send_to_disk(descriptor: int, begin: int, end: int) -> None:
+    """Let the disk begin with what the system would collect until it is asked to wait for all of it."""
+    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

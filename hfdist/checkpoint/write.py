@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint import folder as folders
@@ -19,9 +20,9 @@ from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file, list_files
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import MODEL_STEM, TRAINING_STATE, Plan, Planner
-from hfdist.checkpoint.random_state import capture_random_state, random_file
-from hfdist.checkpoint.share import Write, list_writes, write_share
+from hfdist.checkpoint.plan import MODEL_STEM, TRAINING_STATE, Plan, Planner, Slot
+from hfdist.checkpoint.random_state import RandomState, random_file
+from hfdist.checkpoint.share import write_share
 from hfdist.errors import CheckpointError, ResourceError
 
 STATE_FILE = f"{TRAINING_STATE}/state.json"
@@ -31,15 +32,17 @@ MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetenso
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSave:
-    """All that a save needs of this rank; the elements may be live or copies."""
+    """All that a save needs of this rank."""
 
     final: Path
     step: int
     plan: Plan
-    writes: list[Write]
-    state: str
-    """Content of `STATE_FILE`; on rank 0."""
-    random_state: bytes
+    slots: list[Slot]
+    elements: list[torch.Tensor]
+    """For each slot; live, or copies."""
+    state: str | CheckpointError
+    """Content of `STATE_FILE` on rank 0, or why there is none: to be raised where all ranks hear of it."""
+    random_state: RandomState
     write_model_files: Callable[[Path], object]
 
 
@@ -77,17 +80,16 @@ def prepare(
     write_model_files: Callable[[Path], object],
 ) -> PreparedSave:
     """Agree on what is written where, and write nothing yet. A collective. Arguments as of `write_checkpoint`."""
-    plan, own = planner.plan(pieces)
+    plan, slots, elements = planner.plan(pieces)
     content = {"format": FORMAT, "step": step, "world_size": world_size(), "steps": plan.steps, "state": state}
-    texts: list[str] = []
-    on_rank_zero(lambda: texts.append(_to_json(content)))
     return PreparedSave(
         final=folder / folders.step_name(step),
         step=step,
         plan=plan,
-        writes=list_writes(plan, own),
-        state="".join(texts),
-        random_state=capture_random_state(),
+        slots=slots,
+        elements=elements,
+        state=_to_json(content) if rank() == 0 else "",
+        random_state=RandomState(),
         write_model_files=write_model_files,
     )
 
@@ -101,20 +103,22 @@ def complete(save: PreparedSave, group: dist.ProcessGroup | None = None) -> Path
     folder = save.final.parent
 
     def begin() -> str:
+        if isinstance(save.state, CheckpointError):
+            raise save.state
         folder.mkdir(parents=True, exist_ok=True)
         folders.remove_unfinished(folder)
         unfinished = folders.temporary(save.final)
         with _removed_on_failure(unfinished):
             _lay_out(unfinished, save.plan, save.write_model_files)
             (unfinished / STATE_FILE).parent.mkdir(exist_ok=True)
-            (unfinished / STATE_FILE).write_text(save.state, encoding="utf-8")
+            (unfinished / STATE_FILE).write_text(json.dumps(json.loads(save.state), indent=1), encoding="utf-8")
         return unfinished.name
 
     def write_own() -> list[list[Any]]:
-        parts = _write_share(unfinished, save.plan, save.writes)
-        name = random_file(rank())
-        (unfinished / name).write_bytes(save.random_state)
-        return [part.to_json() for part in [*parts, Part.first(name, save.random_state)]]
+        parts = _write_share(unfinished, save.plan, save.slots, save.elements)
+        name, random_state = random_file(rank()), save.random_state.to_bytes()
+        (unfinished / name).write_bytes(random_state)
+        return [part.to_json() for part in [*parts, Part.first(name, random_state)]]
 
     unfinished = folder / on_rank_zero(begin, group)
     with _removed_on_failure(unfinished):
@@ -138,7 +142,7 @@ def export_model(
     Raises:
         CheckpointError, ResourceError: as for `write_checkpoint`.
     """
-    plan, own = Planner(weights_only=True, stem=stem).plan(pieces)
+    plan, slots, elements = Planner(weights_only=True, stem=stem).plan(pieces)
 
     def begin() -> str:
         unfinished = _unfinished_export(folder)
@@ -147,7 +151,7 @@ def export_model(
         return unfinished.name
 
     def write_own() -> None:
-        _write_share(unfinished, plan, list_writes(plan, own))
+        _write_share(unfinished, plan, slots, elements)
 
     unfinished = folder / on_rank_zero(begin)
     with _removed_on_failure(unfinished):
@@ -186,9 +190,9 @@ def _lay_out(folder: Path, plan: Plan, write_model_files: Callable[[Path], objec
             (folder / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
 
 
-def _write_share(folder: Path, plan: Plan, writes: list[Write]) -> list[Part]:
+def _write_share(folder: Path, plan: Plan, slots: list[Slot], elements: list[torch.Tensor]) -> list[Part]:
     with _room_for(plan, folder):
-        return write_share(folder, writes)
+        return write_share(folder, slots, elements)
 
 
 @contextlib.contextmanager
@@ -234,11 +238,12 @@ def _move_into(unfinished: Path, folder: Path) -> None:
     folders.sync(folder)
 
 
-def _to_json(content: dict[str, Any]) -> str:
+def _to_json(content: dict[str, Any]) -> str | CheckpointError:
+    """Without line breaks: json makes those ten times as slowly, and training waits for this."""
     try:
-        return json.dumps(content, indent=1)
+        return json.dumps(content)
     except (TypeError, ValueError) as error:
-        raise CheckpointError("the state to save holds a value that JSON cannot", found=error) from error
+        return CheckpointError("the state to save holds a value that JSON cannot", found=error)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import hydra
@@ -52,6 +54,22 @@ def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]],
         return command
 
     return decorate
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import at four fifths of the cost: nothing is looked for in what imports make, now or by later collections.
+
+    Modules stay as long as the process, and torch and transformers make millions of objects.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,25 @@ class Encoders:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
-        self._text, self._examples = Encoder(tokenizer), ExampleEncoder(tokenizer, chat)
-        self._text_digest = tokenizer_digest(tokenizer)
-        self._examples_digest = _digest([_EXAMPLES, self._text_digest, *_what_renders(tokenizer, chat)])
+        self._tokenizer, self._chat = tokenizer, chat
+
+    # Each made when it is asked for: of a large tokenizer a copy takes tenths of a second, and a start asks for little.
+
+    @cached_property
+    def _text(self) -> Encoder:
+        return Encoder(self._tokenizer)
+
+    @cached_property
+    def _examples(self) -> ExampleEncoder:
+        return ExampleEncoder(self._tokenizer, self._chat, self._text)
+
+    @cached_property
+    def _text_digest(self) -> str:
+        return tokenizer_digest(self._tokenizer)
+
+    @cached_property
+    def _examples_digest(self) -> str:
+        return _digest([_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)])
 
     def digest(self, *, examples: bool) -> str:
         """Hash of everything that decides which tokens, and which targets, a row becomes."""

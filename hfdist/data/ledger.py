@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -48,6 +49,9 @@ class Ledger:
         self._folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._waiting: dict[Path, list[bytes]] = {}
         """For each file, what is to be written."""
+        self._counted: list[dict[Path, list[bytes]]] = []
+        """The same, of saves that have begun."""
+        self._writing = threading.Lock()
         self.num_bad_rows = 0
         """Met since the start."""
 
@@ -71,11 +75,24 @@ class Ledger:
         return f"{line}\n".encode()
 
     def flush(self) -> None:
-        """Write what was added, to the disk itself. Call it before the checkpoint that counts it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in list(self._waiting):
-            # Taken out first: what is written in part is cut off by the start that follows, and never written twice.
-            _append(path, b"".join(self._waiting.pop(path)))
+        """Write what was added, to the disk itself."""
+        self.count()
+        self.write_counted()
+
+    def count(self) -> None:
+        """Set apart what a checkpoint that begins now counts; `write_counted` must come before it has its name."""
+        self._counted.append(self._waiting)
+        self._waiting = {}
+
+    def write_counted(self) -> None:
+        """Write what was set apart, to the disk itself; while training goes on, if called from a thread."""
+        with self._writing:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while self._counted:
+                # Taken out first: what is written in part is cut off by the next start, and never written twice.
+                counted = self._counted.pop(0)
+                for path in list(counted):
+                    _append(path, b"".join(counted.pop(path)))
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
         """Keep what was written under another name, since other data are read from here on.
@@ -99,7 +116,7 @@ class Ledger:
         Args:
             sequences: of each lane, how many the checkpoint counts.
         """
-        self._waiting = {}
+        self._waiting, self._counted = {}, []
         for lane, count in sequences.items():
             path = records_file(self._folder, lane)
             if path.is_file():

@@ -175,7 +175,8 @@ class _Job:
         self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path, chat: ChatConfig
     ) -> None:
         self._folder, self._tokenizer = folder, tokenizer
-        self._encoders, self._digest = Encoders(tokenizer, chat), tokenizer_digest(tokenizer)
+        self._encoders = Encoders(tokenizer, chat)
+        self._digest = self._encoders.digest(examples=False)
         has_examples = any(shard.gives_examples for _, shard in shards)
         self._encoding = self._encoders.digest(examples=has_examples)
         self.dtype = token_dtype(tokenizer, examples=has_examples)

@@ -14,10 +14,6 @@ from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.pipeline import PipelineStrategy
-from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
-from hfdist.strategies.replicated import ReplicatedStrategy
-from hfdist.strategies.zero import ZeroStrategy
 from hfdist.topology import Topology
 
 
@@ -28,14 +24,23 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
         ConfigError: keys that the strategy itself checks, such as those of `strategy.deepspeed`.
     """
     has_pipeline = strategy.pipeline > 1
+    # Each imported where it is chosen: torch's pipelining and DeepSpeed's checks take time that other layouts save.
     match strategy.sharding:
         case Sharding.none if has_pipeline:
+            from hfdist.strategies.pipeline import PipelineStrategy
+
             return PipelineStrategy(topology, batch, strategy, train)
         case Sharding.none:
+            from hfdist.strategies.replicated import ReplicatedStrategy
+
             return ReplicatedStrategy(topology, batch)
         case Sharding.zero1 if has_pipeline:
+            from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
+
             return PipelineZeroStrategy(topology, batch, strategy, train)
         case Sharding.zero1 | Sharding.zero2 | Sharding.zero3:
+            from hfdist.strategies.zero import ZeroStrategy
+
             return ZeroStrategy(topology, batch, strategy, train)
 
 

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
-from hfdist.pipeline.timeline_plot import draw
 from hfdist.strategies.base import Engine
 from hfdist.trainer.steplines import StepLines, read_lines
 
@@ -88,6 +87,9 @@ class TimelineDrawer(TrainerCallback):
         record = self._engine.step_record
         if record is None or not record.events or not state.is_world_process_zero:
             return
+        # Here: most runs draw nothing until their end.
+        from hfdist.pipeline.timeline_plot import draw
+
         try:
             picture = draw(record.events, self._run_dir / "timeline.png", title=record.title, formula=record.formula)
             write_chrome_trace(record.events, self._run_dir / "timeline.json")

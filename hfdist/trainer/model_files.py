@@ -48,9 +48,7 @@ class RenderedModelFiles:
         self._content: dict[str, bytes] = {}
 
     def render(self, trainer: Any) -> None:
-        """Make them, unless that was done."""
-        if self._content:
-            return
+        """Make them."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_model_files(trainer, folder)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from hfdist.trainer.callbacks import METRICS, read_metrics
 
 
 def plot_losses(run_dir: Path) -> Path:
     """Draw `loss.png` from `metrics.jsonl` and give its path."""
+    # Here: a run begins without it.
+    from matplotlib.figure import Figure
+
     lines = read_metrics(run_dir / METRICS)
     train = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
     # An evaluation before the first step stands at the left edge.

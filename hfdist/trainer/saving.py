@@ -35,9 +35,19 @@ TRAINER_STATE = "trainer_state.json"
 class Saving:
     """What a Trainer keeps for its saves, from the beginning of training on. Make it on all ranks."""
 
-    def __init__(self, *, in_background: bool, stem: str) -> None:
-        self.saver = Saver(in_background=in_background, stem=stem)
-        self.model_files = RenderedModelFiles()
+    def __init__(self, trainer: Any, *, in_background: bool) -> None:
+        self.saver = Saver(
+            in_background=in_background, stem=stem_of(trainer), write_first=lambda: _write_counted(trainer)
+        )
+        self.model_files: RenderedModelFiles | None = None
+
+    def render_model_files(self, trainer: Any) -> RenderedModelFiles:
+        """Make them with the first save: they do not change. Call on all ranks."""
+        if self.model_files is None:
+            rendered = RenderedModelFiles()
+            on_rank_zero(lambda: rendered.render(trainer))
+            self.model_files = rendered
+        return self.model_files
 
 
 def save(trainer: Any) -> None:
@@ -51,15 +61,15 @@ def save(trainer: Any) -> None:
     if cursor is not None:
         # Before the checkpoint: a run that goes on from it does not say this again.
         _log(trainer, _data_figures(report(cursor, trainer.train_dataset.plan)))
+        if trainer.train_dataset.ledger is not None:
+            trainer.train_dataset.ledger.count()
     trainer.store_flos()
-    # Before the checkpoint that counts it; behind the last checkpoint it is cut off at a resume.
-    write_ledger(trainer)
-    on_rank_zero(lambda: saving.model_files.render(trainer))
+    model_files = saving.render_model_files(trainer)
     progress = copy.copy(trainer.state)
     progress.log_history = list(progress.log_history)
 
     def write_files(path: Path) -> None:
-        saving.model_files.write(path)
+        model_files.write(path)
         progress.save_to_json(str(path / TRAINER_STATE))
 
     saving.saver.save(
@@ -148,6 +158,13 @@ def write_ledger(trainer: Any) -> None:
     dataset = trainer.train_dataset
     if isinstance(dataset, TokenStream):
         on_all_ranks(lambda: None if dataset.ledger is None else dataset.ledger.flush())
+
+
+def _write_counted(trainer: Any) -> None:
+    """Write what the checkpoint counts before there is one; behind the last checkpoint it is cut off at a resume."""
+    dataset = trainer.train_dataset
+    if isinstance(dataset, TokenStream) and dataset.ledger is not None:
+        dataset.ledger.write_counted()
 
 
 def last_held_out_loss(trainer: Any) -> float | None:

@@ -152,7 +152,7 @@ class DistributedTrainerMixin(_Trainer):
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
-        self.saving = saving.Saving(in_background=self.save_in_background, stem=saving.stem_of(self))
+        self.saving = saving.Saving(self, in_background=self.save_in_background)
         if came_from is not None:
             saving.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):

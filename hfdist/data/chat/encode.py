@@ -45,11 +45,12 @@ class ExampleEncoder:
     Args:
         tokenizer: must have an end-of-text token; for conversations, a fast one with a chat template.
         config: `data.chat`.
+        plain: the tokenizer's encoder of plain text; None: made here.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder | None = None) -> None:
         self._tokenizer, self._config = tokenizer, config
-        self._plain = Encoder(tokenizer)
+        self._plain = plain or Encoder(tokenizer)
         self._end = int(tokenizer.eos_token_id)
         self._chat: _ChatEncoder | None = None
 
@@ -77,7 +78,7 @@ class ExampleEncoder:
         if "messages" not in example:
             return self._complete(example["prompt"], example["completion"])
         if self._chat is None:
-            self._chat = _ChatEncoder(self._tokenizer, self._config)
+            self._chat = _ChatEncoder(self._tokenizer, self._config, self._plain)
         return self._chat.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
 
     def _complete(self, prompt: str, completion: str) -> Tokens:
@@ -102,7 +103,7 @@ class ExampleEncoder:
 class _ChatEncoder:
     """Renders conversations and finds their targets."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder) -> None:
         self._config, self._end = config, int(tokenizer.eos_token_id)
         self._template = ChatTemplate(tokenizer, config)
         backend = plain_backend(tokenizer)
@@ -115,7 +116,7 @@ class _ChatEncoder:
             )
         # It would move the offsets of white space; it adds nothing to what is encoded here.
         backend.post_processor = None
-        self._backend, self._plain = backend, Encoder(tokenizer)
+        self._backend, self._plain = backend, plain
         added = backend.get_added_tokens_decoder()
         self._added = {self._end, *added}
         self._special = {number for number, token in added.items() if token.special}

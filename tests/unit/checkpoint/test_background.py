@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, verify
+from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, share, verify
+from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
-from tests.unit.checkpoint.pieces import blank, small_pieces
+from tests.unit.checkpoint.pieces import blank, small_pieces, whole
 
 ONE = Keep(newest=1)
 
@@ -142,3 +143,50 @@ def test_a_parameter_that_comes_later_is_saved_too(tmp_path):
     loaded = blank(pieces)
     read_checkpoint(tmp_path / "step-00000003", loaded)
     assert all(torch.equal(a.view, b.view) for a, b in zip(loaded, pieces, strict=True))
+
+
+def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_heard(tmp_path):
+    entered, go_on = threading.Event(), threading.Event()
+
+    def write_first():
+        entered.set()
+        assert go_on.wait(20)
+        raise OSError(errno.EIO, "Input/output error", "the ledger")
+
+    saver = Saver(write_first=write_first)
+    begin(saver, tmp_path, 1, small_pieces())
+    assert entered.wait(20)
+    assert find_newest(tmp_path) is None
+    go_on.set()
+    with pytest.raises(CheckpointError, match="the ledger"):
+        saver.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_written_goes_to_the_disk_without_a_gap(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(share, "SEND_BYTES", 100)
+    monkeypatch.setattr(share, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, begin, length, advice: sent.append((begin, length)))
+    pieces = [whole("w", WEIGHT, torch.arange(100.0))]
+    saver = Saver()
+    begin(saver, tmp_path, 1, pieces)
+    saver.wait()
+    first = sent[0][0]
+    assert sent == [(first, 120), (first + 120, 120), (first + 240, 120)]
+
+
+def test_a_state_that_is_no_json_is_a_failure_of_the_save(tmp_path):
+    saver = Saver()
+    with pytest.raises(CheckpointError, match="JSON"):
+        saver.save(
+            tmp_path,
+            step=1,
+            pieces=small_pieces(),
+            state={"x": object()},
+            write_model_files=lambda path: None,
+            keep=None,
+            begin_seconds=time.monotonic(),
+        )
+        saver.wait()
+    assert os.listdir(tmp_path) == []

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.layout import TensorSpec
-from hfdist.checkpoint.share import Write, write_share
+from hfdist.checkpoint.plan import Slot
+from hfdist.checkpoint.share import write_share
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES
 from hfdist.errors import CheckpointError
 
@@ -28,19 +29,19 @@ def write(path, tensors):
     }
     plan = tensorfile.plan_file(specs)
     tensorfile.create(path, plan)
-    write_share(
-        path.parent,
-        [
-            Write(
-                id=(name, "weight"),
-                file=path.name,
-                begin=plan.begins[name],
-                elements=tensor.reshape(-1),
-                is_trained=False,
-            )
-            for name, tensor in tensors.items()
-        ],
-    )
+    slots = [
+        Slot(
+            id=(name, "weight"),
+            file=path.name,
+            begin=plan.begins[name],
+            end=plan.begins[name] + tensor.nbytes,
+            is_trained=False,
+            piece=number,
+            elements_of_piece=slice(0, tensor.numel()),
+        )
+        for number, (name, tensor) in enumerate(tensors.items())
+    ]
+    write_share(path.parent, slots, [tensor.reshape(-1) for tensor in tensors.values()])
 
 
 def test_the_format_s_own_library_reads_every_type(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hfdist.config.data import BadRows
-from hfdist.data.ledger import Ledger, bad_rows_file, records_file
+from hfdist.data.ledger import Ledger, bad_rows_file, read_records, records_file
 from hfdist.data.records import Fate, Piece, make_records
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -48,3 +48,32 @@ def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     Ledger(killed, corpus, BadRows.quarantine).go_back({LANE: COUNTED})
     assert path.read_bytes() == saved[1]
     assert [json.loads(line)["sequence"] for line in whole[1].splitlines()] == [0, 1, 2, 3]
+
+
+def test_what_a_save_counts_is_written_by_itself_and_in_order(tmp_path, corpus):
+    ledger = Ledger(tmp_path, corpus, BadRows.error)
+
+    def add(sequence):
+        records = make_records([Piece(1, 0, Fate.trained, 0, 5, 5)])
+        records["sequence"] = sequence
+        ledger.add(LANE, records, ())
+
+    def sequences():
+        return read_records(tmp_path, LANE)["sequence"].tolist()
+
+    add(0)
+    ledger.count()
+    add(1)
+    ledger.write_counted()
+    assert sequences() == [0]
+    ledger.count()
+    add(2)
+    # Without the thread that was to write it: nothing is left out, nothing is written twice.
+    ledger.flush()
+    ledger.write_counted()
+    assert sequences() == [0, 1, 2]
+    add(3)
+    ledger.count()
+    ledger.go_back({LANE: 1})
+    ledger.flush()
+    assert sequences() == [0]

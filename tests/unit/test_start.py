@@ -1,0 +1,99 @@
+"""What a start may cost: modules that must not be loaded before they are needed, and CPU time beside the libraries'."""
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfdist.config.command import quick_imports
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RUN = """
+with quick_imports():
+    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
+    from hfdist.strategies.select import select_strategy
+    from hfdist.trainer.arguments import build_arguments
+    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
+"""
+
+# Of one process, so that both meet the same machine and the same caches: what the libraries cost, then hfdist on top.
+MEASURE = f"""
+import json, sys, time
+def spend(code):
+    begin, before = time.process_time(), set(sys.modules)
+    exec(code, globals())
+    return time.process_time() - begin, sorted(set(sys.modules) - before)
+spent = {{
+    "config": spend("import hfdist.config, hfdist.topology"),
+    "recipe": spend("from hfdist.config.command import quick_imports; import recipes.pretrain"),
+    "libraries": spend("with quick_imports(): from transformers import Trainer, TrainingArguments"),
+    "run": spend({RUN!r}),
+    "strategy": spend("from hfdist.strategies.replicated import ReplicatedStrategy"),
+}}
+print(json.dumps(spent))
+"""
+
+
+@pytest.fixture(scope="module")
+def spent():
+    ended = subprocess.run([sys.executable, "-c", MEASURE], check=True, cwd=ROOT, capture_output=True, text=True)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def packages(modules):
+    return {name.partition(".")[0] for name in modules}
+
+
+def test_the_config_room_loads_nothing_large(spent):
+    assert packages(spent["config"][1]).isdisjoint({"torch", "numpy", "transformers", "hydra", "omegaconf", "pyarrow"})
+    assert len(spent["config"][1]) < 150
+
+
+def test_the_command_line_loads_hydra_and_no_torch(spent):
+    assert packages(spent["recipe"][1]).isdisjoint({"torch", "numpy", "transformers", "pyarrow", "datasets"})
+    assert len(spent["recipe"][1]) < 600
+
+
+def test_a_run_on_one_process_loads_hfdist_and_little_else(spent):
+    modules = [*spent["run"][1], *spent["strategy"][1]]
+    heavy = {
+        "deepspeed",
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "pydantic",
+        "peft",
+        "trl",
+        "lm_eval",
+        "wandb",
+        "tensorboard",
+    }
+    assert packages(modules).isdisjoint(heavy)
+    assert "torch.distributed.pipelining" not in modules
+    others = [name for name in modules if packages([name]) != {"hfdist"}]
+    assert len(others) < 40, others
+
+
+def test_it_costs_a_fraction_of_the_libraries(spent):
+    assert spent["run"][0] + spent["strategy"][0] < 0.4 * spent["libraries"][0]
+
+
+def test_imports_are_kept_out_of_collections_and_collecting_goes_on():
+    before = gc.get_freeze_count()
+    try:
+        with quick_imports():
+            assert not gc.isenabled()
+            made = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(made)
+        gc.disable()
+        with quick_imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()
