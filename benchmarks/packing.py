@@ -282,8 +282,8 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each, interleaved")
-    parser.add_argument("--documents", type=int, default=20_000, help="of the web-like lengths")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--documents", type=int, default=10_000, help="of the web-like lengths")
     return add_options(parser).parse_args()
 
 

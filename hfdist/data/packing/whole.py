@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.packing.fit import Integers, Pieces
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape, ids_and_labels
+from hfdist.data.packing.sequence import IGNORED, POSITION_IDS, Placed, Shape, ids_and_labels
 from hfdist.data.records import RECORD, Fate, Records
 
-# Made together: what a processor keeps near while it goes over them.
-_TOKENS_TOGETHER = 1 << 16
+# Made together: what stays in a core's own cache while it is gone over a few times.
+_TOKENS_TOGETHER = 1 << 15
+_ATTRIBUTES = attrgetter("number", "fate", "cut_tokens", "tokens")
 
 
 class Arrangement(NamedTuple):
@@ -26,12 +28,8 @@ class Arrangement(NamedTuple):
     """Of sequences, with what fills them up; shape [sequences]."""
 
 
-class Made(NamedTuple):
-    """A sequence; see `Sequence`."""
-
-    rows: NDArray[np.int32]
-    num_tokens: int
-    records: Records
+Made = tuple[NDArray[np.int32], int, Records]
+"""Rows, number of tokens and records of a `Sequence`."""
 
 
 def make_sequences(documents: list[Placed], arrangement: Arrangement, shape: Shape, first: int) -> Iterator[Made]:
@@ -44,76 +42,76 @@ def make_sequences(documents: list[Placed], arrangement: Arrangement, shape: Sha
         first: see above.
     """
     pieces, ends, lengths = arrangement
-    records = _records(documents, pieces)
-    used = np.diff(np.cumsum(pieces.num_tokens)[ends - 1], prepend=0)
-    # What fills a sequence up is one piece more at its end, of one document more behind the others.
-    filler = len(documents)
-    columns = ((pieces.document, filler), (pieces.first_token, 0), (pieces.num_tokens, lengths - used))
-    filled_up = Pieces(*(np.insert(column, ends, value) for column, value in columns))
-    tokens = [placed.document.tokens for placed in documents]
-    tokens.append(np.full(shape.length, shape.fill_id, dtype=np.int32))
-    is_blank = np.zeros(len(tokens), dtype=bool)
-    is_blank[filler] = True
-    for place, placed in enumerate(documents):
-        if placed.document.fate is Fate.quarantined:
+    numbers, fates, cut_tokens, found = zip(*map(_ATTRIBUTES, [placed.document for placed in documents]), strict=True)
+    tokens: list[NDArray[np.int32]] = list(found)
+    is_blank = np.zeros(len(tokens) + 1, dtype=bool)
+    if Fate.quarantined in fates:
+        is_blank[:-1] = np.equal(fates, Fate.quarantined)
+        for place in np.flatnonzero(is_blank).tolist():
             tokens[place] = np.full(len(tokens[place]), shape.fill_id, dtype=np.int32)
-            is_blank[place] = True
-    counting = np.arange(shape.length, dtype=np.int32)
-    num_together = max(_TOKENS_TOGETHER // shape.length, 1)
-    cuts = [0, *ends.tolist()]
-    for begin in range(first, len(ends), num_together):
-        end = min(begin + num_together, len(ends))
-        own = Pieces(*(column[cuts[begin] + begin : cuts[end] + end] for column in filled_up))
-        block = _block(own, tokens, is_blank, counting)
-        stop = 0
-        for number, length in zip(range(begin, end), lengths[begin:end].tolist(), strict=True):
-            start, stop = stop, stop + length
-            yield Made(block[:, start:stop], int(used[number]), records[cuts[number] : cuts[number + 1]])
-
-
-def _block(
-    pieces: Pieces, tokens: list[NDArray[np.int32]], is_blank: NDArray[np.bool_], counting: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """Rows of some sequences end to end; shape [3, tokens].
-
-    Args:
-        pieces: in order.
-        tokens: of all documents of the window.
-        is_blank: which of them are no targets.
-        counting: 0, 1, ... up to the length of a sequence.
-    """
-    stops = np.cumsum(pieces.num_tokens)
-    block = np.empty((3, int(stops[-1])), dtype=np.int32)
-    num_tokens = pieces.num_tokens.tolist()
-    parts = []
-    for document, first, num in zip(pieces.document.tolist(), pieces.first_token.tolist(), num_tokens, strict=True):
-        whole = tokens[document]
-        parts.append(whole if len(whole) == num else whole[first : first + num])
-    ids = np.concatenate(parts, out=block[INPUT_IDS], casting="unsafe")
-    np.concatenate([counting[:num] for num in num_tokens], out=block[POSITION_IDS])
-    if ids.min() < 0:
-        block[INPUT_IDS], block[LABELS] = ids_and_labels(ids)
-    else:
-        block[LABELS] = ids
-    starts = stops - pieces.num_tokens
-    # One of no tokens begins where the next one does, or behind the last.
-    block[LABELS, starts[pieces.num_tokens > 0]] = IGNORED
-    blank = np.flatnonzero(is_blank[pieces.document])
-    for start, stop in zip(starts[blank].tolist(), stops[blank].tolist(), strict=True):
-        block[LABELS, start:stop] = IGNORED
-    return block
-
-
-def _records(documents: list[Placed], pieces: Pieces) -> Records:
     records = np.zeros(len(pieces.document), dtype=RECORD)
-    own = [placed.document for placed in documents]
-    num_documents = len(own)
-    numbers = np.fromiter((document.number for document in own), np.int64, num_documents)
-    fates = np.fromiter((document.fate for document in own), np.int64, num_documents)
-    whole = np.fromiter((len(document.tokens) + document.cut_tokens for document in own), np.int64, num_documents)
-    records["document"] = numbers[pieces.document]
-    records["fate"] = fates[pieces.document]
-    records["of_tokens"] = whole[pieces.document]
     records["first_token"], records["num_tokens"] = pieces.first_token, pieces.num_tokens
     records["epoch"] = documents[0].epoch
-    return records
+    of_tokens = [len(one) + num_cut for one, num_cut in zip(tokens, cut_tokens, strict=True)]
+    for name, values in (("document", numbers), ("fate", fates), ("of_tokens", of_tokens)):
+        records[name] = np.array(values)[pieces.document]
+    # What fills a sequence up is one piece more at its end, of one document more behind the others.
+    room = lengths - np.diff(np.cumsum(pieces.num_tokens)[ends - 1], prepend=0)
+    has_room = room > 0
+    columns = ((pieces.document, len(tokens)), (pieces.first_token, 0), (pieces.num_tokens, room[has_room]))
+    filled_up = Pieces(*(np.insert(column, ends[has_room], value) for column, value in columns))
+    tokens.append(np.full(shape.length, shape.fill_id, dtype=np.int32))
+    is_blank[-1] = True
+    make_block = _block_maker(filled_up, tokens, is_blank, shape.length)
+    num_together = max(_TOKENS_TOGETHER // shape.length, 1)
+    cuts, filled_cuts = [0, *ends.tolist()], [0, *(ends + np.cumsum(has_room)).tolist()]
+    widths, num_tokens = lengths.tolist(), (lengths - room).tolist()
+    for begin in range(first, len(widths), num_together):
+        end = min(begin + num_together, len(widths))
+        block = make_block(filled_cuts[begin], filled_cuts[end])
+        stop = 0
+        for number in range(begin, end):
+            start, stop = stop, stop + widths[number]
+            yield block[:, start:stop], num_tokens[number], records[cuts[number] : cuts[number + 1]]
+
+
+def _block_maker(
+    pieces: Pieces, tokens: list[NDArray[np.int32]], is_blank: NDArray[np.bool_], length: int
+) -> Callable[[int, int], NDArray[np.int32]]:
+    """Give what makes the rows of pieces A to B end to end; shape [3, tokens].
+
+    Args:
+        pieces: of a window, in order; none of them empty.
+        tokens: of all its documents.
+        is_blank: which of them are no targets.
+        length: of sequences.
+    """
+    # All that can be done once for the whole window is: a block has only a few dozen pieces.
+    owners, firsts, lengths = (column.tolist() for column in pieces)
+    parts = [
+        whole if len(whole := tokens[document]) == num_tokens else whole[first : first + num_tokens]
+        for document, first, num_tokens in zip(owners, firsts, lengths, strict=True)
+    ]
+    counting = np.arange(length, dtype=np.int32)
+    positions = [counting[:num_tokens] for num_tokens in lengths]
+    starts = np.cumsum(pieces.num_tokens) - pieces.num_tokens
+    blank = np.flatnonzero(is_blank[pieces.document])
+
+    def make(begin: int, end: int) -> NDArray[np.int32]:
+        base = starts[begin]
+        block = np.empty((3, int(starts[end - 1] - base) + lengths[end - 1]), dtype=np.int32)
+        ids, _, labels = block
+        np.concatenate(parts[begin:end], out=ids, casting="unsafe")
+        np.concatenate(positions[begin:end], out=block[POSITION_IDS])
+        if ids.min() < 0:
+            ids[:], labels[:] = ids_and_labels(ids)
+        else:
+            labels[:] = ids
+        own = starts[begin:end] - base
+        labels[own] = IGNORED
+        for piece in blank[slice(*np.searchsorted(blank, [begin, end]).tolist())].tolist():
+            start = int(own[piece - begin])
+            labels[start : start + lengths[piece]] = IGNORED
+        return block
+
+    return make
