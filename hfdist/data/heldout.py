@@ -17,6 +17,7 @@ from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.files import digest_of, write_once
 from hfdist.data.packing.concat import concat
+from hfdist.data.packing.fit import RULE
 from hfdist.data.packing.sequence import LABELS, NAMES, Placed, Shape
 from hfdist.data.packing.windows import best_fit
 from hfdist.errors import DataError
@@ -57,6 +58,8 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     if config.eval_fraction == 0:
         return None
     settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
+    if corpus.has_examples:
+        settings.append(RULE)
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, TooLong
+from hfdist.config.data import DataConfig, Packing, TooLong
 from hfdist.data.collate import collate
 from hfdist.data.corpus import Corpus
 from hfdist.data.cursor import Cursor, LaneState, Progress
@@ -24,6 +24,7 @@ from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
 from hfdist.data.mixture import make_mixture
 from hfdist.data.order import LaneOrder, lanes_of_rank
+from hfdist.data.packing.fit import RULE
 from hfdist.data.packing.sequence import Sequence, Shape
 from hfdist.data.records import chain
 from hfdist.errors import CheckpointError, ConfigError
@@ -98,11 +99,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return
         if cursor.identity != self.identity:
             raise CheckpointError(
-                "the data, the tokenizer or data.* have changed since this checkpoint",
+                "the data, the tokenizer, data.* or the rules of packing have changed since this checkpoint",
                 where="cursor.identity",
                 found=self.identity,
                 allowed=cursor.identity,
-                hint="the same data.*, or checkpoint.allow_changes=true to begin the new data",
+                hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
             )
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
@@ -253,6 +254,8 @@ def _identity(
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
+    if config.packing is Packing.best_fit:
+        settings.append(RULE)
     tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
     mixture = [
         # Not the epochs: with another number of them, each document stays where it is.

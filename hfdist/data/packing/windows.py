@@ -1,18 +1,22 @@
 """Packing that looks at several documents before it makes sequences of them: whole documents, or one each.
 
-A window begins at a document and ends by rules that depend on that document only, so that a cursor of two numbers,
-where the window begins and which of its sequences is next, finds the place again.
+A window begins at a document and ends by rules that depend on it and those behind it only, so that a cursor of two
+numbers, where the window begins and which of its sequences is next, finds the place again.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from hfdist.data.cursor import Place
 from hfdist.data.order import permutation
-from hfdist.data.packing.sequence import Placed, Sequence, Shape, assemble
+from hfdist.data.packing.fit import Pieces, fit
+from hfdist.data.packing.sequence import Placed, Sequence, Shape, assemble, passed_over, problems_of
+from hfdist.data.packing.whole import Arrangement, make_sequences
+from hfdist.data.records import make_records
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -21,33 +25,20 @@ _MOST_SEQUENCES = 512
 # Documents that `none` sorts by length.
 _SORTED_DOCUMENTS = 64
 _ROUNDED_TOKENS = 8
-_START = Place()
-
-Pieces = list[tuple[Placed, int, int]]
-"""Documents of one sequence, each with its first token and number of tokens."""
 
 
-@dataclass
-class _Window:
+class _Window(NamedTuple):
     """Neighbouring documents of one lane and epoch."""
 
-    documents: list[Placed] = field(default_factory=list)
-    """Those that give tokens."""
-    passed: list[Placed] = field(default_factory=list)
-    num_tokens: int = 0
-    first_position: int = 0
-    next_place: Place = _START
+    documents: list[Placed]
+    sizes: list[int]
+    """Their tokens."""
+    arrangement: Arrangement
 
-    def add(self, placed: Placed) -> None:
-        if not self.num_documents:
-            self.first_position = placed.position
-        (self.documents if len(placed.document.tokens) else self.passed).append(placed)
-        self.num_tokens += len(placed.document.tokens)
-        self.next_place = Place(placed.epoch, placed.position + 1)
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents) + len(self.passed)
+_Arrange = Callable[[list[int], Placed, bool], tuple[int, Arrangement] | None]
+"""From the sizes of the next documents, the first of them, and whether they are all: the number of those that are a
+window, and how; None: more are needed to tell."""
 
 
 def best_fit(
@@ -56,22 +47,30 @@ def best_fit(
     """Pack whole documents, each where it leaves least room; only one longer than a sequence is cut.
 
     Args:
-        portions: documents in order, from the beginning of a window on.
+        portions: documents in order, from the beginning of a window on; each of one epoch.
         first: sequence of that window to begin with.
         shape: of sequences.
         key: of the order of a window's sequences.
     """
+    length = shape.length
 
-    def is_full(window: _Window) -> bool:
-        most = min(max(window.first_position, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
-        return window.num_documents >= most or window.num_tokens >= _MOST_SEQUENCES * shape.length
+    def arrange(sizes: list[int], begin: Placed, is_all: bool) -> tuple[int, Arrangement] | None:
+        most = min(max(begin.position, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
+        is_full = len(sizes) >= most or sum(sizes) >= _MOST_SEQUENCES * length
+        if not is_full and not is_all:
+            return None
+        tokens = np.array(sizes[:most], dtype=np.int64)
+        last = int(np.searchsorted(np.cumsum(tokens), _MOST_SEQUENCES * length))
+        num_documents, pieces, sequence, num_sequences = fit(tokens[: last + 1], length, may_end_before=is_full)
+        rank = np.empty(num_sequences, dtype=np.int64)
+        rank[permutation(num_sequences, *key, begin.epoch, begin.position, "bins")] = np.arange(num_sequences)
+        # Inside a sequence documents stay in order.
+        order = np.argsort(rank[sequence], kind="stable")
+        ends = np.cumsum(np.bincount(rank[sequence], minlength=num_sequences))
+        ordered = Pieces(*(column[order] for column in pieces))
+        return num_documents, Arrangement(ordered, ends, np.full(num_sequences, length))
 
-    def arrange(window: _Window, epoch: int) -> list[Pieces]:
-        bins = fill_bins(window.documents, shape.length)
-        order = permutation(len(bins), *key, epoch, window.first_position, "bins")
-        return [sorted(bins[place], key=lambda piece: (piece[0].position, piece[1])) for place in order.tolist()]
-
-    return _give(_windows(portions, is_full), arrange, first, shape)
+    return _give(_windows(portions, arrange), first, shape)
 
 
 def one_each(
@@ -80,111 +79,89 @@ def one_each(
     """Give each document by itself, cut off at the length, in an order in which all lanes have like lengths at a time.
 
     Args:
-        portions: documents in order, from the beginning of a window on.
+        portions: documents in order, from the beginning of a window on; each of one epoch.
         first: sequence of that window to begin with.
         shape: of sequences.
         key: of the order of lengths; the same in all lanes.
     """
 
-    def is_full(window: _Window) -> bool:
-        return len(window.documents) >= _SORTED_DOCUMENTS
-
-    def arrange(window: _Window, epoch: int) -> list[Pieces]:
-        by_length = sorted(window.documents, key=lambda placed: (len(placed.document.tokens), placed.position))
+    def arrange(sizes: list[int], begin: Placed, is_all: bool) -> tuple[int, Arrangement] | None:
+        with_tokens = np.flatnonzero(sizes)[:_SORTED_DOCUMENTS]
+        is_full = len(with_tokens) == _SORTED_DOCUMENTS
+        if not is_full and not is_all:
+            return None
+        tokens = np.array(sizes, dtype=np.int64)[with_tokens]
+        by_length = np.argsort(tokens, kind="stable")
         # All lanes take the same quantile at the same time.
-        order = permutation(_SORTED_DOCUMENTS, *key, epoch, "lengths").tolist()
-        slots = {place * _SORTED_DOCUMENTS // len(by_length): placed for place, placed in enumerate(by_length)}
-        return [[(slots[n], 0, min(len(slots[n].document.tokens), shape.length))] for n in order if n in slots]
+        slots = np.full(_SORTED_DOCUMENTS, -1)
+        slots[np.arange(len(tokens)) * _SORTED_DOCUMENTS // max(len(tokens), 1)] = by_length
+        order = slots[permutation(_SORTED_DOCUMENTS, *key, begin.epoch, "lengths")]
+        order = order[order >= 0]
+        used = np.minimum(tokens[order], shape.length)
+        pieces = Pieces(with_tokens[order], np.zeros_like(used), used)
+        lengths = np.minimum(-(-used // _ROUNDED_TOKENS) * _ROUNDED_TOKENS, shape.length)
+        num_documents = int(with_tokens[-1]) + 1 if is_full else len(sizes)
+        return num_documents, Arrangement(pieces, np.arange(len(used)) + 1, lengths)
 
-    return _give(_windows(portions, is_full), arrange, first, shape, fits_length=True)
-
-
-def fill_bins(documents: list[Placed], length: int) -> list[Pieces]:
-    """Best fit decreasing: the longest piece first, each into the fullest sequence that still has room for it."""
-    pieces = [
-        (placed, first, min(length, len(placed.document.tokens) - first))
-        for placed in documents
-        for first in range(0, len(placed.document.tokens), length)
-    ]
-    pieces.sort(key=lambda piece: -piece[2])
-    bins: list[Pieces] = []
-    room: list[int] = []
-    """Sizes of the room that sequences have left, rising; each once."""
-    with_room: dict[int, list[int]] = {}
-    for piece in pieces:
-        at = bisect.bisect_left(room, piece[2])
-        if at == len(room):
-            bins.append([piece])
-            _offer(len(bins) - 1, length - piece[2], room, with_room)
-            continue
-        left = room[at]
-        number = with_room[left].pop()
-        if not with_room[left]:
-            del room[at]
-        bins[number].append(piece)
-        _offer(number, left - piece[2], room, with_room)
-    return bins
+    return _give(_windows(portions, arrange), first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
 
 
-def _offer(number: int, left: int, room: list[int], with_room: dict[int, list[int]]) -> None:
-    if left == 0:
-        return
-    if not with_room.get(left):
-        bisect.insort(room, left)
-    with_room.setdefault(left, []).append(number)
-
-
-def _windows(portions: Iterator[list[Placed]], is_full: Callable[[_Window], bool]) -> Iterator[_Window]:
+def _windows(portions: Iterator[list[Placed]], arrange: _Arrange) -> Iterator[_Window]:
     """Cut a run of documents; a window ends with its epoch."""
-    window = _Window()
+    waiting: list[Placed] = []
+    sizes: list[int] = []
+
+    def take(*, is_all: bool) -> Iterator[_Window]:
+        while waiting and (found := arrange(sizes, waiting[0], is_all)) is not None:
+            num_documents, arrangement = found
+            yield _Window(waiting[:num_documents], sizes[:num_documents], arrangement)
+            del waiting[:num_documents], sizes[:num_documents]
+
     for portion in portions:
-        for placed in portion:
-            if window.num_documents and window.next_place.epoch != placed.epoch:
-                yield window
-                window = _Window()
-            window.add(placed)
-            if is_full(window):
-                yield window
-                window = _Window()
-    if window.num_documents:
-        yield window
+        if waiting and portion and waiting[0].epoch != portion[0].epoch:
+            yield from take(is_all=True)
+        waiting += portion
+        sizes += [len(placed.document.tokens) for placed in portion]
+        yield from take(is_all=False)
+    yield from take(is_all=True)
 
 
 def _give(
-    windows: Iterator[_Window],
-    arrange: Callable[[_Window, int], list[Pieces]],
-    first: int,
-    shape: Shape,
-    *,
-    fits_length: bool = False,
+    windows: Iterator[_Window], first: int, shape: Shape, *, last_length: int | None = None
 ) -> Iterator[Sequence]:
-    """Give the sequences of windows; what a window passes over goes with its first one, or with the next window's."""
+    """Give the sequences of windows; what a window passes over goes with its first one, or with the next window's.
+
+    Args:
+        windows: in order.
+        first: sequence of the first window to begin with.
+        shape: of sequences.
+        last_length: of a sequence without tokens, for what is passed over at the very end; None: `shape.length`.
+    """
     passed: list[Placed] = []
-    for window in windows:
-        epoch = window.next_place.epoch
-        sequences = arrange(window, epoch)
+    for documents, sizes, arrangement in windows:
+        epoch, position, _ = documents[0]
+        num_sequences = len(arrangement.ends)
         if first == 0:
-            passed += window.passed
-        elif first >= len(sequences):
+            passed += [placed for placed, size in zip(documents, sizes, strict=True) if not size]
+        elif first >= num_sequences:
             raise CheckpointError(
                 "the data cursor stands behind the end of a window: the data have changed, or it is damaged",
                 where="cursor.places",
-                found=f"sequence {first} of {len(sequences)}",
+                found=f"sequence {first} of {num_sequences}",
                 hint="the data of the checkpoint, or a new run.name",
             )
-        for number in range(first, len(sequences)):
-            is_last = number == len(sequences) - 1
-            place = window.next_place if is_last else Place(epoch, window.first_position, number + 1)
-            pieces = sequences[number]
-            length = _rounded(sum(n for _, _, n in pieces), shape) if fits_length else None
-            yield assemble(pieces, passed if number == 0 else [], shape, place, length=length)
-            if number == 0:
-                passed = []
+        if not num_sequences:
+            continue
+        for number, (rows, num_tokens, records) in enumerate(
+            make_sequences(documents, arrangement, shape, first), first
+        ):
+            is_last = number == num_sequences - 1
+            place = Place(epoch, documents[-1].position + 1) if is_last else Place(epoch, position, number + 1)
+            problems: tuple[str, ...] = ()
+            if number == 0 and passed:
+                before = make_records([passed_over(placed) for placed in passed])
+                records, problems, passed = np.concatenate([before, records]), problems_of(passed), []
+            yield Sequence(rows, place, num_tokens, records, problems)
         first = 0
     if passed:
-        length = _rounded(1, shape) if fits_length else None
-        yield assemble([], passed, shape, Place(passed[-1].epoch, passed[-1].position + 1), length=length)
-
-
-def _rounded(num_tokens: int, shape: Shape) -> int:
-    return min(-(-num_tokens // _ROUNDED_TOKENS) * _ROUNDED_TOKENS, shape.length)
+        yield assemble([], passed, shape, Place(passed[-1].epoch, passed[-1].position + 1), length=last_length)

@@ -17,7 +17,7 @@ from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.records import Fate
 from hfdist.data.tokenize import text_digest
-from hfdist.errors import ConfigError, DataError
+from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.preview import preview, survey
 from tests.unit.data.chat_styles import chat_tokenizer
@@ -221,6 +221,16 @@ def test_tokens_come_back_from_the_cache_as_they_were(tmp_path, monkeypatch):
 def test_settings_that_change_the_targets_change_the_identity(other, tmp_path):
     before, after = (stream_of(config_of(tmp_path, **more)).state_dict()["identity"] for more in ({}, other))
     assert before != after
+
+
+def test_a_cursor_of_another_rule_of_packing_is_refused(tmp_path, monkeypatch):
+    whole, ends = config_of(tmp_path), config_of(tmp_path, packing=Packing.concat)
+    states = [stream_of(config).state_dict() for config in (whole, ends)]
+    monkeypatch.setattr("hfdist.data.stream.RULE", 1)
+    with pytest.raises(CheckpointError, match="rules of packing have changed"):
+        stream_of(whole).load_state_dict(states[0])
+    # Nothing of it is in sequences that are cut end to end.
+    stream_of(ends).load_state_dict(states[1])
 
 
 def test_a_template_that_changes_is_not_read_from_the_cache(tmp_path):

@@ -1,0 +1,308 @@
+"""Packing whole documents with hfdist, TRL and group_texts: what is filled, what is cut, and documents a CPU-second.
+
+python -m benchmarks.packing --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from benchmarks.report import describe_machine, markdown
+from benchmarks.rounds import interleave, medians
+from benchmarks.table import Measure, add_options, publish
+from hfdist.config.data import Packing
+from hfdist.data.collate import collate
+from hfdist.data.documents import Document
+from hfdist.data.packing.sequence import INPUT_IDS, Placed, Shape
+from hfdist.data.packing.windows import best_fit
+from hfdist.data.records import Fate
+
+LENGTHS = (2048, 8192)
+LANES = 48
+OURS, OURS_FROM_ARRAYS = "hfdist best_fit", "hfdist best_fit, from arrays"
+OURS_IN_LANES, OURS_COLLATED = f"hfdist best_fit, {LANES} lanes", "hfdist best_fit, collated"
+COPIES = "bare copies"
+TRL, TRL_AT_ONCE, TRL_SPLIT = "TRL bfd", "TRL bfd, all at once", "TRL bfd_split, all at once"
+TRL_WRAPPED, TRL_COLLATED = "TRL wrapped", "TRL bfd, collated"
+GROUP_TEXTS = "group_texts"
+GOAL_SHARE, GOAL_SPEED = 0.997, 3.0
+_FILL_ID = 2**31 - 1
+# What a lane of hfdist gets at a time: as many as are tokenized together.
+_PORTION = 32
+
+Packed = list[NDArray[Any]]
+"""Tokens of each sequence, without filling or with `_FILL_ID`."""
+
+
+class Work(NamedTuple):
+    """Documents whose tokens are all the document's own number, so that sequences tell where each one went."""
+
+    name: str
+    documents: list[Placed]
+    dataset: datasets.Dataset
+    """The same, as a table in memory with a column `input_ids`."""
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Tokens of each; shape [documents]."""
+        return np.array([len(placed.document.tokens) for placed in self.documents])
+
+
+class Kept(NamedTuple):
+    """What became of the documents."""
+
+    share: float
+    """Of the places of all sequences at their full length, those that hold a token of a document."""
+    cut: int
+    """Documents that fit into a sequence, and are in two or in part."""
+    lost: float
+    """Share of the tokens that are in no sequence."""
+
+
+def main() -> None:
+    """Count and time all."""
+    options = _options()
+    num_documents, num_rounds = (2000, 1) if options.quick else (options.documents, options.rounds)
+    datasets.disable_progress_bars()
+    works = [_web(num_documents)] if options.quick else [_web(num_documents), _files()]
+    rows, measures = [], []
+    for work in works:
+        for length in LENGTHS:
+            kept, rates = _measure(work, length, num_rounds)
+            rows += [_row(work, length, name, kept.get(name), rates) for name in rates]
+            if work is works[0]:
+                measures += _measures(length, kept, rates)
+    publish(options, "packing", _section(works, rows, num_rounds), measures)
+
+
+def _measure(work: Work, length: int, num_rounds: int) -> tuple[dict[str, Kept], dict[str, float]]:
+    """What became of the documents, and documents a CPU-second, by contender."""
+    quick, slow = _contenders(work, length)
+    kept = {name: _keep(work, length, pack()) for name, pack in (quick | slow).items()}
+    timers = {name: _timer(pack) for name, pack in (quick | slow | {COPIES: lambda: _copy(work)}).items()}
+    seconds = interleave({name: timer for name, timer in timers.items() if name not in slow}, num_rounds)
+    seconds |= interleave({name: timers[name] for name in slow}, 1 + num_rounds // 4, num_warm_up=0)
+    return kept, {name: len(work.documents) / spent for name, spent in medians(seconds).items()}
+
+
+def _timer(pack: Callable[[], Any]) -> Callable[[], float]:
+    def run() -> float:
+        begin = time.process_time()
+        pack()
+        return time.process_time() - begin
+
+    return run
+
+
+def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]], dict[str, Callable[[], Packed]]]:
+    """Those that are timed in all rounds, and those that take a hundred times as long."""
+    lanes = [work.documents[lane::LANES] for lane in range(LANES)]
+    quick = {
+        OURS: lambda: [rows[INPUT_IDS] for rows in _ours(work.documents, length)],
+        OURS_FROM_ARRAYS: lambda: [rows[INPUT_IDS] for rows in _ours(_placed(_arrays(work)), length)],
+        OURS_IN_LANES: lambda: [rows[INPUT_IDS] for own in lanes for rows in _ours(own, length)],
+        OURS_COLLATED: lambda: [
+            collate([rows], Packing.best_fit, Shape(length, _FILL_ID))["input_ids"][0].numpy()
+            for rows in _ours(work.documents, length)
+        ],
+    }
+    slow = {GROUP_TEXTS: lambda: _columns(work.dataset.map(_group(length), batched=True))}
+    try:
+        from trl.data_utils import pack_dataset
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    except ImportError:
+        return quick, slow
+
+    def pack(strategy: str, **options: Any) -> datasets.Dataset:
+        packed: datasets.Dataset = pack_dataset(
+            work.dataset, length, strategy, {"load_from_cache_file": False} | options
+        )
+        return packed
+
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    quick |= {
+        TRL: lambda: _columns(pack("bfd")),
+        TRL_AT_ONCE: lambda: _columns(pack("bfd", batch_size=None)),
+        TRL_SPLIT: lambda: _columns(pack("bfd_split", batch_size=None)),
+        TRL_WRAPPED: lambda: _columns(pack("wrapped")),
+    }
+    slow[TRL_COLLATED] = lambda: [collator([row])["input_ids"][0].numpy() for row in pack("bfd")]
+    return quick, slow
+
+
+def _ours(documents: Sequence[Placed], length: int) -> Iterator[NDArray[np.int32]]:
+    """Rows with tokens, positions and labels."""
+    portions = (list(documents[start : start + _PORTION]) for start in range(0, len(documents), _PORTION))
+    return (sequence.rows for sequence in best_fit(portions, 0, Shape(length, _FILL_ID), ("benchmark",)))
+
+
+def _placed(arrays: Sequence[NDArray[np.int32]]) -> list[Placed]:
+    return [Placed(0, number, Document(number, tokens, Fate.trained)) for number, tokens in enumerate(arrays)]
+
+
+def _arrays(work: Work) -> list[NDArray[np.int32]]:
+    return [placed.document.tokens for placed in work.documents]
+
+
+def _copy(work: Work) -> None:
+    """All tokens, positions and labels, written once, with no thought of what goes where."""
+    counting = np.arange(int(work.sizes.max()), dtype=np.int32)
+    arrays = _arrays(work)
+    for start in range(0, len(arrays), _PORTION):
+        own = arrays[start : start + _PORTION]
+        block = np.empty((3, sum(map(len, own))), dtype=np.int32)
+        np.concatenate(own, out=block[0])
+        np.concatenate([counting[: len(tokens)] for tokens in own], out=block[1])
+        block[2] = block[0]
+
+
+def _columns(packed: datasets.Dataset) -> Packed:
+    """Views into the table."""
+    arrays = [chunk for chunk in packed.data["input_ids"].chunks if len(chunk)]
+    return [
+        part
+        for array in arrays
+        for part in np.split(array.flatten().to_numpy(), np.cumsum(array.value_lengths().to_numpy())[:-1])
+    ]
+
+
+def _group(length: int) -> Callable[[dict[str, list[list[int]]]], dict[str, list[list[int]]]]:
+    """`group_texts` of transformers' run_clm.py; what is left over of 1,000 documents is dropped."""
+
+    def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        concatenated = [token for document in examples["input_ids"] for token in document]
+        total = len(concatenated) // length * length
+        chunks = [concatenated[start : start + length] for start in range(0, total, length)]
+        return {"input_ids": chunks, "labels": chunks.copy()}
+
+    return group_texts
+
+
+def _keep(work: Work, length: int, packed: Packed) -> Kept:
+    sizes = work.sizes
+    found = np.zeros(len(sizes), dtype=np.int64)
+    num_sequences = np.zeros(len(sizes), dtype=np.int64)
+    for tokens in packed:
+        documents, counts = np.unique(tokens[tokens != _FILL_ID], return_counts=True)
+        found[documents] += counts
+        num_sequences[documents] += 1
+    if (found > sizes).any():
+        raise RuntimeError("a token is in two sequences")
+    is_cut = (sizes <= length) & ((num_sequences > 1) | (found < sizes))
+    return Kept(
+        share=float(found.sum() / (length * len(packed))),
+        cut=int(is_cut.sum()),
+        lost=float(1 - found.sum() / sizes.sum()),
+    )
+
+
+def _work(name: str, sizes: NDArray[np.int64]) -> Work:
+    tokens = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    ends = np.cumsum(sizes)
+    column = pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), pa.array(tokens))
+    return Work(name, _placed(np.split(tokens, ends[:-1])), datasets.Dataset(pa.table({"input_ids": column})))
+
+
+def _web(num_documents: int) -> Work:
+    """Lengths as of web pages: half of them below 424 tokens, a mean of 700, the longest of tens of thousands."""
+    lengths = np.random.default_rng(0).lognormal(6.05, 1.0, num_documents)
+    return _work("web-like", np.rint(lengths).astype(np.int64).clip(8, 100_000))
+
+
+def _files() -> Work:
+    """Lengths of the standard library's files, in words and signs."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    sizes = np.array([sum(1 for _ in re.finditer(r"\w+|[^\w\s]", text)) for text in texts])
+    return _work("library files", np.random.default_rng(0).permutation(sizes[sizes > 0]))
+
+
+def _row(work: Work, length: int, name: str, kept: Kept | None, rates: dict[str, float]) -> list[str]:
+    counted = ["-"] * 3 if kept is None else [f"{kept.share:.2%}", f"{kept.cut:,}", f"{kept.lost:.1%}"]
+    return [work.name, f"{length:,}", name, *counted, f"{rates[name]:,.0f}", f"{rates[OURS] / rates[name]:.2f}x"]
+
+
+def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> list[Measure]:
+    missing: dict[str, float | str] = {} if TRL in kept else {TRL: "not installed"}
+    shown = [name for name in (TRL, TRL_AT_ONCE, TRL_WRAPPED, GROUP_TEXTS) if name in kept]
+    return [
+        Measure(
+            what=f"places that hold a token, web-like lengths, sequences of {length:,}",
+            unit="%",
+            ours=100 * kept[OURS].share,
+            peers=missing | {name: 100 * kept[name].share for name in shown},
+            goal=f">= {GOAL_SHARE:.1%}",
+            is_met=kept[OURS].share >= GOAL_SHARE,
+        ),
+        Measure(
+            what=f"documents cut without need, sequences of {length:,}",
+            unit="",
+            ours=kept[OURS].cut,
+            peers=missing | {name: f"{kept[name].cut:,}" for name in shown},
+            goal="none",
+            is_met=kept[OURS].cut == 0,
+        ),
+        Measure(
+            what=f"documents packed a CPU-second, sequences of {length:,}",
+            unit="",
+            ours=rates[OURS],
+            peers=missing | {name: rates[name] for name in [*shown, TRL_COLLATED] if name in rates},
+            limits={COPIES: rates[COPIES]},
+            goal=f">= {GOAL_SPEED:g}x TRL",
+            is_met=rates[OURS] >= GOAL_SPEED * rates[TRL] if TRL in rates else None,
+        ),
+    ]
+
+
+def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> str:
+    described = "; ".join(
+        f"{work.name}: {len(work.documents):,} documents, {work.sizes.sum() / 1e6:.1f} M tokens, median "
+        f"{np.median(work.sizes):,.0f}, longest {work.sizes.max():,}"
+        for work in works
+    )
+    versions = [*(["trl"] if any(TRL in row for row in rows) else []), "datasets", "pyarrow", "numpy"]
+    header = ["lengths", "sequence", "packed by", "filled", "cut without need", "lost", "documents/s", "hfdist is"]
+    return (
+        "## Packing documents\n\n"
+        f"{described}. Filled: places of all sequences at their full length that hold a token of a document. Cut "
+        "without need: documents that would fit into a sequence, and are in two or in part. Lost: tokens that are in "
+        "no sequence. All three are counted in what each gives. Documents per second of CPU time, without tokenizing, "
+        "from what each has in memory: hfdist's objects of documents (`from arrays`: they are made in that time, too), "
+        "or a table of Arrow. hfdist gives tokens, positions that restart and labels; TRL's `pack_dataset` gives "
+        "tokens and lengths, and its collator in `padding_free` mode, one sequence a batch, the rest (collated: both "
+        "to int64 tensors); group_texts gives tokens twice, and no positions. Bare copies: tokens, positions and "
+        "labels written once, in the order in which documents come. hfdist packs windows of at most 1,024 documents "
+        "while it reads, and can go on at each sequence; the others pack the data before the training, TRL's Trainer "
+        "and group_texts 1,000 documents "
+        f"at a time. `{LANES} lanes`: the same documents in as many windows side by side as `data.lanes` has by "
+        f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
+        f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"
+        f"{describe_machine(*versions)}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
+        f"`{' '.join(['python -m benchmarks.packing', *sys.argv[1:]])}`\n\n"
+        f"{markdown(header, rows)}"
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each, interleaved")
+    parser.add_argument("--documents", type=int, default=10_000, help="of the web-like lengths")
+    return add_options(parser).parse_args()
+
+
+if __name__ == "__main__":
+    main()
