@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import RESULTS, describe_machine, markdown, write_section
+from benchmarks.report import describe_machine, markdown
+from benchmarks.table import Measure, add_options, publish
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
 LARGEST_DIFFERENCE = 1e-4
@@ -42,16 +43,13 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder) / "model", options)
-        measured: dict[str, list[Run]] = {name: [] for name in (TRL, OURS, MIXED)}
+        measured: dict[str, list[Run]] = {name: [] for name in ((TRL, OURS) if options.quick else (TRL, OURS, MIXED))}
         for turn in range(options.rounds):
             names = list(measured)
             # Each follows each: what is first in a round meets another machine than what is last.
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 measured[name].append(_in_process(name, folder))
-    section = _section(options, measured)
-    sys.stdout.write(section + "\n")
-    if options.write:
-        write_section(RESULTS, "finetune", section)
+    publish(options, "finetune", _section(options, measured), _measures(measured))
 
 
 def _in_process(name: str, folder: str) -> Run:
@@ -193,6 +191,25 @@ def _make_mixed(options: argparse.Namespace, model: Any, tokenizer: Any, example
     return mixed(model, args=arguments, strategy=strategy, train_dataset=examples, processing_class=tokenizer)
 
 
+def _measures(measured: dict[str, list[Run]]) -> list[Measure]:
+    """Speed by CPU time, and memory, beside TRL's."""
+    figures: dict[str, tuple[str, Callable[[Run], float]]] = {
+        "tokens per CPU second": ("tok/s", lambda run: run.tokens_per_cpu_second),
+        "peak resident memory": ("MiB", lambda run: run.peak_mib),
+    }
+    medians = {
+        (name, what): statistics.median(map(figure, runs))
+        for name, runs in measured.items()
+        for what, (_, figure) in figures.items()
+    }
+    return [
+        Measure(what=f"{what}, {name}", unit=unit, ours=medians[name, what], peers={TRL: medians[TRL, what]})
+        for name in measured
+        if name != TRL
+        for what, (unit, _) in figures.items()
+    ]
+
+
 def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str:
     medians = {
         name: [statistics.median(getattr(run, field) for run in runs) for field in Run._fields[1:]]
@@ -237,10 +254,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of the longest example")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
     parser.add_argument("--blocks", type=int, help="keep so many blocks of the model, to try this script")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = add_options(parser).parse_args()
+    if options.quick:
+        options.steps, options.rounds, options.blocks, options.length = 2, 1, 1, 64
+    return options
 
 
 if __name__ == "__main__":

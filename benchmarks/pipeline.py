@@ -20,8 +20,11 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Contender, Work
 from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
-from benchmarks.report import RESULTS, describe_machine, markdown, write_section
+from benchmarks.report import describe_machine, markdown
+from benchmarks.table import Measure, add_options, publish
 from hfdist.testing.launch import run_ranks
+
+_MOST_OF_BOUND, _MOST_OF_DEEPSPEED = 1.05, 0.8
 
 
 class Run(NamedTuple):
@@ -48,12 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     timings: dict[int, list[Timing]] = {}
     for num_ranks in options.ranks:
         work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
-        timings[num_ranks] = measure(work, options.repeats)
+        timings[num_ranks] = measure(work, options.rounds)
     command = " ".join(["python -m benchmarks.pipeline", *(sys.argv[1:] if arguments is None else arguments)])
     section = "\n\n".join([_preamble(options, started, command), times_table(timings), breakdown_table(timings)])
-    print(section)
-    if options.write:
-        write_section(RESULTS, "pipeline", section)
+    publish(options, "pipeline", section, measures_of(timings))
 
 
 def measure(work: Work, num_repeats: int) -> list[Timing]:
@@ -90,6 +91,32 @@ def check_legs(contender: Contender, work: Work, logs: list[list[Leg]]) -> None:
             num_split += sum(own < weight for own, weight in zip(*ends, strict=True))
     if (num_split > 0) != contender.splits:
         raise RuntimeError(f"{contender.runtime} {contender.schedule} split {num_split} backwards")
+
+
+def measures_of(timings: dict[int, list[Timing]]) -> list[Measure]:
+    """For each number of ranks: hfdist's fastest schedule beside DeepSpeed, torch's fastest, and its own bound."""
+    measures = []
+    for num_ranks, at_size in timings.items():
+        fastest: dict[str, tuple[float, Contender]] = {}
+        for contender, timing in zip(CONTENDERS, at_size, strict=True):
+            best = fastest.get(contender.runtime)
+            if best is None or timing.step_seconds < best[0]:
+                fastest[contender.runtime] = timing.step_seconds, contender
+        seconds, ours = fastest["hfdist"]
+        bound_seconds = at_size[0].work.bound_seconds(ours.stages_per_rank)
+        deepspeed_seconds, torch_seconds = fastest["DeepSpeed"][0], fastest["torch"][0]
+        measures.append(
+            Measure(
+                what=f"step of {num_ranks} emulated ranks, {ours.schedule}",
+                unit="ms",
+                ours=1e3 * seconds,
+                peers={"DeepSpeed": 1e3 * deepspeed_seconds, "torch's fastest": 1e3 * torch_seconds},
+                limits={"bound": 1e3 * bound_seconds, "legs of one rank": 1e3 * fastest["none"][0]},
+                goal=f"<= {_MOST_OF_BOUND:g} x bound, <= {_MOST_OF_DEEPSPEED:g} x DeepSpeed",
+                is_met=seconds <= min(_MOST_OF_BOUND * bound_seconds, _MOST_OF_DEEPSPEED * deepspeed_seconds),
+            )
+        )
+    return measures
 
 
 def times_table(timings: dict[int, list[Timing]]) -> str:
@@ -163,7 +190,7 @@ def _preamble(options: argparse.Namespace, started: datetime.datetime, command: 
         f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
         f"{options.weight:g} ms for a weight gradient of one micro batch, divided over its stages; "
         f"m = {options.microbatches_per_rank}p micro batches. Time from the first rank's start after a barrier to the "
-        f"last rank's end, median of {options.repeats} interleaved repeats; v stages a rank. "
+        f"last rank's end, median of {options.rounds} interleaved rounds; v stages a rank. "
         "Bound: m(F+B+W) + (p-1)F/v. "
         "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
         f"{describe_machine('torch', 'deepspeed')}; {started:%Y-%m-%d}; `{command}`"
@@ -177,9 +204,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--forward", type=float, default=20.0, help="milliseconds of a forward, for a whole rank")
     parser.add_argument("--input", type=float, default=20.0, help="milliseconds of an input gradient")
     parser.add_argument("--weight", type=float, default=20.0, help="milliseconds of a weight gradient")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of every contender")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {RESULTS.name}")
-    return parser.parse_args(arguments)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender, interleaved")
+    options = add_options(parser).parse_args(arguments)
+    if options.quick:
+        options.ranks, options.rounds = [2], 1
+        options.forward = options.input = options.weight = 4.0
+    return options
 
 
 if __name__ == "__main__":

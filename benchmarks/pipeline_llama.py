@@ -18,7 +18,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from benchmarks.report import RESULTS, describe_machine, markdown, write_section
+from benchmarks.report import describe_machine, markdown
+from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing.launch import run_ranks
@@ -29,6 +30,8 @@ SEQUENCE_TOKENS = 256
 NUM_WARMUP_STEPS = 2
 SIZES: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8,
          "num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": False}  # fmt: skip
+QUICK_SIZES = SIZES | {"vocab_size": 512, "hidden_size": 40, "intermediate_size": 96}
+MOST_OF_ALONE = 1.08
 ALONE, BESIDE = "one process", "one process beside another"
 LAYOUTS: dict[str, dict[str, Any]] = {
     ALONE: {},
@@ -61,22 +64,21 @@ def main() -> None:
     """Measure, print the table, and write it down if asked to."""
     options = _options()
     costs: dict[str, list[Cost]] = {name: [] for name in LAYOUTS}
-    for _ in range(options.repeats):
+    sizes = QUICK_SIZES if options.quick else SIZES
+    for _ in range(options.rounds):
         for name in LAYOUTS:
-            costs[name].append(measure(name, options.steps))
-    section = "\n\n".join([_preamble(options), table(costs)])
-    print(section)
-    if options.write:
-        write_section(RESULTS, "pipeline_llama", section)
+            costs[name].append(measure(name, options.steps, sizes))
+    section = "\n\n".join([_preamble(options, sizes), table(costs)])
+    publish(options, "pipeline_llama", section, measures_of(costs))
 
 
-def measure(name: str, num_steps: int) -> Cost:
+def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
     """One run of a layout: its median step."""
     is_pipeline = "pipeline" in LAYOUTS[name]
     with tempfile.TemporaryDirectory() as folder:
         # Without a group the two know nothing of each other.
         num_processes = 1 if name == ALONE else NUM_RANKS
-        ranks = run_ranks(train, num_processes, folder, LAYOUTS[name], num_steps, group=is_pipeline)
+        ranks = run_ranks(train, num_processes, folder, LAYOUTS[name], num_steps, sizes, group=is_pipeline)
     if not is_pipeline:
         return _median([cost for of_process in ranks for cost in of_process])
     # All ranks end a step together.
@@ -87,7 +89,7 @@ def measure(name: str, num_steps: int) -> Cost:
     return _median(steps)
 
 
-def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
+def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, Any]) -> list[Cost]:
     """Train for some steps on one rank; what each took but the first ones."""
     strategy = hfdist.make_strategy(
         global_batch_size=NUM_MICROBATCHES, micro_batch_size=1, sequence_length=SEQUENCE_TOKENS, **layout
@@ -105,9 +107,9 @@ def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
     )
     clock = Clock()
     torch.manual_seed(0)
-    tokens = torch.randint(SIZES["vocab_size"], (NUM_MICROBATCHES * arguments.max_steps, SEQUENCE_TOKENS))
+    tokens = torch.randint(sizes["vocab_size"], (NUM_MICROBATCHES * arguments.max_steps, SEQUENCE_TOKENS))
     trainer = hfdist.Trainer(
-        LlamaForCausalLM(LlamaConfig(**SIZES)),
+        LlamaForCausalLM(LlamaConfig(**sizes)),
         arguments,
         strategy=strategy,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
@@ -119,6 +121,26 @@ def train(folder: str, layout: dict[str, Any], num_steps: int) -> list[Cost]:
         Cost(after.wall_seconds - before.wall_seconds, after.cpu_seconds - before.cpu_seconds)
         for before, after in pairwise(readings)
     ]
+
+
+def measures_of(costs: dict[str, list[Cost]]) -> list[Measure]:
+    """CPU time of each pipeline beside that of one process."""
+    alone, beside = (_median(costs[name]).cpu_seconds for name in (ALONE, BESIDE))
+    measures = []
+    for name, of_layout in costs.items():
+        if "pipeline" in LAYOUTS[name]:
+            cpu_seconds = _median(of_layout).cpu_seconds
+            measures.append(
+                Measure(
+                    what=f"CPU time of a step, {name}, all {NUM_RANKS} ranks together",
+                    unit="s",
+                    ours=cpu_seconds,
+                    limits={ALONE: alone, BESIDE: beside},
+                    goal=f"<= {MOST_OF_ALONE:g} x {ALONE}",
+                    is_met=cpu_seconds <= MOST_OF_ALONE * alone,
+                )
+            )
+    return measures
 
 
 def table(costs: dict[str, list[Cost]]) -> str:
@@ -161,17 +183,17 @@ def _median(costs: list[Cost]) -> Cost:
     return Cost(statistics.median(walls), statistics.median(cpus))
 
 
-def _preamble(options: argparse.Namespace) -> str:
-    num_parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**SIZES)).parameters())
+def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
+    num_parameters = sum(p.numel() for p in LlamaForCausalLM(LlamaConfig(**sizes)).parameters())
     return (
         "## A small Llama through a pipeline\n\n"
-        f"{num_parameters / 1e6:.1f} M parameters in {SIZES['num_hidden_layers']} blocks, float32, "
+        f"{num_parameters / 1e6:.1f} M parameters in {sizes['num_hidden_layers']} blocks, float32, "
         f"{NUM_MICROBATCHES} micro batches of one sequence of {SEQUENCE_TOKENS} tokens, through `hfdist.Trainer`, "
         f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step; "
         "two processes that share a machine slow each other down even if they have nothing to do with each other, so "
         "one is also measured beside another like it. "
         "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
-        f"busy. Medians of {options.repeats} interleaved runs, each the median of {options.steps} steps after "
+        f"busy. Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
         f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
         f"`{' '.join(['python -m benchmarks.pipeline_llama', *sys.argv[1:]])}`"
@@ -180,10 +202,12 @@ def _preamble(options: argparse.Namespace) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each layout, interleaved")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each layout, interleaved")
     parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of one run")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
-    return parser.parse_args()
+    options = add_options(parser).parse_args()
+    if options.quick:
+        options.rounds = options.steps = 1
+    return options
 
 
 if __name__ == "__main__":

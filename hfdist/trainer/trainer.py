@@ -96,6 +96,9 @@ class DistributedTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator; on a CPU accelerate drops fp16 without a word, so give it what a GPU gets."""
         super().create_accelerator_and_postprocess()
+        if self.engine is not None and self.accelerator.ddp_handler is not None:
+            # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
         is_fp16 = self.accelerator.mixed_precision == "fp16" and not self.is_deepspeed_enabled
         if self.engine is not None and is_fp16:
             self.accelerator.native_amp = True

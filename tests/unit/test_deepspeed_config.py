@@ -86,3 +86,10 @@ def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):
         check_extra_keys(extra)
     assert caught.value.where == where
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_on_a_cpu_gradients_are_reduced_to_the_rank_that_steps_them(monkeypatch, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    section = config(StrategyConfig(sharding=Sharding.zero2))["zero_optimization"]
+    assert section["use_multi_rank_bucket_allreduce"] is has_gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hfdist.config.data import DataConfig, SourceKind
@@ -18,6 +17,7 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.text import TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
+from hfdist.data.storage.at_once import map_at_once
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
@@ -25,8 +25,6 @@ from hfdist.data.storage.identity import identify_all
 from hfdist.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
-# Footers of files behind a network are waited for, not computed.
-_OPENED_AT_ONCE = 16
 
 
 def find_shards(
@@ -85,18 +83,17 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, prob
     identities = identify_all(files, rows.key)
     shards: list[Shard] = []
     first_by_identity: dict[str, DataFile] = {}
-    with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-        for file, opened in zip(files, pool.map(try_open, files, identities), strict=True):
-            if isinstance(opened, ContentError):
-                problems.leave_out(file.url, opened)
-                continue
-            first = first_by_identity.setdefault(opened.identity, file)
-            # Text files are documents, which may repeat, as rows may.
-            is_document = isinstance(opened, TextShard) and opened.runs == (1,)
-            if first is not file and not is_document and _digest(first) == _digest(file):
-                problems.leave_out(file.url, ContentError("the file is there twice", where=file.url, found=first.url))
-                continue
-            shards.append(opened)
+    for file, opened in zip(files, map_at_once(try_open, files, identities), strict=True):
+        if isinstance(opened, ContentError):
+            problems.leave_out(file.url, opened)
+            continue
+        first = first_by_identity.setdefault(opened.identity, file)
+        # Text files are documents, which may repeat, as rows may.
+        is_document = isinstance(opened, TextShard) and opened.runs == (1,)
+        if first is not file and not is_document and _digest(first) == _digest(file):
+            problems.leave_out(file.url, ContentError("the file is there twice", where=file.url, found=first.url))
+            continue
+        shards.append(opened)
     return shards
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 from hfdist.data.files import write_atomically
+from hfdist.data.storage.at_once import map_at_once
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.remotefile import READ_AHEAD_BYTES, RemoteFile
 from hfdist.errors import DataError
@@ -16,7 +16,6 @@ from hfdist.errors import DataError
 # One request each.
 _SAMPLE_BYTES = READ_AHEAD_BYTES
 _DIGEST_BYTES = 12
-_FILES_AT_ONCE = 16
 
 
 def identify(file: DataFile, column: str) -> str:
@@ -45,8 +44,7 @@ def identify(file: DataFile, column: str) -> str:
 
 def identify_all(files: Sequence[DataFile], column: str) -> list[str]:
     """Identify many files, several at once. Raises as `identify` does."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        return list(pool.map(lambda file: identify(file, column), files))
+    return list(map_at_once(lambda file: identify(file, column), files))
 
 
 def _digest(file: DataFile, column: str) -> str:

@@ -1,0 +1,1 @@
+"""How costs grow: with ranks, with layers, and with the size of the corpus."""

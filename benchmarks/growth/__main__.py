@@ -1,0 +1,79 @@
+"""How costs grow with ranks, with layers and with the size of the corpus, beside what the formulas say.
+
+python -m benchmarks.growth --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.growth import plots, runs
+from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
+from benchmarks.report import describe_machine
+from benchmarks.table import Measure, add_options, publish
+
+_PICTURES = Path(__file__).parent
+
+
+class Part(NamedTuple):
+    """One thing that grows."""
+
+    run: Callable[[argparse.Namespace], Any]
+    describe: Callable[[Any], tuple[str, list[Measure]]]
+    draw: Callable[[Any, Path], None]
+
+
+def _run_ranks(options: argparse.Namespace) -> runs.ByRanks:
+    if options.quick:
+        return runs.run_by_ranks(runs.QUICK_LAYOUTS, runs.QUICK_RANKS, 1)
+    return runs.run_by_ranks(runs.LAYOUTS, runs.RANKS, options.rounds)
+
+
+def _run_layers(options: argparse.Namespace) -> runs.ByLayers:
+    if options.quick:
+        return runs.run_by_layers(runs.QUICK_LAYER_LAYOUTS, runs.QUICK_LAYERS, 1)
+    return runs.run_by_layers(runs.LAYER_LAYOUTS, runs.LAYERS, options.rounds)
+
+
+def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
+    return runs.run_by_times(runs.QUICK_TIMES if options.quick else runs.TIMES)
+
+
+PARTS = {
+    "ranks": Part(_run_ranks, ranks_section, plots.draw_ranks),
+    "layers": Part(_run_layers, layers_section, plots.draw_layers),
+    "corpora": Part(_run_corpora, corpora_section, plots.draw_corpora),
+}
+
+
+def main() -> None:
+    """Measure all parts, or those that are named; each has a section and a picture of its own."""
+    options = _options()
+    command = " ".join(["python -m benchmarks.growth", *sys.argv[1:]])
+    measures: list[Measure] = []
+    for name in options.parts:
+        part, started = PARTS[name], datetime.datetime.now(datetime.UTC)
+        measured = part.run(options)
+        text, rows = part.describe(measured)
+        if options.write:
+            part.draw(measured, _PICTURES / f"{name}.png")
+        machine = f"{describe_machine('torch', 'deepspeed', 'transformers')}; {started:%Y-%m-%d}; `{command}`"
+        section = f"## Growth with {name}\n\n{text}\n\n{machine}\n\n![growth with {name}](growth/{name}.png)"
+        measures += rows
+        publish(options, f"growth_{name}", section, measures)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what grows")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each run")
+    return add_options(parser).parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The pictures of growth: what was measured as lines with marks, what it should be as dashes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from benchmarks.growth import corpora, runs, theory, training
+
+# Colours that stay apart for the three kinds of colour blindness; marks differ besides.
+STYLES = {
+    "ddp": ("#332288", "o"),
+    "zero1": ("#88CCEE", "s"),
+    "zero2": ("#117733", "^"),
+    "zero3": ("#DDAA33", "D"),
+    "zero3, nothing kept": ("#882255", "v"),
+    "pipeline": ("#EE7733", "P"),
+    "pipeline x zero1": ("#777777", "X"),
+}
+_STYLES_IN_TURN = list(STYLES.values())
+_DASHES = {"linestyle": (0, (4, 3)), "linewidth": 1.0, "alpha": 0.9}
+
+Value = Callable[[list[training.Costs]], float]
+
+
+def draw_ranks(costs: runs.ByRanks, path: Path) -> None:
+    """CPU time, memory, messages and checkpoints by the number of ranks."""
+    figure = Figure(figsize=(11, 8.2), layout="constrained")
+    sent, state, cpu, save = figure.subplots(2, 2).flat
+    (alone,) = next(iter(costs.values()))[1]
+    parameters, small = alone.num_parameters, alone.num_small_parameters
+    whole = 4 * parameters
+    for name, by_ranks in costs.items():
+        ranks = [num_ranks for num_ranks in by_ranks if num_ranks > 1]
+        colour, _ = STYLES[name]
+        expected = [theory.sent_bytes(name, n, parameters, activation_bytes()) / whole for n in ranks]
+        sent.plot(ranks, expected, color=colour, **_DASHES)
+        _line(sent, name, {n: mean(by_ranks[n], ring_bytes) / whole for n in ranks}, linestyle="none")
+        expected = [theory.state_bytes(name, n, parameters, small) / whole for n in by_ranks]
+        state.plot(list(by_ranks), expected, color=colour, **_DASHES)
+        _line(state, name, {n: mean(c, state_bytes) / whole for n, c in by_ranks.items()}, linestyle="none")
+        _line(cpu, name, {n: 1e3 * mean(c, lambda rank: rank.step_cpu_seconds) for n, c in by_ranks.items()})
+        _line(save, name, {n: 1e3 * sum(rank.checkpoint_cpu_seconds for rank in c) for n, c in by_ranks.items()})
+    ranks = sorted({n for by_ranks in costs.values() for n in by_ranks})
+    cpu.plot(ranks, [1e3 * alone.step_cpu_seconds / n for n in ranks], color="black", label="1 / ranks", **_DASHES)
+    _label(sent, "Bytes sent are what the formulas say", "bytes a rank sends in a step / bytes of the parameters")
+    _label(state, "Memory follows the formulas", "weights and optimizer on a rank / bytes of the parameters")
+    _label(cpu, "A rank's CPU time falls with its share of the batch", "CPU milliseconds of a step, per rank")
+    _label(
+        save, "A checkpoint is written once, by all ranks together", "CPU milliseconds of a save, all ranks together"
+    )
+    sent.set_ylim(bottom=0)
+    state.set_ylim(bottom=0)
+    save.set_ylim(bottom=0)
+    cpu.set_yscale("log", base=2)
+    cpu.yaxis.set_major_formatter(FuncFormatter(_plain))
+    for axes in (sent, state, cpu, save):
+        _log_x(axes, ranks, "ranks, the same global batch")
+    handles, labels = cpu.get_legend_handles_labels()
+    labels = [label if label in STYLES else "dashed: the formula (CPU time: one process / ranks)" for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def draw_layers(costs: runs.ByLayers, path: Path) -> None:
+    """CPU time of a step and of the start by the number of layers."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    step, start = figure.subplots(1, 2)
+    for axes, value, title in (
+        (step, lambda rank: rank.step_cpu_seconds, "A step costs what its layers cost"),
+        (start, lambda rank: rank.start_cpu_seconds, "So does the start: nothing grows faster than the model"),
+    ):
+        for name, by_layers in costs.items():
+            points = {n: mean(ranks, value) for n, ranks in by_layers.items()}
+            _line(axes, name, points, label=f"{name} (exponent {theory.exponent(points):.2f})")
+        layers = list(next(iter(costs.values())))
+        lowest = min(mean(by_layers[layers[0]], value) for by_layers in costs.values())
+        linear = [lowest * n / layers[0] for n in layers]
+        axes.plot(layers, linear, color="black", label="linear", **_DASHES)
+        _label(axes, title, f"CPU seconds of {'a step' if axes is step else 'the start'}, per rank")
+        _log_x(axes, layers, "layers")
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def draw_corpora(costs: runs.ByTimes, path: Path) -> None:
+    """What a stream costs by the size of its corpus."""
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    panels: dict[str, tuple[str, str, Callable[[corpora.Costs], float]]] = {
+        "open": ("Opening: once for each file", "CPU milliseconds", lambda c: 1e3 * c.open_again_cpu_seconds),
+        "first": ("First batch: nearly flat", "CPU milliseconds", lambda c: 1e3 * c.first_batch_cpu_seconds),
+        "resume": ("Resume: nearly flat", "CPU milliseconds", lambda c: 1e3 * c.resume_cpu_seconds),
+        "heap": ("Memory: a block of rows a lane", "MiB allocated", lambda c: c.heap_bytes / 2**20),
+    }
+    for axes, (title, unit, value) in zip(figure.subplots(1, 4).flat, panels.values(), strict=True):
+        for (name, by_times), (colour, mark) in zip(costs.items(), _STYLES_IN_TURN[::2], strict=False):
+            axes.plot(list(by_times), [value(c) for c in by_times.values()], color=colour, marker=mark, label=name)
+        times = list(next(iter(costs.values())))
+        _label(axes, title, unit)
+        _log_x(axes, times, "times the corpus")
+        axes.set_ylim(bottom=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def mean(ranks: Iterable[training.Costs], value: Callable[[training.Costs], float]) -> float:
+    """Over the ranks of a run."""
+    return statistics.fmean(map(value, ranks))
+
+
+def ring_bytes(rank: training.Costs) -> float:
+    """A step's, of all kinds."""
+    return sum(rank.ring_bytes.values())
+
+
+def state_bytes(rank: training.Costs) -> float:
+    """Between steps."""
+    return rank.weight_bytes + rank.optimizer_bytes
+
+
+def activation_bytes() -> int:
+    """Hidden states of the whole global batch, between two blocks."""
+    return 4 * runs.GLOBAL_BATCH_SIZE * runs.SEQUENCE_TOKENS * runs.SIZES["hidden_size"]
+
+
+def _line(axes: Axes, name: str, points: Mapping[int, float], **more: object) -> None:
+    colour, mark = STYLES[name]
+    style = {"color": colour, "marker": mark, "markersize": 7, "label": name, "linewidth": 1.2} | more
+    axes.plot(list(points), list(points.values()), **style)  # type: ignore[arg-type]
+
+
+def _label(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize="medium", fontweight="bold")
+    axes.set_ylabel(unit, fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+def _log_x(axes: Axes, values: list[int], unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value}" for value in values])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(unit, fontsize="small")
+
+
+def _plain(value: float, place: int) -> str:
+    return f"{value:g}"

@@ -1,0 +1,120 @@
+"""Which runs are made: layouts by ranks, layouts by layers, corpora by size; each in forked processes of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Imported before the ranks are forked, so that no rank's start counts them.
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+import hfdist
+from benchmarks.growth import corpora, training
+from hfdist.testing.launch import run_ranks
+
+GLOBAL_BATCH_SIZE, SEQUENCE_TOKENS = 8, 32
+RANKS, LAYERS, TIMES = (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 10, 100)
+QUICK_RANKS, QUICK_LAYERS, QUICK_TIMES = (1, 2), (2, 4), (1, 10)
+QUICK_LAYOUTS = ("ddp", "zero2", "pipeline")
+NUM_LAYER_RANKS = 2
+SIZES = {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 8,
+         "num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": False}  # fmt: skip
+THIN_SIZES = SIZES | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2,
+                      "num_key_value_heads": 2}  # fmt: skip
+_SECONDS = 600
+
+NOTHING_KEPT: dict[str, Any] = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+"""Of ZeRO-3: parameters are let go after each use, as those of a model are that is larger than what may be kept."""
+LAYOUTS: dict[str, Callable[[int], dict[str, Any] | None]] = {
+    "ddp": lambda num_ranks: {},
+    "zero1": lambda num_ranks: {"sharding": "zero1"},
+    "zero2": lambda num_ranks: {"sharding": "zero2"},
+    "zero3": lambda num_ranks: {"sharding": "zero3"},
+    "zero3, nothing kept": lambda num_ranks: {
+        "sharding": "zero3",
+        "deepspeed": {"zero_optimization": dict(NOTHING_KEPT)},
+    },
+    "pipeline": lambda num_ranks: {"pipeline": num_ranks},
+    "pipeline x zero1": lambda num_ranks: {"pipeline": num_ranks // 2, "sharding": "zero1"} if num_ranks > 2 else None,
+}
+"""Keys of `strategy.*` by the number of ranks; None: not at that number."""
+LAYER_LAYOUTS = ("ddp", "zero3", "pipeline")
+QUICK_LAYER_LAYOUTS = ("pipeline",)
+
+ByRanks = dict[str, dict[int, list[training.Costs]]]
+ByLayers = dict[str, dict[int, list[training.Costs]]]
+ByTimes = dict[str, dict[int, corpora.Costs]]
+
+
+def run_by_ranks(layouts: Iterable[str], ranks: Sequence[int], num_steps: int) -> ByRanks:
+    """The same global batch on more and more ranks. One rank is one process without a layout, for all alike."""
+    _load_lazy_modules()
+    alone = _train({}, 1, SIZES, num_steps, saves=True)
+    return {
+        name: {1: alone}
+        | {
+            num_ranks: _train(layout, num_ranks, SIZES, num_steps, saves=True)
+            for num_ranks in ranks
+            if num_ranks > 1 and (layout := LAYOUTS[name](num_ranks)) is not None
+        }
+        for name in layouts
+    }
+
+
+def run_by_layers(layouts: Iterable[str], layers: Sequence[int], num_steps: int) -> ByLayers:
+    """Deeper and deeper models on two ranks."""
+    _load_lazy_modules()
+    return {
+        name: {
+            num_layers: _train(
+                LAYOUTS[name](NUM_LAYER_RANKS) or {},
+                NUM_LAYER_RANKS,
+                THIN_SIZES | {"num_hidden_layers": num_layers},
+                num_steps,
+            )
+            for num_layers in layers
+        }
+        for name in layouts
+    }
+
+
+def run_by_times(times: Sequence[int]) -> ByTimes:
+    """Larger and larger corpora."""
+    costs: ByTimes = {}
+    with tempfile.TemporaryDirectory() as root:
+        tokenizer = Path(root) / "tokenizer"
+        corpora.make_tokenizer(tokenizer)
+        for number, (name, (kind, write)) in enumerate(corpora.WRITERS.items()):
+            costs[name] = {}
+            for factor in times:
+                folder = Path(root) / f"{number}-{factor}"
+                write(folder, tokenizer, factor)
+                (costs[name][factor],) = run_ranks(corpora.measure, 1, folder, tokenizer, kind, group=False)
+    return costs
+
+
+def _train(
+    layout: dict[str, Any], num_ranks: int, sizes: dict[str, Any], num_steps: int, *, saves: bool = False
+) -> list[training.Costs]:
+    work = training.Work(
+        layout=layout,
+        sizes=sizes,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        sequence_tokens=SEQUENCE_TOKENS,
+        num_steps=num_steps,
+        saves=saves,
+    )
+    costs: list[training.Costs] = run_ranks(
+        training.train, num_ranks, work, timeout_seconds=_SECONDS, group=num_ranks > 1
+    )
+    return costs
+
+
+def _load_lazy_modules() -> None:
+    assert hfdist.Trainer

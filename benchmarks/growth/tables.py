@@ -1,0 +1,150 @@
+"""What growth was measured to be, in words, tables and rows of the one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.growth import corpora, runs, theory
+from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
+from benchmarks.growth.training import Costs
+from benchmarks.report import markdown
+from benchmarks.table import Measure
+
+_MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
+_MB = 1e6
+
+Described = tuple[str, list[Measure]]
+
+
+def ranks_section(costs: runs.ByRanks) -> Described:
+    """By the number of ranks."""
+    (alone,) = next(iter(costs.values()))[1]
+    parameters, small = alone.num_parameters, alone.num_small_parameters
+    rows, measures = [], []
+    for name, by_ranks in costs.items():
+        for num_ranks, ranks in by_ranks.items():
+            if num_ranks == 1 and name != "ddp":
+                continue
+            expected = theory.sent_bytes(name, num_ranks, parameters, activation_bytes())
+            state = theory.state_bytes(name, num_ranks, parameters, small)
+            rows.append([name if num_ranks > 1 else "one process", str(num_ranks), *_cells(ranks, expected, state)])
+        last = max(by_ranks)
+        measures += _rank_measures(name, last, by_ranks[last], alone)
+    header = ["layout", "ranks", "CPU ms", "sent MB", "x formula", "by sockets", "state MB", "x formula",
+              "peak heap MB", "save s", "save CPU s", "saved MB"]  # fmt: skip
+    text = (
+        f"A Llama of {parameters / 1e6:.1f} M parameters in float32, {4 * parameters / _MB:.1f} MB, through "
+        f"`hfdist.Trainer`; a global batch of {runs.GLOBAL_BATCH_SIZE} sequences of {runs.SEQUENCE_TOKENS} tokens at "
+        "every number of ranks. Means over the ranks. CPU: of all threads of a rank, the median step. Sent: what a "
+        "rank sends in a step, counted at each collective that any library starts, as a ring would run it; by "
+        "sockets: what the kernel has counted that gloo has sent (its reduce-scatter is an all-reduce, and so sends "
+        "twice as much). Formula: 2(N-1)/N times the parameters for DDP and ZeRO-1/2, and for ZeRO-3 while it may "
+        "keep what it has gathered, 3(N-1)/N where it may not; in a pipeline the hidden states, forward and "
+        "backward. State: weights and optimizer between steps; ZeRO-3 keeps small tensors whole besides. Peak heap: "
+        "the most that C and C++ had allocated in a step, above what there was before the model, whether touched or "
+        "not: with DeepSpeed its two buckets of 50 M elements, 400 MB at any size of the model (one under ZeRO-3). A "
+        "save: all ranks' CPU time, into one checkpoint.\n\n" + markdown(header, rows)
+    )
+    return text, measures
+
+
+def layers_section(costs: runs.ByLayers) -> Described:
+    """By the number of layers."""
+    figures: dict[str, Callable[[Costs], float]] = {
+        "a step": lambda rank: rank.step_cpu_seconds,
+        "the start": lambda rank: rank.start_cpu_seconds,
+    }
+    layers = list(next(iter(costs.values())))
+    rows, measures = [], []
+    for name, by_layers in costs.items():
+        for what, value in figures.items():
+            points = {num_layers: mean(ranks, value) for num_layers, ranks in by_layers.items()}
+            slope = theory.exponent(points)
+            rows.append([name, what, *(f"{seconds:.3f}" for seconds in points.values()), f"{slope:.2f}"])
+            measures.append(_slope(f"CPU time of {what} by layers, {name}", slope, _MOST_EXPONENT_OF_LAYERS))
+    text = (
+        f"Llamas of {layers[0]} to {layers[-1]} thin layers (hidden size {runs.THIN_SIZES['hidden_size']}) on "
+        f"{runs.NUM_LAYER_RANKS} ranks: CPU seconds of a rank, of the median step, and of the start: from before the "
+        "model is made to the end of the first step, less a step. All modules are imported before. The last column is "
+        "the exponent of a power law through all; linear is 1, and what does not depend on the layers lowers it.\n\n"
+        + markdown(["layout", "CPU s of", *(f"{n} layers" for n in layers), "exponent"], rows)
+    )
+    return text, measures
+
+
+def corpora_section(costs: runs.ByTimes) -> Described:
+    """By the size of the corpus."""
+    figures: dict[str, Callable[[corpora.Costs], float]] = {
+        "first open, CPU ms": lambda one: 1e3 * one.open_cpu_seconds,
+        "open again, CPU ms": lambda one: 1e3 * one.open_again_cpu_seconds,
+        "first batch, CPU ms": lambda one: 1e3 * one.first_batch_cpu_seconds,
+        "later batches, CPU ms each": lambda one: 1e3 * one.batch_cpu_seconds,
+        "resume, CPU ms": lambda one: 1e3 * one.resume_cpu_seconds,
+        "cursor, bytes": lambda one: one.cursor_bytes,
+        "heap, MB": lambda one: one.heap_bytes / _MB,
+    }
+    times = list(next(iter(costs.values())))
+    rows, measures = [], []
+    for name, by_times in costs.items():
+        for what, value in figures.items():
+            points = {factor: value(one) for factor, one in by_times.items()}
+            slope = theory.exponent(points)
+            rows.append([name, what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
+            if what.startswith(("first batch", "later", "resume", "cursor")):
+                measures.append(_slope(f"{what} by corpus size, {name}", slope, _MOST_EXPONENT_OF_CORPUS))
+    text = (
+        "Corpora of one size, and of 10 and 100 times as many documents: token files (8, of 2,500 documents of 50 "
+        "tokens each, and larger), parquet (2 files of 100 rows, and more of them), JSON lines (2 files of 100 rows, "
+        f"and larger). Sequences of {corpora.SEQUENCE_TOKENS}, batches of {corpora.MICRO_BATCH_SIZE}, "
+        f"{corpora.LANES} lanes, no loader process. A resume is from behind {corpora.NUM_BATCHES} batches, with the "
+        "corpus open. Heap: what C and C++ hold after all of that; a lane reads a block of rows at a time, of up to "
+        "1,024 once there are that many for each of 16 blocks a lane.\n\n"
+        + markdown(["corpus", "what", *(f"{factor}x" for factor in times), "exponent"], rows)
+    )
+    return text, measures
+
+
+def _cells(ranks: list[Costs], expected_bytes: float, expected_state: float) -> list[str]:
+    sent, state = mean(ranks, ring_bytes), mean(ranks, state_bytes)
+    return [
+        f"{1e3 * mean(ranks, lambda rank: rank.step_cpu_seconds):.0f}",
+        f"{sent / _MB:.2f}",
+        f"{sent / expected_bytes:.3f}" if expected_bytes else "-",
+        f"{mean(ranks, lambda rank: rank.sent_bytes) / _MB:.2f}",
+        f"{state / _MB:.1f}",
+        f"{state / expected_state:.3f}",
+        f"{mean(ranks, lambda rank: rank.peak_bytes) / _MB:.0f}",
+        f"{max(rank.checkpoint_seconds for rank in ranks):.2f}",
+        f"{sum(rank.checkpoint_cpu_seconds for rank in ranks):.2f}",
+        f"{ranks[0].checkpoint_bytes / _MB:.1f}",
+    ]
+
+
+def _rank_measures(name: str, num_ranks: int, ranks: list[Costs], alone: Costs) -> list[Measure]:
+    parameters = alone.num_parameters
+    sent, state = mean(ranks, ring_bytes), mean(ranks, state_bytes)
+    sent_limit = theory.sent_bytes(name, num_ranks, parameters, activation_bytes())
+    state_limit = theory.state_bytes(name, num_ranks, parameters, alone.num_small_parameters)
+    goal = f"<= {_MOST_OF_FORMULA:g} x formula"
+    return [
+        Measure(
+            what=f"bytes that a rank sends in a step, {name}, {num_ranks} ranks",
+            unit="MB",
+            ours=sent / _MB,
+            limits={"formula": sent_limit / _MB, "gloo's sockets": mean(ranks, lambda rank: rank.sent_bytes) / _MB},
+            goal=goal,
+            is_met=sent <= _MOST_OF_FORMULA * sent_limit,
+        ),
+        Measure(
+            what=f"weights and optimizer on a rank, {name}, {num_ranks} ranks",
+            unit="MB",
+            ours=state / _MB,
+            limits={"formula": state_limit / _MB},
+            goal=goal,
+            is_met=state <= _MOST_OF_FORMULA * state_limit,
+        ),
+    ]
+
+
+def _slope(what: str, slope: float, most: float) -> Measure:
+    return Measure(what=f"exponent: {what}", unit="", ours=slope, goal=f"<= {most:g}", is_met=slope <= most)

@@ -1,0 +1,237 @@
+"""One run of the Trainer on a rank: what its steps, its start, its memory, its messages and its checkpoint cost."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+import hfdist
+from benchmarks.growth.traffic import CountCollectives, socket_bytes
+from hfdist.checkpoint.exchange import gather_json
+from hfdist.trainer import saving
+
+_NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
+_LARGEST_SMALL = 100_000
+"""Elements: `stage3_param_persistence_threshold`."""
+_SAMPLED_EVERY_SECONDS = 0.003
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run trains, and in which layout."""
+
+    layout: dict[str, Any]
+    """The keys of `strategy.*`."""
+    sizes: dict[str, Any]
+    """Of a Llama."""
+    global_batch_size: int
+    sequence_tokens: int
+    num_steps: int
+    """That are timed."""
+    saves: bool = False
+    """Whether a checkpoint is written at the end: first one to warm up, then the one that counts."""
+
+
+@dataclass(kw_only=True)
+class Costs:
+    """Of one rank."""
+
+    num_parameters: int = 0
+    """Of the whole model."""
+    num_small_parameters: int = 0
+    """In tensors that ZeRO-3 keeps whole unless told otherwise."""
+    step_cpu_seconds: float = 0.0
+    """Of all threads; the median step."""
+    start_cpu_seconds: float = 0.0
+    """From before the model is made to the end of the first step, without what a later step costs."""
+    ring_bytes: dict[str, int] = field(default_factory=dict)
+    """A step's, by kind of collective."""
+    sent_bytes: int = 0
+    """A step's, by the sockets."""
+    weight_bytes: int = 0
+    optimizer_bytes: int = 0
+    """Masters included."""
+    peak_bytes: int = 0
+    """The largest heap in a step, above that before the model was made."""
+    checkpoint_bytes: int = 0
+    """Of all ranks."""
+    checkpoint_seconds: float = 0.0
+    checkpoint_cpu_seconds: float = 0.0
+    checkpoint_stall_seconds: float = 0.0
+
+
+def train(work: Work) -> Costs:
+    """Run it on this rank."""
+    costs, begin = Costs(), time.process_time()
+    before_bytes = heap_bytes()
+    with _shared_folder() as folder:
+        trainer, clock = _make_trainer(work, folder)
+        trainer.train()
+        if work.saves:
+            _save_twice(trainer, costs)
+    steps = clock.cpu_seconds[_NUM_WARM_UP_STEPS:][: work.num_steps]
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()]
+    costs.num_parameters = sum(sizes)
+    costs.num_small_parameters = sum(size for size in sizes if size <= _LARGEST_SMALL)
+    costs.step_cpu_seconds = statistics.median(steps)
+    costs.start_cpu_seconds = clock.first_end - begin - costs.step_cpu_seconds
+    costs.ring_bytes = {kind: sent // _NUM_COUNTED_STEPS for kind, sent in clock.collectives.sent_bytes.items()}
+    costs.sent_bytes = clock.sent_bytes // _NUM_COUNTED_STEPS
+    costs.peak_bytes = clock.peak_bytes - before_bytes
+    costs.weight_bytes = sum(_held_bytes(parameter) for parameter in trainer.model.parameters())
+    costs.optimizer_bytes = _optimizer_bytes(trainer)
+    return costs
+
+
+class _Clock(TrainerCallback):
+    """Times steps; in those that follow, counts messages and samples memory, which would slow down the others."""
+
+    def __init__(self, num_timed_steps: int) -> None:
+        self.cpu_seconds: list[float] = []
+        self.first_end = 0.0
+        self.collectives = CountCollectives()
+        self.sent_bytes = 0
+        self.peak_bytes = 0
+        self._first_counted = _NUM_WARM_UP_STEPS + num_timed_steps
+        self._is_counting = threading.Event()
+        self._begin = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Called by the Trainer."""
+        if state.global_step == self._first_counted:
+            # What a rank sends late is of the step that it belongs to.
+            if dist.is_initialized():
+                dist.barrier()
+            self.sent_bytes = -socket_bytes()
+            self._is_counting.set()
+            threading.Thread(target=self._sample, daemon=True).start()
+            self.collectives.__enter__()
+        self._begin = time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Called by the Trainer."""
+        now = time.process_time()
+        self.cpu_seconds.append(now - self._begin)
+        self.first_end = self.first_end or now
+        if state.global_step == state.max_steps:
+            self.collectives.__exit__(None, None, None)
+            self._is_counting.clear()
+            self.sent_bytes += socket_bytes()
+
+    def _sample(self) -> None:
+        while self._is_counting.is_set():
+            self.peak_bytes = max(self.peak_bytes, heap_bytes())
+            time.sleep(_SAMPLED_EVERY_SECONDS)
+
+
+def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
+    # Pipelines cut a step into micro batches, the others take a rank's share at once.
+    data_size = _world_size() // work.layout.get("pipeline", 1)
+    micro_batch_size = 1 if "pipeline" in work.layout else work.global_batch_size // data_size
+    strategy = hfdist.make_strategy(
+        global_batch_size=work.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        sequence_length=work.sequence_tokens,
+        **work.layout,
+    )
+    fields: dict[str, Any] = strategy.training_arguments()
+    arguments = TrainingArguments(
+        folder,
+        max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
+        logging_steps=10_000,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **fields,
+    )
+    clock = _Clock(work.num_steps)
+    torch.manual_seed(0)
+    shape = (work.global_batch_size * arguments.max_steps, work.sequence_tokens)
+    tokens = torch.randint(work.sizes["vocab_size"], shape)
+    trainer = hfdist.Trainer(
+        LlamaForCausalLM(LlamaConfig(**work.sizes)),
+        arguments,
+        strategy=strategy,
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        callbacks=[clock],
+    )
+    return trainer, clock
+
+
+def _save_twice(trainer: Any, costs: Costs) -> None:
+    for _ in range(2):
+        os.sync()
+        if dist.is_initialized():
+            dist.barrier()
+        begin = time.process_time()
+        saving.save(trainer)
+        trainer.saving.saver.wait()
+        costs.checkpoint_cpu_seconds = time.process_time() - begin
+        report = trainer.saving.saver.take_report()
+        costs.checkpoint_bytes, costs.checkpoint_seconds = report.num_bytes, report.total_seconds
+        costs.checkpoint_stall_seconds = report.stall_seconds
+        trainer.state.global_step += 1
+
+
+def _held_bytes(parameter: Any) -> int:
+    """What of a parameter is on this rank between steps; ZeRO-3 keeps small ones whole beside their shares."""
+    share = getattr(parameter, "ds_tensor", None)
+    return int(parameter.nbytes + (0 if share is None else share.nbytes))
+
+
+def _optimizer_bytes(trainer: Any) -> int:
+    """Moments, and master weights: what the optimizer steps and the model does not hold."""
+    optimizer, masters = trainer.optimizer, []
+    while hasattr(optimizer, "optimizer"):
+        # ZeRO-3 gives its masters to the optimizer for the time of a step only.
+        masters = getattr(optimizer, "fp32_partitioned_groups_flat", masters)
+        optimizer = optimizer.optimizer
+    of_model = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    masters = masters or [p for p in stepped if p.numel() and p.untyped_storage().data_ptr() not in of_model]
+    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.nbytes for tensor in [*masters, *moments])
+
+
+def heap_bytes() -> int:
+    """What is allocated by C and C++, tensors above all: resident pages would count those of the imports, too."""
+    info = _mallinfo2()
+    return int(info.hblkhd + info.uordblks)
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
+
+
+_mallinfo2 = ctypes.CDLL(None).mallinfo2
+_mallinfo2.restype = _MallInfo
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def _shared_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as own:
+        yield gather_json(own)[0]
+        if dist.is_initialized():
+            dist.barrier()

@@ -1,0 +1,25 @@
+"""Files are opened several at a time, in order."""
+
+import pytest
+
+from hfdist.data.storage.at_once import map_at_once
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 1000])
+def test_the_order_is_that_of_the_items(count):
+    doubled = map_at_once(lambda a, b: a + b, range(count), range(count))
+    assert list(doubled) == [2 * number for number in range(count)]
+
+
+@pytest.mark.parametrize("bad", [0, 500, 999])
+def test_what_is_raised_comes_behind_all_that_went_well(bad):
+    def refuse(number):
+        if number >= bad:
+            raise ValueError(number)
+        return number
+
+    seen = []
+    with pytest.raises(ValueError, match=f"^{bad}$"):
+        for number in map_at_once(refuse, range(1000)):
+            seen.append(number)  # each as it comes
+    assert seen == list(range(bad))
