@@ -201,9 +201,7 @@ def _num_steps(accumulation: int, options: argparse.Namespace) -> int:
 
 
 def _measure(accumulation: int, result: Result) -> Measure:
-    milliseconds = {
-        name: 1000 * value if isinstance(value, float) else value for name, value in result.seconds.items()
-    }
+    milliseconds = {name: 1000 * value if isinstance(value, float) else value for name, value in result.seconds.items()}
     ours, bare = milliseconds.pop(OURS), milliseconds.pop(BARE)
     assert isinstance(ours, float)
     assert isinstance(bare, float)
