@@ -30,7 +30,8 @@ class Agreement(TrainerCallback):
         self.listeners: list[Listener] = []
         """The same on all ranks, in the same order."""
         self._group: dist.ProcessGroup | None = None
-        self._asked: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._asked: list[int] | tuple[torch.Tensor, dist.Work] | None = None
+        """What one process wants; or of several the largest wishes, which are on their way."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
@@ -43,18 +44,22 @@ class Agreement(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
         """Ask."""
-        wishes = torch.tensor([listener.wish() for listener in self.listeners], dtype=torch.int64)
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = wishes, work
+        own = [listener.wish() for listener in self.listeners]
+        if self._group is None:
+            self._asked = own
+            return
+        wishes = torch.tensor(own, dtype=torch.int64)
+        self._asked = wishes, dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Act."""
         assert self._asked is not None
-        wishes, work = self._asked
-        if work is not None:
+        if isinstance(self._asked, list):
+            agreed = self._asked
+        else:
+            wishes, work = self._asked
             work.wait()
-        for listener, wish in zip(self.listeners, wishes.tolist(), strict=True):
+            agreed = wishes.tolist()
+        for listener, wish in zip(self.listeners, agreed, strict=True):
             if wish:
                 listener.agreed(wish, state, control)

@@ -6,6 +6,7 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,7 @@ from hfdist.trainer.loss import causal_lm_loss, num_input_tokens
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.micro_batch import loss_of
 from hfdist.trainer.numerics import Limits, StepGuard, spread
+from hfdist.trainer.step import LeanStep, make_lean_step, prepare_optimizer
 from hfdist.trainer.throughput import Throughput
 from hfdist.watch import watches_among
 
@@ -61,6 +63,7 @@ class DistributedTrainerMixin(_Trainer):
         self.save_in_background = True
         """Whether training goes on from a copy in memory while a checkpoint is written."""
         self.saving: saving.Saving | None = None
+        self._lean_step: LeanStep | None = None
         self._predicts = False
         """Whether an evaluation loop is to keep what the model gives."""
         self.measures: list[Measure] = []
@@ -103,6 +106,8 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is not None and is_fp16:
             self.accelerator.native_amp = True
             self.accelerator.scaler = AgreedLossScaler(self.accelerator.device.type)
+        if self.engine is not None:
+            self.accelerator.prepare_optimizer = partial(prepare_optimizer, self.accelerator)
         if self.strategy is not None and self.strategy.topology.data_size < self.args.world_size:
             # accelerate deals batches over all processes, but ranks of one model replica must read the same.
             self.accelerator.prepare_data_loader = partial(deal, self.accelerator, self.strategy.topology)
@@ -155,6 +160,8 @@ class DistributedTrainerMixin(_Trainer):
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
+        inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
+        self._lean_step = make_lean_step(self, self.model_wrapped, *inherited)
         self.saving = saving.Saving(self, in_background=self.save_in_background)
         if came_from is not None:
             saving.restore(self, came_from)
@@ -190,6 +197,8 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
+        if self._lean_step is not None and not return_outputs:
+            return spread(self._lean_step.loss(model, inputs, num_items_in_batch))
         result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
@@ -198,16 +207,15 @@ class DistributedTrainerMixin(_Trainer):
     def _defaults(self, model: nn.Module) -> Defaults:
         return Defaults(
             model=model,
-            training_step=super().training_step,
+            training_step=super().training_step if self._lean_step is None else self._lean_step.run,
             loss=partial(loss_of, self),
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Ranks of one model replica read the same batch: the original has counted it once for each."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)
-        if self.strategy is None or num_items is None:
-            return num_items
-        return num_items // (self.args.world_size // self.strategy.topology.data_size)
+        num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
+        return num_items if num_items is None or num_alike == 1 else num_items // num_alike
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         if self.engine is None:
@@ -220,7 +228,8 @@ class DistributedTrainerMixin(_Trainer):
             # Resumed at its end: an endless stream would otherwise give one step more.
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*more, **named)
+        with nullcontext() if self._lean_step is None else self._lean_step.zeroing():
+            super()._run_epoch(*more, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
@@ -257,7 +266,7 @@ class DistributedTrainerMixin(_Trainer):
         return flops_per_token(cast(PreTrainedModel, self.model).config, self.engine.size, sequence_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        default = partial(super()._clip_grad_norm, model)
+        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip
         if self.engine is None:
             return default()
         return self.engine.clip_grad_norm(self.args.max_grad_norm, default)

@@ -2,12 +2,14 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from hfdist.trainer.trainer import DistributedTrainerMixin
@@ -102,6 +104,55 @@ def test_the_flag_that_keeps_ddp_away_is_read_where_we_need_it():
     assert "self.is_distributed_loading_by_transformers" in inspect.getsource(
         transformers.Trainer._prepare_for_training
     )
+
+
+STEP = {
+    "training_step": {
+        "_get_learning_rate", "_prepare_context_parallel_inputs", "_prepare_inputs", "accelerator", "args",
+        "compute_loss", "compute_loss_context_manager", "compute_loss_func", "current_gradient_accumulation_steps",
+        "loss_is_scaled_for_ga", "model_accepts_loss_kwargs", "optimizer", "state",
+    },
+    "compute_loss": {
+        "accelerator", "args", "compute_loss_func", "get_tp_size", "label_smoother", "model",
+        "model_accepts_loss_kwargs",
+    },
+    "_clip_grad_norm": {"_has_mixed_mesh_grads", "_mixed_mesh_grad_norm", "accelerator", "args", "optimizer"},
+    "compute_loss_context_manager": {"autocast_smart_context_manager"},
+    "autocast_smart_context_manager": set(),
+    "_prepare_inputs": {"_prepare_input", "_signature_columns"},
+    "_prepare_input": {"_prepare_input", "accelerator", "args", "is_deepspeed_enabled"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEP)
+def test_the_original_step_asks_for_nothing_else(name):
+    """`trainer/step.py` does the same without these questions."""
+    source = inspect.getsource(getattr(transformers.Trainer, name))
+    assert set(re.findall(r"self\.(\w+)", source)) == STEP[name]
+
+
+def test_accelerates_backward_and_optimizer_do_what_the_lean_step_does():
+    assert "loss = loss / self.gradient_accumulation_steps" in inspect.getsource(Accelerator.backward)
+    assert "self.prepare_optimizer(obj, device_placement=device_placement)" in inspect.getsource(
+        Accelerator._prepare_one
+    )
+    assert list(inspect.signature(Accelerator.prepare_optimizer).parameters) == [
+        "self",
+        "optimizer",
+        "device_placement",
+    ]
+    assert "self._optimizers.append(optimizer)" in inspect.getsource(Accelerator.prepare_optimizer)
+    # Of all that a step does, what is left without XLA, LOMO and a loss scale.
+    step = inspect.getsource(AcceleratedOptimizer.step)
+    assert set(re.findall(r"\bis_\w+|DistributedType\.\w+", step)) == {
+        "is_lomo_available", "is_xla_gradients_synced", "DistributedType.XLA",
+    }  # fmt: skip
+    assert "if self.gradient_state.sync_gradients:" in step
+
+
+def test_a_model_clears_its_gradients_as_we_do():
+    assert list(inspect.signature(torch.nn.Module.zero_grad).parameters) == ["self", "set_to_none"]
+    assert "model.zero_grad()" in inspect.getsource(transformers.Trainer._run_epoch)
 
 
 def test_accelerate_deals_batches_where_we_replace_it():

@@ -1,0 +1,215 @@
+"""The Trainer's own step without what it asks anew at every micro batch: the same operations, hence the same bits.
+
+transformers and accelerate look up at each step what cannot change while a model is trained: which optimizers are
+installed (on the disk), whether the process runs under SageMaker, which of the gradients are DTensors. For a small
+model, or many micro batches, that is a fifth of a step. Where a class overrides a hook of the step, or anything else
+is unusual, the original runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, is_lomo_available
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+from hfdist.strategies.base import Batch
+
+# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
+
+_PLAIN = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+)
+_HOOKS = (
+    "_prepare_context_parallel_inputs",
+    "_prepare_inputs",
+    "_prepare_input",
+    "compute_loss_context_manager",
+    "autocast_smart_context_manager",
+    "_has_mixed_mesh_grads",
+)
+"""What the original step calls besides `compute_loss`, which is called here too."""
+_is_training = attrgetter("training")
+
+
+class LeanStep:
+    """Micro batches and clipping of one training.
+
+    Args:
+        trainer: in whose training nothing is unusual.
+        model: as accelerate prepared it.
+        compute_loss: as the class after the mixin does it.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, compute_loss: Callable[..., Any]) -> None:
+        self._trainer, self._model = trainer, model
+        self._device = trainer.args.device
+        self._scaler = trainer.accelerator.scaler
+        self._compute_loss = compute_loss
+        self._has_plain_loss = _is_original("compute_loss", compute_loss)
+        # Gradients are averaged over the processes, and the targets are counted over all.
+        is_counted_over_all = trainer.args.average_tokens_across_devices
+        self._num_averaged = trainer.accelerator.num_processes // trainer.get_tp_size() if is_counted_over_all else 1
+        self._gradients = Gradients(model)
+        self._list_parts()
+
+    def _list_parts(self) -> None:
+        self._modules = list(self._model.modules())
+        self._gradients.parameters = list(self._model.parameters())
+        self._num_trained = self._count_trained()
+
+    def _count_trained(self) -> int:
+        return sum(len(group["params"]) for group in self._trainer.optimizer.param_groups)
+
+    def run(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
+        """Run forward and backward of one micro batch, and give its detached loss; `Trainer.training_step`."""
+        trainer = self._trainer
+        # Some may be in evaluation although the model is not: a callback may have put them there.
+        if not all(map(_is_training, self._modules)):
+            model.train()
+        loss = trainer.compute_loss(model, self._on_device(inputs), num_items_in_batch=num_items)
+        del inputs
+        if not self._is_divided(num_items):
+            loss = loss / trainer.current_gradient_accumulation_steps
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        return cast(torch.Tensor, loss.detach())
+
+    def loss(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
+        """Give the loss of a micro batch that is on its device; `Trainer.compute_loss`."""
+        trainer = self._trainer
+        is_plain = self._has_plain_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
+        if not is_plain:
+            return cast(torch.Tensor, self._compute_loss(model, inputs, num_items_in_batch=num_items))
+        is_counted = trainer.model_accepts_loss_kwargs and num_items is not None
+        outputs = model(**inputs, num_items_in_batch=num_items) if is_counted else model(**inputs)
+        if isinstance(outputs, dict) and "loss" not in outputs:
+            # For its error message.
+            self._compute_loss(model, inputs, num_items_in_batch=num_items)
+        loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if is_counted and self._num_averaged != 1:
+            loss *= self._num_averaged
+        return loss
+
+    def _on_device(self, inputs: Batch) -> Batch:
+        if type(inputs) is dict and inputs and all(type(value) is torch.Tensor for value in inputs.values()):
+            return {name: value.to(self._device) for name, value in inputs.items()}
+        return cast(Batch, self._trainer._prepare_inputs(inputs))
+
+    def _is_divided(self, num_items: Any) -> bool:
+        trainer = self._trainer
+        if trainer.loss_is_scaled_for_ga is not None:
+            return bool(trainer.loss_is_scaled_for_ga)
+        return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+
+    def clip(self) -> torch.Tensor:
+        """Clip to `args.max_grad_norm`, and give the norm before; `Trainer._clip_grad_norm`."""
+        if self._num_trained != self._count_trained():
+            # A callback has given the optimizer more.
+            self._list_parts()
+        if self._scaler is not None:
+            self._trainer.accelerator.unscale_gradients()
+        return clip_grad_norm_(self._gradients.parameters, self._trainer.args.max_grad_norm)
+
+    @contextmanager
+    def zeroing(self) -> Iterator[None]:
+        """Let the model's own `zero_grad`, which the Trainer calls, not look for its parameters anew."""
+        own = vars(self._model)
+        if type(self._model).zero_grad is not nn.Module.zero_grad or "zero_grad" in own:
+            yield
+            return
+        own["zero_grad"] = self._gradients.zero_grad
+        try:
+            yield
+        finally:
+            del own["zero_grad"]
+
+
+class Gradients:
+    """Those of a model; knows of nothing else, since a copy of the model takes a copy of this along."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parameters: list[nn.Parameter] = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`nn.Module.zero_grad`."""
+        if not set_to_none:
+            nn.Module.zero_grad(self._model, set_to_none=False)
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def make_lean_step(
+    trainer: Any,
+    model: nn.Module,
+    training_step: Callable[..., Any],
+    compute_loss: Callable[..., Any],
+    clip_grad_norm: Callable[..., Any],
+) -> LeanStep | None:
+    """Make it where nothing is unusual; otherwise None.
+
+    Args:
+        trainer: whose optimizer and accelerator are ready.
+        model: as accelerate prepared it.
+        training_step: as the class after the mixin has it, and so are the others.
+        compute_loss: likewise.
+        clip_grad_norm: likewise.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    original: Any = transformers.Trainer
+    is_original = _is_original("training_step", training_step) and _is_original("_clip_grad_norm", clip_grad_norm)
+    has_hooks = any(
+        getattr(type(trainer), name) is not getattr(original, name) or name in vars(trainer) for name in _HOOKS
+    )
+    optimizer = getattr(trainer.optimizer, "optimizer", None)
+    is_plain = (
+        is_original
+        and not has_hooks
+        and accelerator.distributed_type in _PLAIN
+        and accelerator.gradient_accumulation_steps == 1
+        and getattr(accelerator, "parallelism_config", None) is None
+        and isinstance(trainer.optimizer, AcceleratedOptimizer)
+        # Those without a schedule want to be told, and LOMO's steps are in the backward.
+        and not hasattr(optimizer, "train")
+        and not is_lomo_available()
+        and args.n_gpu <= 1
+        and args.torch_empty_cache_steps is None
+        and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    )
+    return LeanStep(trainer, model, compute_loss) if is_plain else None
+
+
+def _is_original(name: str, method: Callable[..., Any]) -> bool:
+    return getattr(method, "__func__", None) is getattr(transformers.Trainer, name)
+
+
+class LeanOptimizer(AcceleratedOptimizer):
+    """Steps without looking, twice a step, for an optimizer's package on the disk."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Step at the end of a global batch."""
+        if self.gradient_state.sync_gradients:
+            self.optimizer.step(closure)
+
+
+def prepare_optimizer(accelerator: Accelerator, optimizer: Any, device_placement: bool | None = None) -> Any:
+    """`Accelerator.prepare_optimizer`, with a `LeanOptimizer` where nothing is unusual."""
+    is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()
+    if not is_plain or isinstance(optimizer, AcceleratedOptimizer):
+        return Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
+    place = accelerator.device_placement if device_placement is None else device_placement
+    prepared = LeanOptimizer(optimizer, device_placement=place)
+    accelerator._optimizers.append(prepared)
+    return prepared

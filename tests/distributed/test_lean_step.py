@@ -1,0 +1,205 @@
+"""The step without repeated questions gives the original's bits: losses, gradients, weights, logs and events."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import TrainerCallback
+
+import hfdist
+from hfdist.config.strategy import Sharding
+from hfdist.testing import run_ranks
+from tests.distributed.test_trainer import (
+    GLOBAL_BATCH,
+    STEPS,
+    make_arguments,
+    make_model,
+    make_strategy,
+    uneven_items,
+)
+
+pytestmark = pytest.mark.distributed
+
+MICRO_BATCH = 2
+CLOCK = {"tokens_per_second", "step_seconds", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+class Record(TrainerCallback):
+    """Each event as it happens; before each step the gradients."""
+
+    def __init__(self):
+        self.events, self.gradients = [], []
+
+    def on_step_begin(self, args, state, control, model=None, **named):
+        # As somebody might who freezes a part: the Trainer puts it back at the next micro batch.
+        next(model.children()).eval()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **named):
+        self.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+
+
+def recording(name):
+    given = vars(Record).get(name)
+
+    def event(self, *args, **named):
+        self.events.append(name)
+        if given is not None:
+            given(self, *args, **named)
+
+    return event
+
+
+for _name in EVENTS:
+    setattr(Record, _name, recording(_name))
+
+
+class Original(hfdist.Trainer):
+    """All that is looked up anew in each step."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        del self.accelerator.prepare_optimizer
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs)
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) / GLOBAL_BATCH
+
+
+class OwnLossMixin:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return 2 * loss
+
+
+class OwnLoss(OwnLossMixin, hfdist.Trainer):
+    pass
+
+
+class OriginalOwnLoss(OwnLossMixin, Original):
+    pass
+
+
+CASES = {
+    "accumulated": {},
+    "whole": {"micro_batch_size": GLOBAL_BATCH},
+    "not clipped": {"max_grad_norm": 0.0},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "averaged per process": {"average_tokens_across_devices": False},
+}
+
+
+def train(folder, kind, case, model="llama", **more):
+    fields = dict(case)
+    strategy = make_strategy(Sharding.none, fields.pop("micro_batch_size", MICRO_BATCH))
+    record = Record()
+    whole = make_model(model)
+    if model == "llama":
+        whole.model.norm.weight.requires_grad_(False)
+    trainer = kind(
+        whole,
+        make_arguments(folder, strategy, **fields),
+        strategy=strategy,
+        train_dataset=uneven_items(),
+        callbacks=[record],
+        **more,
+    )
+    trainer.train()
+    assert (trainer._lean_step is None) == issubclass(kind, Original)
+    assert "zero_grad" not in vars(trainer.model_wrapped)
+    history = [{k: v for k, v in line.items() if k not in CLOCK} for line in trainer.state.log_history]
+    assert len(record.gradients) == STEPS
+    return history, record.events, record.gradients, dict(trainer.model.state_dict())
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1] == other[1]
+    for gradients, others in [*zip(one[2], other[2], strict=True), (one[3], other[3])]:
+        assert gradients.keys() == others.keys()
+        for name, value in gradients.items():
+            assert (value is None) == (others[name] is None), name
+            assert value is None or torch.equal(value, others[name]), name
+
+
+def both(folder, case, kinds=(hfdist.Trainer, Original), model="llama", **more):
+    lean, original = (train(folder, kind, case, model, **more) for kind in kinds)
+    assert_same(lean, original)
+    return len(lean[0]), lean[1].count("on_substep_end")
+
+
+def all_cases(folder):
+    found = {name: both(folder, case) for name, case in CASES.items()}
+    both(folder, {}, (OwnLoss, OriginalOwnLoss))
+    both(folder, {}, compute_loss_func=own_loss)
+    both(folder, {}, model="plain")
+    return found
+
+
+def test_one_process_gives_the_same_bits(tmp_path):
+    [found] = run_ranks(all_cases, 1, tmp_path, group=False)
+    # The losses of all steps and the summary; and three of four micro batches do not end a step.
+    assert found["whole"] == (STEPS + 1, 0)
+    assert found["accumulated"] == (STEPS + 1, STEPS * 3)
+
+
+def on_two_ranks(folder):
+    return both(folder, {}), both(folder, {"average_tokens_across_devices": False})
+
+
+def test_two_ranks_give_the_same_bits(tmp_path):
+    expected = (STEPS + 1, STEPS)
+    assert run_ranks(on_two_ranks, 2, tmp_path) == [(expected, expected)] * 2
+
+
+def beside_transformers(folder):
+    record = Record()
+    model = make_model()
+    model.model.norm.weight.requires_grad_(False)
+    arguments = make_arguments(folder, per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=4,
+                               optim="adamw_torch_fused")  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=uneven_items(), callbacks=[record])
+    trainer.train()
+    history, events, gradients, weights = train(folder, hfdist.Trainer, {"optim": "adamw_torch_fused"})
+    kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "train_loss")
+    for line, other in zip(history, trainer.state.log_history, strict=True):
+        assert [line.get(name) for name in kept] == [other.get(name) for name in kept]
+    assert_same(([], events, gradients, weights), ([], record.events, record.gradients, dict(model.state_dict())))
+
+
+def test_it_gives_the_bits_of_the_original_class(tmp_path):
+    run_ranks(beside_transformers, 1, tmp_path, group=False)
+
+
+class Copies(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **named):
+        kept = copy.deepcopy(model)
+        for parameter in kept.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        kept.zero_grad()
+        assert all(parameter.grad is None for parameter in kept.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad(set_to_none=False)
+        assert all(not parameter.grad.any() for parameter in model.parameters())
+        state.has_copied = True
+
+
+def copying(folder):
+    strategy = make_strategy(Sharding.none, MICRO_BATCH)
+    arguments = make_arguments(folder, strategy, max_steps=1)
+    trainer = hfdist.Trainer(
+        make_model(), arguments, strategy=strategy, train_dataset=uneven_items(), callbacks=[Copies()]
+    )
+    trainer.train()
+    return trainer.state.has_copied
+
+
+def test_a_copy_of_the_model_clears_its_own_gradients(tmp_path):
+    assert run_ranks(copying, 1, tmp_path, group=False) == [True]
