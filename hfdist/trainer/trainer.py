@@ -6,6 +6,7 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.models.flops import flops_per_token
+from hfdist.models.loss_head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
@@ -65,6 +67,8 @@ class DistributedTrainerMixin(_Trainer):
         """Whether an evaluation loop is to keep what the model gives."""
         self.measures: list[Measure] = []
         """What each evaluation measures besides the loss."""
+        self.loss_head: LossHead | None = None
+        """Computes training losses without whole logits; None: the model computes them. Set it before `train()`."""
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
@@ -187,7 +191,9 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
-        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        head = None if return_outputs else self.loss_head
+        with nullcontext() if head is None else head.deferring(model):
+            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
         return (spread(result[0]), result[1]) if return_outputs else spread(result)
