@@ -186,7 +186,7 @@ def _run(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     loss = model(input_ids=tokens, labels=labels).loss
     loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return float(loss), torch.cat(gradients)
+    return float(loss.detach()), torch.cat(gradients)
 
 
 def _difference(before: tuple[float, torch.Tensor], after: tuple[float, torch.Tensor]) -> str | None:
