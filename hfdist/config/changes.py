@@ -24,6 +24,7 @@ _SAFE = (
     "watch.*",
     "strategy.*",
     "adapter.merge",
+    "model.loss",
     "train.micro_batch_size",
     "train.eval_*",
     "train.max_skipped_steps",

@@ -35,6 +35,16 @@ class Attention(Enum):
     flex_attention = "flex_attention"
 
 
+class Loss(Enum):
+    """What computes the training loss from the last hidden states. All give the same, but for rounding."""
+
+    auto = "auto"
+    full = "full"
+    chunked = "chunked"
+    liger = "liger"
+    cut_cross_entropy = "cut_cross_entropy"
+
+
 @dataclass(kw_only=True)
 class TokenizerConfig:
     """A tokenizer from the Hub or a folder, or one trained on the corpus at first use."""
@@ -62,6 +72,10 @@ class ModelConfig:
     init: Init = Init.random
     dtype: Dtype = Dtype.auto
     attention: Attention = Attention.auto
+    loss: Loss = Loss.auto
+    """`full`: the model by itself, from all logits in float32; the others never hold them. `chunked`: some rows at a
+    time, with what torch has; `liger`, `cut_cross_entropy`: kernels of these packages, on GPUs. `auto`: `chunked`, or
+    `full` where the model needs its logits whole."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the Hugging Face config to set or override, checked against its class."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -43,6 +43,7 @@ from hfdist.data.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter_config import check_adapter
 from hfdist.models.blocks import compile_blocks
+from hfdist.models.loss_head import choose_loss
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.models.start import find_start
 from hfdist.models.tokenizer import load_tokenizer
@@ -201,6 +202,7 @@ def build_trainer(
         callbacks=callbacks,
     )
     trainer.run_values = to_values(config)
+    trainer.loss_head = choose_loss(config, model)
     add_measures(trainer, data.held_out, config)
     checkpoint = config.checkpoint
     trainer.save_in_background = checkpoint.background

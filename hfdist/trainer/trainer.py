@@ -21,6 +21,7 @@ from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
 from hfdist.models.flops import flops_per_token
+from hfdist.models.loss_head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
@@ -68,6 +69,8 @@ class DistributedTrainerMixin(_Trainer):
         """Whether an evaluation loop is to keep what the model gives."""
         self.measures: list[Measure] = []
         """What each evaluation measures besides the loss."""
+        self.loss_head: LossHead | None = None
+        """Computes training losses without whole logits; None: the model computes them. Set it before `train()`."""
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
@@ -197,9 +200,11 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
-        if self._lean_step is not None and not return_outputs:
-            return spread(self._lean_step.loss(model, inputs, num_items_in_batch))
-        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        head = None if return_outputs else self.loss_head
+        with nullcontext() if head is None else head.deferring(model):
+            if self._lean_step is not None and not return_outputs:
+                return spread(self._lean_step.loss(model, inputs, num_items_in_batch))
+            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
         return (spread(result[0]), result[1]) if return_outputs else spread(result)

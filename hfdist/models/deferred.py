@@ -1,0 +1,330 @@
+"""Logits that are not there yet: where a model only takes their cross entropy, they need never be held whole.
+
+While `deferring` is on, a model's output embedding gives hidden states with a note of what is still to be done to
+them. A cast, a scale, a cap, a slice of positions are noted too, and `cross_entropy` is then computed some rows at a
+time. Whatever else is done makes all logits first, as the model would have. So no model needs code of its own, and
+none can come out differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A change of type."""
+
+    dtype: torch.dtype
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of logits [rows, vocabulary]."""
+        return rows.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A function of each element, and perhaps of something that is the same for all rows."""
+
+    function: Callable[..., torch.Tensor]
+    others: tuple[Any, ...] = ()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of logits [rows, vocabulary]."""
+        return self.function(rows, *self.others)
+
+
+PerRow = Cast | Apply
+"""What a model does to its logits, each row by itself."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's output embedding, as the model had it."""
+
+    module: nn.Module
+    forward: Callable[..., torch.Tensor]
+    vocabulary: int
+    """Logits of a row."""
+    loss: SumOfLosses
+    made_whole: list[str] = field(default_factory=list)
+    """What needed all logits of a batch at once, one entry for each time."""
+
+
+class Rows(NamedTuple):
+    """What `cross_entropy` of logits is asked for."""
+
+    head: Head
+    hidden: torch.Tensor
+    """[rows, width]."""
+    targets: torch.Tensor
+    """[rows], class indices."""
+    per_row: tuple[PerRow, ...]
+    """From the head's output to the logits."""
+    ignore_index: int
+    label_smoothing: float
+
+
+SumOfLosses = Callable[[Rows], torch.Tensor]
+"""Gives the sum over rows, through which gradients flow to the hidden states and to the head."""
+
+
+class _Demand(NamedTuple):
+    """Asks a head for more than deferred logits. A call of the module, so that hooks on it see it: ZeRO-3's gather."""
+
+    compute: Callable[[torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses) -> Iterator[Head]:
+    """Let a head defer its logits, in this context only.
+
+    Args:
+        module: the output embedding.
+        vocabulary: how many logits it gives for a row.
+        loss: computes the loss of deferred rows.
+    """
+    head = Head(module, module.forward, vocabulary, loss)
+
+    def forward(hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], _Demand):
+            return args[0].compute(hidden)
+        if args or kwargs or not torch.is_grad_enabled() or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
+            return head.forward(hidden, *args, **kwargs)
+        return DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
+
+    was_set = "forward" in vars(module)
+    # nn.Module calls whatever its attribute is; the class stays as it is.
+    module.forward = forward
+    try:
+        yield head
+    finally:
+        if was_set:
+            module.forward = head.forward
+        else:
+            del module.forward
+
+
+class _Autocast(NamedTuple):
+    """The arithmetic at the head's place in the forward; a loss may be computed outside."""
+
+    device_type: str
+    dtype: torch.dtype
+    is_enabled: bool
+
+    @classmethod
+    def present(cls, device: torch.device) -> _Autocast:
+        kind = device.type
+        return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def again(self) -> torch.autocast:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled)
+
+
+class DeferredLogits:
+    """In the place of a tensor [..., vocabulary]. Not a tensor, but torch's functions take it."""
+
+    def __init__(self, head: Head, hidden: torch.Tensor, per_row: tuple[PerRow, ...], autocast: _Autocast) -> None:
+        self._head = head
+        self._hidden = hidden
+        self._per_row = per_row
+        self._autocast = autocast
+        self._whole: torch.Tensor | None = None
+
+    def whole(self, why: str) -> torch.Tensor:
+        """Give the logits, made once."""
+        if self._whole is None:
+            self._head.made_whole.append(why)
+            with self._autocast.again():
+                value = self._head.module(self._hidden, _Demand(self._head.forward))
+            for function in self._per_row:
+                value = function(value)
+            self._whole = value
+        return self._whole
+
+    def _then(self, function: PerRow) -> DeferredLogits:
+        return DeferredLogits(self._head, self._hidden, (*self._per_row, function), self._autocast)
+
+    def _with_rows(self, hidden: torch.Tensor) -> DeferredLogits:
+        return DeferredLogits(self._head, hidden, self._per_row, self._autocast)
+
+    @property
+    def _is_deferred(self) -> bool:
+        return self._whole is None
+
+    # ---- what needs no logits ----
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the logits."""
+        return torch.Size((*self._hidden.shape[:-1], self._head.vocabulary))
+
+    @property
+    def ndim(self) -> int:
+        """Of the logits."""
+        return self._hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Of the logits."""
+        return self._hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model's steps so far give."""
+        value = self._hidden.new_empty((0,), dtype=self._autocast.dtype if self._autocast.is_enabled else None)
+        for function in self._per_row:
+            value = function(value.new_empty((0, self._head.vocabulary)))
+        return value.dtype
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the logits."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return self.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # ---- what is noted ----
+
+    def float(self) -> Any:
+        """Noted."""
+        return self.to(torch.float32)
+
+    def contiguous(self) -> Any:
+        """Logits are made so."""
+        return self if self._is_deferred else self.whole("contiguous").contiguous()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """A type is noted."""
+        if self._is_deferred and not kwargs and len(args) == 1:
+            if isinstance(args[0], torch.dtype):
+                return self._then(Cast(args[0]))
+            if isinstance(args[0], torch.device) and args[0] == self.device:
+                return self
+        return self.whole("to").to(*args, **kwargs)
+
+    def view(self, *shape: Any) -> Any:
+        """By rows: noted."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        is_by_row = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
+        if self._is_deferred and is_by_row and sizes[-1] == self._head.vocabulary:
+            return self._with_rows(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        return self.whole("view").view(*shape)
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        """By rows: noted."""
+        if self._is_deferred and end_dim % self.ndim < self.ndim - 1:
+            return self._with_rows(self._hidden.flatten(start_dim, end_dim))
+        return self.whole("flatten").flatten(start_dim, end_dim)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._is_deferred and _leaves_rows_whole(index, self.ndim):
+            return self._with_rows(self._hidden[index])
+        return self.whole("indexing")[index]
+
+    def __truediv__(self, other: Any) -> Any:
+        return _by_row(torch.div, self, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return _by_row(torch.mul, self, other)
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Any:
+        return _by_row(torch.add, self, other)
+
+    __radd__ = __add__
+
+    def tanh(self) -> Any:
+        """Noted."""
+        return self._then(Apply(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
+
+    # ---- all else ----
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(name), name)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.whole("writing")[index] = value
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch's functions for an argument that is no tensor, but has this method."""
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, DeferredLogits) and first._is_deferred:
+            if function is nn.functional.cross_entropy:
+                loss = _cross_entropy(*args, **kwargs)
+                if loss is not None:
+                    return loss
+            elif function is torch.tanh and len(args) == 1:
+                return first.tanh()
+            elif function in (torch.div, torch.mul, torch.add) and len(args) == 2 and not kwargs:
+                return _by_row(function, first, args[1])
+        why = getattr(function, "__name__", str(function))
+        return function(*(_made(arg, why) for arg in args), **{name: _made(arg, why) for name, arg in kwargs.items()})
+
+
+def _made(value: Any, why: str) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_made(item, why) for item in value)
+    return value.whole(why) if isinstance(value, DeferredLogits) else value
+
+
+def _by_row(function: Callable[..., torch.Tensor], logits: DeferredLogits, other: Any) -> Any:
+    """Apply a function of logits and something that is the same for all rows."""
+    is_constant = isinstance(other, (int, float))
+    # What is trained must get its gradient, which a loss of rows would not give it.
+    if isinstance(other, torch.Tensor) and not other.requires_grad and other.ndim <= logits.ndim:
+        is_constant = all(size == 1 for size in other.shape[:-1])
+        other = other.flatten() if other.ndim > 1 else other
+    if logits._is_deferred and is_constant:
+        return logits._then(Apply(function, (other,)))
+    return function(logits.whole(function.__name__), other)
+
+
+def _leaves_rows_whole(index: Any, ndim: int) -> bool:
+    """Whether an index takes rows only, by slices: `[:, :-1]`, `[..., :-1, :]`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is Ellipsis or isinstance(part, slice) for part in parts) or len(parts) > ndim:
+        return False
+    reaches_last = Ellipsis in parts or len(parts) == ndim
+    return not reaches_last or parts[-1] is Ellipsis or parts[-1] == slice(None)
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """As torch's, for logits by rows; None: what is asked needs them whole."""
+    is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
+    if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+        return None
+    rows = Rows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
+    with logits._autocast.again():
+        total: torch.Tensor = logits._head.module(
+            rows.hidden, _Demand(lambda hidden: logits._head.loss(rows._replace(hidden=hidden)))
+        )
+    return total if reduction == "sum" else total / (target != ignore_index).sum()

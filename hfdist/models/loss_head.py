@@ -1,0 +1,197 @@
+"""`model.loss`: by what a run computes its training loss from hidden states, and whether this model lets it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hfdist.config.model import Loss
+from hfdist.config.run import RunConfig
+from hfdist.config.train import Compile, Precision
+from hfdist.errors import ConfigError
+from hfdist.models import head_kernels
+from hfdist.models.chunked_loss import ChunkedLoss
+from hfdist.models.deferred import Head, Rows, SumOfLosses, deferring
+from hfdist.models.shrink import shrink
+
+logger = logging.getLogger(__name__)
+
+_TOKENS, _LOSS_BOUND, _GRADIENT_BOUND = 16, 1e-5, 1e-4
+
+
+class LossHead:
+    """Defers the logits of training steps.
+
+    Args:
+        choice: what computes the loss; not `auto` or `full`.
+    """
+
+    def __init__(self, choice: Loss) -> None:
+        self.choice = choice
+        self._chunked: dict[torch.device, ChunkedLoss] = {}
+        self._is_over = False
+
+    def deferring(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Let the model's losses be computed without whole logits, in this context.
+
+        Args:
+            model: as the Trainer calls it, or one stage of it.
+        """
+        base: Any = model
+        while not isinstance(base, PreTrainedModel):
+            base = base.module
+        head = base.get_output_embeddings()
+        if self._is_over or head is None or not model.training:
+            return nullcontext()
+        return self._watched(head)
+
+    @contextmanager
+    def _watched(self, module: nn.Module) -> Iterator[Head]:
+        with deferring(module, _vocabulary(module), self._loss) as head:
+            yield head
+        if head.made_whole:
+            # Right, but slower than to make them at once.
+            self._is_over = True
+            logger.warning("model.loss: all logits are held, since the loss needs them whole (%s)", head.made_whole[0])
+
+    @property
+    def _loss(self) -> SumOfLosses:
+        match self.choice:
+            case Loss.liger:
+                return head_kernels.liger
+            case Loss.cut_cross_entropy:
+                return head_kernels.cut_cross_entropy
+            case _:
+                return self._by_chunks
+
+    def _by_chunks(self, rows: Rows) -> torch.Tensor:
+        device = rows.hidden.device
+        if device not in self._chunked:
+            self._chunked[device] = ChunkedLoss(device)
+        return self._chunked[device](rows)
+
+
+def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
+    """Find what computes the loss; None: the model by itself, from all logits.
+
+    Args:
+        config: of the run.
+        model: whole or cut.
+
+    Raises:
+        ConfigError: what the config asks for cannot be had here.
+    """
+    asked = config.model.loss
+    if asked is Loss.full:
+        return None
+    choice = Loss.chunked if asked is Loss.auto else asked
+    reason = _refuse_package(choice) or _refuse_run(config, model) or refuse_model(model, choice)
+    if reason is None:
+        return LossHead(choice)
+    if asked is not Loss.auto:
+        raise ConfigError(
+            f"the loss cannot be computed so: {reason}",
+            where="model.loss",
+            found=asked.value,
+            hint="model.loss=auto, which takes what works",
+        )
+    logger.info("model.loss: the model's own, from all logits, since %s", reason)
+    return None
+
+
+def _refuse_package(choice: Loss) -> str | None:
+    if choice not in head_kernels.PACKAGES:
+        return None
+    if not torch.cuda.is_available():
+        return "its kernels need a GPU"
+    return None if head_kernels.is_installed(choice) else f"{head_kernels.PACKAGES[choice]} is not installed"
+
+
+def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
+    if config.train.compile is Compile.model:
+        return "train.compile=model compiles the head with the rest"
+    if config.train.precision is Precision.fp16:
+        return "float16 gradients of losses that are summed, and not averaged, could overflow"
+    head = model.get_output_embeddings()
+    if head is None:
+        return "the model names no output embedding"
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules()):
+        return "dropout in the head would draw other masks for each chunk"
+    if is_deepspeed_zero3_enabled() and type(head) is not nn.Linear:
+        return "ZeRO-3 gathers the layers of an adapted head one by one"
+    return None
+
+
+def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | None:
+    """Ask a small model of the same class, here and alone: whatever the layout, all ranks find the same.
+
+    Returns:
+        Why the model needs all its logits; None: it does not, or that cannot be told without the model itself.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = _small(model)
+            head = small.get_output_embeddings()
+            vocabulary = _vocabulary(head)
+            before = _run(small)
+        except Exception as error:  # whatever a model raises that cannot be made small
+            logger.debug("model.loss: not tried on a small %s: %s", type(model).__name__, error)
+            return None
+        seen: list[Rows] = []
+        chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
+
+        def loss(rows: Rows) -> torch.Tensor:
+            seen.append(rows)
+            return chunked(rows)
+
+        with deferring(head, vocabulary, loss) as deferred:
+            after = _run(small)
+    if deferred.made_whole or not seen:
+        used = deferred.made_whole[0] if deferred.made_whole else "a loss of its own"
+        return f"{type(model).__name__} needs them ({used})"
+    if choice in head_kernels.PACKAGES:
+        return next(filter(None, (head_kernels.refuse_rows(choice, rows) for rows in seen)), None)
+    return _difference(before, after)
+
+
+def _small(model: PreTrainedModel) -> PreTrainedModel:
+    config = shrink(model.config)
+    # Made on a CPU, where no other implementation needs to be at hand.
+    config._attn_implementation = "eager"
+    # By its constructor: `from_config` would let ZeRO-3 cut it.
+    small = type(model)(copy.deepcopy(config))
+    return small.float().eval()
+
+
+def _vocabulary(head: Any) -> int:
+    return int(head.out_features)
+
+
+def _run(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
+    """Loss and all gradients of a few tokens, of which some are no targets."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(min(vocab_size, 100), (2, _TOKENS), generator=generator)
+    labels = tokens.clone()
+    labels[0, 4:7] = -100
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=labels).loss
+    loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat(gradients)
+
+
+def _difference(before: tuple[float, torch.Tensor], after: tuple[float, torch.Tensor]) -> str | None:
+    loss = abs(after[0] - before[0]) / abs(before[0])
+    gradient = float((after[1] - before[1]).norm() / before[1].norm())
+    if loss <= _LOSS_BOUND and gradient <= _GRADIENT_BOUND:
+        return None
+    return f"it differs: loss by {loss:.1e}, gradients by {gradient:.1e} of their norm"

@@ -1,0 +1,70 @@
+"""A loss without whole logits trains as one from all of them, in every layout."""
+
+import pytest
+
+from hfdist.models import chunked_loss
+from tests.distributed.runs import eval_losses, losses, pretrain, weights
+
+pytestmark = pytest.mark.distributed
+
+SHORT = ("train.max_steps=4", "train.micro_batch_size=2", "train.eval_every=4", "model.config.num_hidden_layers=4")
+UNTIED = "model.config.tie_word_embeddings=false"
+CASES = {
+    "tied": (),
+    "head alone": (UNTIED,),
+    "frozen head": (UNTIED, "train.freeze=[lm_head.*]"),
+    "adapter on the head": (UNTIED, "adapter=lora", "adapter.targets=[q_proj,lm_head]", "adapter.merge=false"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache_dir):
+    """The reference: one process, and all logits."""
+    return {
+        name: pretrain(tmp_path_factory.mktemp("whole"), 1, "strategy=single", "model.loss=full", *SHORT, *overrides)
+        for name, overrides in CASES.items()
+    }
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks of a micro batch, of which the last is smaller."""
+    monkeypatch.setitem(chunked_loss.CHUNK_LOGITS, "cpu", 50 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "num_processes", "more"),
+    [
+        ("tied", "single", 1, ("train.gradient_checkpointing=true",)),
+        ("tied", "zero2", 2, ()),
+        ("tied", "zero3", 2, ()),
+        ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
+        ("head alone", "ddp", 2, ()),
+        ("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
+        ("frozen head", "zero3", 2, ()),
+        ("adapter on the head", "ddp", 2, ()),
+        ("adapter on the head", "zero3", 2, ("model.loss=auto",)),
+    ],
+)
+def test_trains_as_with_whole_logits(whole, small_chunks, tmp_path, case, strategy, num_processes, more):
+    overrides = ("model.loss=chunked", *SHORT, *CASES[case], *more)
+    run = pretrain(tmp_path, num_processes, f"strategy={strategy}", *overrides)
+    assert losses(run) == pytest.approx(losses(whole[case]), rel=1e-6)
+    assert eval_losses(run) == pytest.approx(eval_losses(whole[case]), rel=1e-6)
+    if "adapter" not in case:
+        reference = weights(whole[case])
+        for name, value in weights(run).items():
+            assert (value - reference[name]).norm() <= 1e-5 * reference[name].norm(), name
+
+
+def test_compiled_blocks_train_alike(whole, small_chunks, tmp_path):
+    run = pretrain(tmp_path, 1, "strategy=single", "train.compile=blocks", "model.loss=chunked", *SHORT)
+    assert losses(run) == pytest.approx(losses(whole["tied"]), rel=1e-6)
+
+
+def test_same_under_bfloat16_but_for_rounding(whole, small_chunks, tmp_path):
+    settings = ("strategy=single", "train.precision=bf16", *SHORT)
+    chunked = pretrain(tmp_path / "chunked", 1, *settings, "model.loss=chunked")
+    full = pretrain(tmp_path / "full", 1, *settings, "model.loss=full")
+    assert losses(chunked) == pytest.approx(losses(full), rel=1e-3)
+    assert losses(chunked) != losses(full)

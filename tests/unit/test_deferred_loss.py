@@ -1,0 +1,200 @@
+"""The loss of deferred logits is the model's own: same value, same gradients, and all logits where those are used."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hfdist.models.chunked_loss import ChunkedLoss, _fusable, _loss_and_gradient
+from hfdist.models.deferred import Apply, Cast, DeferredLogits, deferring
+
+ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
+CPU = torch.device("cpu")
+
+
+def losses(head, use, *, dtype=None, chunk_logits=5 * VOCABULARY, loss=None):
+    """What `use(logits, targets)` gives and all its gradients, from whole logits and from deferred ones."""
+    torch.manual_seed(0)
+    targets = torch.randint(VOCABULARY, (ROWS,))
+    targets[3:9] = IGNORED
+    found = []
+    for is_deferred in (False, True):
+        torch.manual_seed(1)
+        hidden = torch.randn(2, ROWS // 2, WIDTH, requires_grad=True)
+        head.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            if is_deferred:
+                with deferring(head, VOCABULARY, loss or ChunkedLoss(CPU, chunk_logits=chunk_logits)) as seen:
+                    value = use(head(hidden), targets)
+            else:
+                value = use(head(hidden), targets)
+        (value * 3).backward()
+        found.append([value.detach(), hidden.grad, *(p.grad for p in head.parameters() if p.requires_grad)])
+    return *found, seen.made_whole
+
+
+def agree(before, after, bound=1e-6):
+    for one, other in zip(before, after, strict=True):
+        assert one is not None
+        assert (one - other).norm() <= bound * one.norm()
+
+
+def plain(logits, targets, **kwargs):
+    return functional.cross_entropy(logits.float().view(-1, VOCABULARY), targets, **kwargs)
+
+
+def capped(logits, targets):
+    logits = logits / 5.0
+    return plain(torch.tanh(logits) * 5.0, targets, reduction="sum")
+
+
+def scaled(logits, targets):
+    logits *= 0.25
+    return plain(logits + torch.linspace(0, 1, VOCABULARY)[None, None], targets)
+
+
+def shifted(logits, targets):
+    logits = logits[..., :-1, :].contiguous()
+    return functional.cross_entropy(logits.flatten(0, -2), targets.view(2, -1)[:, 1:].flatten(), reduction="sum")
+
+
+USES = {
+    "mean": plain,
+    "sum": lambda logits, targets: plain(logits, targets, reduction="sum"),
+    "smoothed": lambda logits, targets: plain(logits, targets, label_smoothing=0.1),
+    "capped": capped,
+    "scaled": scaled,
+    "shifted": shifted,
+    "module": lambda logits, targets: nn.CrossEntropyLoss()(logits.reshape(-1, logits.size(-1)), targets),
+    "no targets": lambda logits, targets: plain(logits, torch.full_like(targets, IGNORED), reduction="sum") + 0 * 1,
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "weight and bias"])
+@pytest.mark.parametrize("use", USES)
+def test_same_loss_and_gradients_as_from_whole_logits(use, bias):
+    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY, bias=bias), USES[use])
+    agree(before, after)
+    assert made_whole == []
+
+
+@pytest.mark.parametrize("use", ["mean", "capped"])
+def test_same_under_bfloat16_but_for_rounding(use):
+    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), USES[use], dtype=torch.bfloat16)
+    agree(before, after, bound=2e-2)
+    assert made_whole == []
+
+
+def test_any_module_can_be_a_head():
+    head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY))
+    before, after, _ = losses(head, plain)
+    agree(before, after)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    head = nn.Linear(WIDTH, VOCABULARY)
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(frozen not in (name, "both"))
+    before, after, _ = losses(head, plain)
+    agree(before, after)
+    assert len(after) == 2 + sum(p.requires_grad for p in head.parameters())
+
+
+def topmost(logits, targets):
+    return plain(logits, targets) + logits.topk(2, dim=-1).values.sum() / 100
+
+
+def z_loss(logits, targets):
+    return plain(logits, targets) + logits.logsumexp(-1).square().mean()
+
+
+def masked(logits, targets):
+    logits[..., 7] = -1e4
+    return plain(logits, targets.masked_fill(targets == 7, 8))
+
+
+def narrowed(logits, targets):
+    return functional.cross_entropy(logits[..., :30].flatten(0, 1), targets.clamp(max=29))
+
+
+@pytest.mark.parametrize("use", [topmost, z_loss, masked, narrowed])
+def test_what_uses_the_logits_gets_them(use):
+    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), use)
+    agree(before, after)
+    assert made_whole
+
+
+def test_a_trained_scale_gets_its_gradient():
+    scale = nn.Parameter(torch.tensor(2.0))
+    grads = []
+    head = nn.Linear(WIDTH, VOCABULARY)
+
+    def use(logits, targets):
+        scale.grad = None
+        value = plain(logits * scale, targets)
+        grads.append(torch.autograd.grad(value, scale, retain_graph=True)[0])
+        return value
+
+    before, after, _ = losses(head, use)
+    agree(before, after)
+    assert torch.allclose(*grads)
+
+
+def test_the_head_is_itself_again_afterwards_and_without_gradients():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    hidden = torch.randn(1, 2, WIDTH)
+    with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
+        assert isinstance(head(hidden), DeferredLogits)
+        with torch.no_grad():
+            assert isinstance(head(hidden), torch.Tensor)
+    assert isinstance(head(hidden), torch.Tensor)
+    assert "forward" not in vars(head)
+
+
+def test_no_more_logits_exist_at_a_time_than_a_chunk_holds():
+    most = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal most
+            value = function(*args, **(kwargs or {}))
+            # The transposed weight is none.
+            if isinstance(value, torch.Tensor) and value.shape[-1:] == (VOCABULARY,) and value.shape[0] != WIDTH:
+                most = max(most, value.numel())
+            return value
+
+    with Watch():
+        losses(nn.Linear(WIDTH, VOCABULARY), plain)
+    assert most == ROWS * VOCABULARY
+    most, head = 0, nn.Linear(WIDTH, VOCABULARY)
+    with Watch(), deferring(head, VOCABULARY, ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)):
+        plain(head(torch.randn(2, ROWS // 2, WIDTH)), torch.zeros(ROWS).long()).backward()
+    assert 0 < most <= 5 * VOCABULARY
+
+
+def test_the_form_that_is_compiled_for_gpus_computes_the_same():
+    logits, targets = torch.randn(ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
+    targets[:4] = IGNORED
+    for one, other in zip(
+        _fusable(logits.clone(), targets, IGNORED), _loss_and_gradient(logits.clone(), targets, IGNORED), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_loss_goes_backward_once():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
+        loss = plain(head(torch.randn(2, ROWS // 2, WIDTH)), torch.zeros(ROWS).long())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="goes backward once"):
+        loss.backward()
+
+
+def test_the_type_is_known_without_logits():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    with torch.autocast("cpu", dtype=torch.bfloat16), deferring(head, VOCABULARY, ChunkedLoss(CPU)) as seen:
+        logits = head(torch.randn(2, 3, WIDTH))
+        assert (logits.dtype, logits.float().dtype, tuple(logits.shape)) == (torch.bfloat16, torch.float32, (2, 3, 40))
+        assert (logits * 0.5).float()._per_row == (Apply(torch.mul, (0.5,)), Cast(torch.float32))
+    assert seen.made_whole == []
