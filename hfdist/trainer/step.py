@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from transformers.utils import is_sagemaker_mp_enabled
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from hfdist.strategies.base import Batch
 
