@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden
 GOAL = 1.08
 SAME_LOSS = 1e-4
 """Relative difference of losses in float32, whose sums are taken in other orders."""
-_SECONDS_OF_BURST = {1: 0.25, 8: 0.5}
+_SECONDS_OF_BURST = {1: 0.1, 8: 0.2}
 _SECONDS_OF_MICRO_BATCH = 0.0022
 
 

@@ -13,7 +13,8 @@ from hfdist.data.packing.sequence import IGNORED
 
 def num_input_tokens(batch: Any) -> int:
     """Count the tokens that a model reads; 0 for batches of another form, such as those of rewards."""
-    return batch["input_ids"].numel() if isinstance(batch, Mapping) and "input_ids" in batch else 0
+    # A dict is a Mapping, but told much faster.
+    return batch["input_ids"].numel() if isinstance(batch, (dict, Mapping)) and "input_ids" in batch else 0
 
 
 def num_target_tokens(labels: torch.Tensor) -> torch.Tensor:

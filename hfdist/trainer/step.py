@@ -9,18 +9,22 @@ is unusual, the original runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, cast
 
+import accelerate.accelerator
 import torch
-import transformers
+import transformers.trainer
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_lomo_available
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
 from hfdist.strategies.base import Batch
 
@@ -40,6 +44,7 @@ _HOOKS = (
     "_has_mixed_mesh_grads",
 )
 """What the original step calls besides `compute_loss`, which is called here too."""
+_OF_ACCELERATE = ("backward", "clip_grad_norm_")
 _is_training = attrgetter("training")
 
 
@@ -57,7 +62,7 @@ class LeanStep:
         self._device = trainer.args.device
         self._scaler = trainer.accelerator.scaler
         self._compute_loss = compute_loss
-        self._has_plain_loss = _is_original("compute_loss", compute_loss)
+        self._has_plain_loss = _is_untouched(compute_loss, transformers.trainer)
         # Gradients are averaged over the processes, and the targets are counted over all.
         is_counted_over_all = trainer.args.average_tokens_across_devices
         self._num_averaged = trainer.accelerator.num_processes // trainer.get_tp_size() if is_counted_over_all else 1
@@ -102,9 +107,14 @@ class LeanStep:
         return loss
 
     def _on_device(self, inputs: Batch) -> Batch:
-        if type(inputs) is dict and inputs and all(type(value) is torch.Tensor for value in inputs.values()):
-            return {name: value.to(self._device) for name, value in inputs.items()}
-        return cast(Batch, self._trainer._prepare_inputs(inputs))
+        moved: Batch = {}
+        for name, value in inputs.items() if type(inputs) is dict else ():
+            if type(value) is not torch.Tensor:
+                moved = {}
+                break
+            moved[name] = value.to(self._device)
+        # What is nested, or of a type of its own, is looked through.
+        return moved or cast(Batch, self._trainer._prepare_inputs(inputs))
 
     def _is_divided(self, num_items: Any) -> bool:
         trainer = self._trainer
@@ -122,17 +132,22 @@ class LeanStep:
         return clip_grad_norm_(self._gradients.parameters, self._trainer.args.max_grad_norm)
 
     @contextmanager
-    def zeroing(self) -> Iterator[None]:
-        """Let the model's own `zero_grad`, which the Trainer calls, not look for its parameters anew."""
-        own = vars(self._model)
-        if type(self._model).zero_grad is not nn.Module.zero_grad or "zero_grad" in own:
+    def shortcuts(self) -> Iterator[None]:
+        """For one epoch, let what the Trainer's loop calls by itself not look for what is known here."""
+        model, accelerator = vars(self._model), vars(self._trainer.accelerator)
+        with ExitStack() as stack:
+            if type(self._model).zero_grad is nn.Module.zero_grad and "zero_grad" not in model:
+                model["zero_grad"] = self._gradients.zero_grad
+                stack.callback(model.pop, "zero_grad")
+            if "no_sync" not in accelerator:
+                accelerator["no_sync"] = _no_sync
+                stack.callback(accelerator.pop, "no_sync")
             yield
-            return
-        own["zero_grad"] = self._gradients.zero_grad
-        try:
-            yield
-        finally:
-            del own["zero_grad"]
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """`Accelerator.no_sync`, which reads environment variables at each micro batch."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 class Gradients:
@@ -168,15 +183,13 @@ def make_lean_step(
         clip_grad_norm: likewise.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    original: Any = transformers.Trainer
-    is_original = _is_original("training_step", training_step) and _is_original("_clip_grad_norm", clip_grad_norm)
-    has_hooks = any(
-        getattr(type(trainer), name) is not getattr(original, name) or name in vars(trainer) for name in _HOOKS
-    )
+    of_trainer = [training_step, clip_grad_norm, *(getattr(trainer, name) for name in _HOOKS)]
+    of_accelerator = [getattr(accelerator, name) for name in _OF_ACCELERATE]
     optimizer = getattr(trainer.optimizer, "optimizer", None)
     is_plain = (
-        is_original
-        and not has_hooks
+        all(_is_untouched(method, transformers.trainer) for method in of_trainer)
+        and all(_is_untouched(method, accelerate.accelerator) for method in of_accelerator)
+        and not is_sagemaker_mp_enabled()
         and accelerator.distributed_type in _PLAIN
         and accelerator.gradient_accumulation_steps == 1
         and getattr(accelerator, "parallelism_config", None) is None
@@ -191,8 +204,9 @@ def make_lean_step(
     return LeanStep(trainer, model, compute_loss) if is_plain else None
 
 
-def _is_original(name: str, method: Callable[..., Any]) -> bool:
-    return getattr(method, "__func__", None) is getattr(transformers.Trainer, name)
+def _is_untouched(method: Callable[..., Any], home: ModuleType) -> bool:
+    """Whether it is what its module defines: no override, and nothing that was put in its place at run time."""
+    return getattr(getattr(method, "__func__", None), "__globals__", None) is vars(home)
 
 
 class LeanOptimizer(AcceleratedOptimizer):

@@ -233,7 +233,7 @@ class DistributedTrainerMixin(_Trainer):
             # Resumed at its end: an endless stream would otherwise give one step more.
             self.control.should_training_stop = True
             return
-        with nullcontext() if self._lean_step is None else self._lean_step.zeroing():
+        with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
             super()._run_epoch(*more, **named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:

@@ -150,6 +150,14 @@ def test_accelerates_backward_and_optimizer_do_what_the_lean_step_does():
     assert "if self.gradient_state.sync_gradients:" in step
 
 
+def test_accelerate_leaves_synchronising_to_ddp():
+    source = inspect.getsource(Accelerator.no_sync)
+    assert list(inspect.signature(Accelerator.no_sync).parameters) == ["self", "model"]
+    assert 'getattr(model, "no_sync", context)' in source
+    assert set(re.findall(r"if (.*):", source)) >= {"self.is_fsdp2", "self.use_distributed"}
+    assert "self.accelerator.no_sync, model=model" in inspect.getsource(transformers.Trainer._run_epoch)
+
+
 def test_a_model_clears_its_gradients_as_we_do():
     assert list(inspect.signature(torch.nn.Module.zero_grad).parameters) == ["self", "set_to_none"]
     assert "model.zero_grad()" in inspect.getsource(transformers.Trainer._run_epoch)
