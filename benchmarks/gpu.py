@@ -144,8 +144,8 @@ def _section(options: argparse.Namespace, shape: Shape, found: dict[str, Any]) -
     return (
         "## One GPU\n\n"
         f"{shape.describe()}, on {device}. Each trainer in a process of its own, all from the same weights and "
-        f"tokens, {shape.warm_up_steps} steps not counted. MFU: 6 x (parameters that are multiplied) + 12 x layers x width x "
-        "tokens of a sequence, in FLOP a token (attention counted whole), of the device's data sheet. Products: "
+        f"tokens, {shape.warm_up_steps} steps not counted. MFU: 6 x (parameters that are multiplied) + 12 x layers x "
+        "width x tokens of a sequence, in FLOP a token (attention counted whole), of the data sheet. Products: "
         "bfloat16 matrix products of 8192 x 8192, in the same run. Peak: torch.cuda.max_memory_allocated. Losses: "
         f"largest relative difference from the HF Trainer's, means of {shape.steps_of_a_mean} steps; equal is under "
         f"{LOSS_BOUND}. "

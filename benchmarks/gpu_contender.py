@@ -44,8 +44,8 @@ class Shape(NamedTuple):
     def describe(self) -> str:
         """In words."""
         return (
-            f"A Llama of {self.num_layers} blocks of width {self.hidden_size:,}, a vocabulary of {self.vocabulary:,} (tied), "
-            f"{self.sequences} sequences of {self.sequence_tokens:,} tokens a step, AdamW"
+            f"A Llama of {self.num_layers} blocks of width {self.hidden_size:,}, a tied vocabulary of "
+            f"{self.vocabulary:,}, {self.sequences} sequences of {self.sequence_tokens:,} tokens a step, AdamW"
         )
 
 
