@@ -200,7 +200,7 @@ def _clock(device: torch.device) -> float:
 
 
 def _measures(size: Size, seconds: dict[str, Any], peaks: dict[str, float]) -> list[Measure]:
-    others = [name for name in (EAGER, COMPILED, TORCH, LIGER, CUT)]
+    others = (EAGER, COMPILED, TORCH, LIGER, CUT)
     ours = seconds[OURS]
     return [
         Measure(
@@ -240,8 +240,8 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "## The loss head\n\n"
         f"One forward and backward of an output embedding and its cross entropy, {arithmetic}, {device}. Peak: above "
         "the weights, the hidden states and the targets, and with the gradients of the first two. Limit: the three "
-        "matrix products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy with "
-        f"default options. Medians of {options.rounds} interleaved rounds, each in a process of its own on a CPU.\n\n"
+        "products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy "
+        f"with default options. Medians of {options.rounds} interleaved rounds; on a CPU each call has a process.\n\n"
         f"{describe_machine('torch')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
         f"`{' '.join(['python -m benchmarks.head', *sys.argv[1:]])}`"
     )

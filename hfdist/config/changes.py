@@ -32,6 +32,8 @@ _SAFE = (
     "train.compare_replicas_every",
     "train.compile",
     "train.gradient_checkpointing",
+    "train.recompute",
+    "optimizer.fused",
     "data.sources.*.path",
     "data.chat.template",
     "data.workers",

@@ -34,6 +34,8 @@ class OptimizerConfig:
     beta2: float = limited(0.95, at_least=0, at_most=0.9999999)
     eps: float = limited(1e-8, above=0)
     weight_decay: float = limited(0.1, at_least=0)
+    fused: bool = True
+    """Update all parameters in one kernel of torch's."""
     schedule: Schedule = Schedule.cosine
     warmup_steps: int = limited(0, at_least=0)
     warmup_tokens: int | None = limited(None, at_least=0)

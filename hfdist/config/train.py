@@ -18,11 +18,22 @@ class Precision(Enum):
 
 
 class Compile(Enum):
-    """What `torch.compile` is applied to."""
+    """What `torch.compile` is applied to; `auto`: the blocks on a GPU, without a pipeline or ZeRO-3, else nothing."""
 
+    auto = "auto"
     none = "none"
     blocks = "blocks"
     model = "model"
+
+
+class Recompute(Enum):
+    """What gradient checkpointing computes again: `all` of a block, or what is `cheap`.
+
+    cheap: not the attention, and not every second matrix product, whose outputs are kept.
+    """
+
+    all = "all"
+    cheap = "cheap"
 
 
 @dataclass(kw_only=True)
@@ -54,9 +65,11 @@ class TrainConfig:
     """Steps between comparisons of parameters that several processes hold, also made before each save; null: none."""
     seed: int = limited(0, at_least=0)
     """Of random weights and dropout."""
-    compile: Compile = Compile.none
+    compile: Compile = Compile.auto
     gradient_checkpointing: bool = False
     """Keep only the blocks' inputs and compute the rest again in the backward."""
+    recompute: Recompute = Recompute.all
+    """How much of it, with `gradient_checkpointing`."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of names of parameters that are not trained, such as `model.embed_tokens.*`."""
     train_only: list[str] = field(default_factory=list)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
+from hfdist.config.train import Compile
 from hfdist.errors import ConfigError
 from hfdist.models.flops import num_parameters
 
@@ -39,6 +45,16 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
     parent = next(module for module in model.modules() if blocks in module.children())
     beside = [m for m in parent.children() if isinstance(m, nn.ModuleList) and len(m) == len(blocks)]
     return list(zip(*beside, strict=True))
+
+
+def compiles_blocks(config: RunConfig) -> bool:
+    """Whether a run compiles its blocks: as `train.compile` says."""
+    if config.train.compile is not Compile.auto:
+        return config.train.compile is Compile.blocks
+    # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
+    # breaks its graph. Without triton, torch compiles nothing for a GPU.
+    is_simple = config.strategy.pipeline == 1 and config.strategy.sharding is not Sharding.zero3
+    return is_simple and torch.cuda.is_available() and find_spec("triton") is not None
 
 
 def compile_blocks(model: PreTrainedModel) -> None:

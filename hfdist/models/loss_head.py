@@ -121,8 +121,8 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
     if config.train.precision is Precision.fp16:
         return "float16 gradients of losses that are summed, and not averaged, could overflow"
     head = model.get_output_embeddings()
-    if head is None:
-        return "the model names no output embedding"
+    if head is None or not hasattr(head, "out_features"):
+        return "the model's output embedding is no linear layer"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules()):
         return "dropout in the head would draw other masks for each chunk"
     if is_deepspeed_zero3_enabled() and type(head) is not nn.Linear:

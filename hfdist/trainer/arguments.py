@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig
-from hfdist.config.train import Compile, Precision
+from hfdist.config.train import Compile, Precision, Recompute
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.restart import start_group_under_torchrun
@@ -56,7 +56,8 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "bf16": train.precision is Precision.bf16,
         "fp16": train.precision is Precision.fp16,
         "torch_compile": train.compile is Compile.model,
-        "activation_checkpointing": train.gradient_checkpointing,
+        # What is less than all is set up on the model: these arguments are written down, and would hold a function.
+        "activation_checkpointing": train.gradient_checkpointing and train.recompute is Recompute.all,
         "eval_strategy": "no" if train.eval_every is None else "steps",
         "eval_steps": train.eval_every,
         "save_strategy": "no" if config.checkpoint.every is None else "steps",
@@ -82,7 +83,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
 def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
     scheduler_type, scheduler_kwargs = _schedule(optimizer, max_steps)
     return {
-        "optim": "adamw_torch_fused",
+        "optim": "adamw_torch_fused" if optimizer.fused else "adamw_torch",
         "learning_rate": optimizer.lr,
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
@@ -125,6 +126,7 @@ _ELSEWHERE = {
     "fp16_full_eval": "train.precision",
     "resume_from_checkpoint": "checkpoint.resume",
     "gradient_checkpointing": "train.gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "train.recompute",
 }
 
 

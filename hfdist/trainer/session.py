@@ -25,7 +25,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.changes import Change, check_changes, find_changes
 from hfdist.config.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
-from hfdist.config.train import Compile
+from hfdist.config.train import Recompute
 from hfdist.data import (
     LEDGER,
     Corpus,
@@ -42,9 +42,10 @@ from hfdist.data.chat.template import adopt_template
 from hfdist.data.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models.adapter_config import check_adapter
-from hfdist.models.blocks import compile_blocks
+from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.loss_head import choose_loss
 from hfdist.models.packing import keeps_documents_apart
+from hfdist.models.recompute import keep_expensive
 from hfdist.models.start import find_start
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
@@ -188,7 +189,7 @@ def build_trainer(
         logger.warning(
             "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
         )
-    if config.train.compile is Compile.blocks:
+    if compiles_blocks(config):
         compile_blocks(model)
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
     trainer = Trainer(
@@ -201,6 +202,8 @@ def build_trainer(
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
+    if config.train.gradient_checkpointing and config.train.recompute is Recompute.cheap:
+        keep_expensive(model)
     trainer.run_values = to_values(config)
     trainer.loss_head = choose_loss(config, model)
     add_measures(trainer, data.held_out, config)

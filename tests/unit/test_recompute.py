@@ -1,0 +1,62 @@
+"""Selective checkpointing computes less again than the whole block, and gives the same gradients."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hfdist.config.train import Recompute
+from hfdist.models.blocks import compile_blocks
+from hfdist.models.recompute import keep_expensive
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = torch.arange(48).view(2, 24)
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.attention += "scaled_dot_product" in str(function) and "backward" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def gradients(recompute, *, compiled=False):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
+    if recompute is Recompute.all:
+        model.activation_checkpointing_enable()
+    elif recompute is Recompute.cheap:
+        keep_expensive(model)
+    if compiled:
+        compile_blocks(model)
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        return [p.grad for p in model.parameters()], None
+    with Count() as count:
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    return [p.grad for p in model.parameters()], count
+
+
+def test_keeps_attention_and_half_of_the_products():
+    plain, once = gradients(None)
+    whole, again = gradients(Recompute.all)
+    selective, some = gradients(Recompute.cheap)
+    for one, other, third in zip(plain, whole, selective, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+    assert again.attention == 2 * once.attention
+    assert some.attention == once.attention
+    repeated = again.products - once.products
+    assert repeated >= 2 * 7 - 2
+    assert repeated * 0.3 <= some.products - once.products <= repeated * 0.6
+
+
+@pytest.mark.parametrize("recompute", [None, Recompute.cheap])
+def test_compiled_blocks_checkpoint_inside(recompute):
+    plain, _ = gradients(None)
+    compiled, _ = gradients(recompute, compiled=True)
+    for one, other in zip(plain, compiled, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
