@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hfdist.config.data import Packing
@@ -21,15 +22,15 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
         position_ids, filled up to the longest.
     """
     if packing is not Packing.none:
-        tensors = torch.empty((len(NAMES), len(sequences), shape.length), dtype=torch.int64)
-        write_rows(sequences, tensors.view(len(NAMES), -1).numpy())
-        return dict(zip(NAMES, tensors.unbind(), strict=True))
-    rows = [sequence.rows for sequence in sequences]
-    length = max(row.shape[1] for row in rows)
-    input_ids = torch.full((len(rows), length), shape.fill_id)
-    labels = torch.full((len(rows), length), IGNORED)
-    attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
-    for number, row in enumerate(rows):
+        rows = np.empty((len(NAMES), len(sequences) * shape.length), dtype=np.int64)
+        write_rows(sequences, rows)
+        return dict(zip(NAMES, torch.from_numpy(rows).view(len(NAMES), -1, shape.length).unbind(), strict=True))
+    own = [sequence.rows for sequence in sequences]
+    length = max(row.shape[1] for row in own)
+    input_ids = torch.full((len(own), length), shape.fill_id)
+    labels = torch.full((len(own), length), IGNORED)
+    attention_mask = torch.zeros((len(own), length), dtype=torch.int64)
+    for number, row in enumerate(own):
         input_ids[number, : row.shape[1]] = torch.from_numpy(row[INPUT_IDS])
         labels[number, : row.shape[1]] = torch.from_numpy(row[LABELS])
         attention_mask[number, : row.shape[1]] = 1

@@ -62,6 +62,8 @@ class Lane:
             for pool, progress in enumerate(pools)
             if not plan.is_finished(pool, lane, progress.place)
         }
+        self._available = tuple(self._sequences)
+        """Pools of which something is left."""
 
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence.
@@ -72,14 +74,16 @@ class Lane:
         Raises:
             DataError: bad data, or none to train on.
         """
-        pool = self._plan.mixture.pick(sample, tuple(self._sequences))
+        pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
             return self._lane, None, assemble([], [], self._plan.shape, Place())
         packed = next(self._sequences[pool])
         # With its last sequence, not when more is asked for: a lane that goes on from here must pick as this one does.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
             del self._sequences[pool]
-        packed.records["pool"] = pool
+            self._available = tuple(self._sequences)
+        if pool > 0:
+            packed.records["pool"] = pool
         return self._lane, pool, packed
 
     def _pack(self, pool: int, place: Place) -> Iterator[sequence.Sequence]:

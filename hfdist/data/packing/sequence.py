@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,10 +145,19 @@ def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
     starts = np.cumsum(lengths)
     labels[0] = labels[starts[:-1]] = IGNORED
     first = 0
-    for one in sequences:
+    for one in sequences if any(one.blanks for one in sequences) else ():
         for start, stop in one.blanks:
             labels[first + start : first + stop] = IGNORED
         first += sum(one.lengths)
+
+
+def join_parts(sequences: Sequences[Sequence]) -> list[Sequence]:
+    """Copy the tokens of sequences into one array, so that they travel to another process as little as they can."""
+    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
+    ends = accumulate([sum(one.lengths) for one in sequences], initial=0)
+    return [
+        one._replace(parts=[tokens[start:stop]]) for one, (start, stop) in zip(sequences, pairwise(ends), strict=True)
+    ]
 
 
 def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
