@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
 from hfdist.data.collate import collate
-from hfdist.data.documents import Document
-from hfdist.data.packing.sequence import INPUT_IDS, Placed, Shape
+from hfdist.data.packing import sequence
+from hfdist.data.packing.sequence import INPUT_IDS, NAMES, Placed, Shape, write_rows
 from hfdist.data.packing.windows import best_fit
+from hfdist.data.portion import Document
 from hfdist.data.records import Fate
 
 LENGTHS = (2048, 8192)
@@ -42,6 +44,8 @@ GOAL_SHARE, GOAL_SPEED = 0.997, 3.0
 _FILL_ID = 2**31 - 1
 # What a lane of hfdist gets at a time: as many as are tokenized together.
 _PORTION = 32
+# Sequences of a batch.
+_TOGETHER = 8
 
 Packed = list[NDArray[Any]]
 """Tokens of each sequence, without filling or with `_FILL_ID`."""
@@ -111,12 +115,13 @@ def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]
     """Those that are timed in all rounds, and those that take a hundred times as long."""
     lanes = [work.documents[lane::LANES] for lane in range(LANES)]
     quick = {
-        OURS: lambda: [rows[INPUT_IDS] for rows in _ours(work.documents, length)],
-        OURS_FROM_ARRAYS: lambda: [rows[INPUT_IDS] for rows in _ours(_placed(_arrays(work)), length)],
-        OURS_IN_LANES: lambda: [rows[INPUT_IDS] for own in lanes for rows in _ours(own, length)],
+        OURS: lambda: list(_ours(work.documents, length)),
+        OURS_FROM_ARRAYS: lambda: list(_ours(_placed(_arrays(work)), length)),
+        OURS_IN_LANES: lambda: [ids for own in lanes for ids in _ours(own, length)],
         OURS_COLLATED: lambda: [
-            collate([rows], Packing.best_fit, Shape(length, _FILL_ID))["input_ids"][0].numpy()
-            for rows in _ours(work.documents, length)
+            ids
+            for batch in _batches(work.documents, length)
+            for ids in collate(batch, Packing.best_fit, Shape(length, _FILL_ID))["input_ids"].numpy()
         ],
     }
     slow = {GROUP_TEXTS: lambda: _columns(work.dataset.map(_group(length), batched=True))}
@@ -144,9 +149,18 @@ def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]
 
 
 def _ours(documents: Sequence[Placed], length: int) -> Iterator[NDArray[np.int32]]:
-    """Rows with tokens, positions and labels."""
+    """Make rows with tokens, positions and labels; give the tokens."""
+    for batch in _batches(documents, length):
+        rows = np.empty((len(NAMES), len(batch) * length), dtype=np.int32)
+        write_rows(batch, rows)
+        yield from rows[INPUT_IDS].reshape(-1, length)
+
+
+def _batches(documents: Sequence[Placed], length: int) -> Iterator[list[sequence.Sequence]]:
     portions = (list(documents[start : start + _PORTION]) for start in range(0, len(documents), _PORTION))
-    return (sequence.rows for sequence in best_fit(portions, 0, Shape(length, _FILL_ID), ("benchmark",)))
+    sequences = best_fit(portions, 0, Shape(length, _FILL_ID), ("benchmark",))
+    while batch := list(islice(sequences, _TOGETHER)):
+        yield batch
 
 
 def _placed(arrays: Sequence[NDArray[np.int32]]) -> list[Placed]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from benchmarks.data.work import BATCH_SIZE, SEED, SEQUENCE_LENGTH, TEXT, Work
+from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEED, SEQUENCE_LENGTH, TEXT, Work
 
 _NUM_SHARDS = 8
 
@@ -52,7 +52,7 @@ class _Streaming:
         return dataset.shuffle(seed=SEED, buffer_size=1000) if self._shuffled else dataset
 
     def _read(self, dataset: IterableDataset, state: Any, **options: Any) -> Iterator[Any]:
-        self._loader = self._make_loader(dataset, num_workers=1, **options)
+        self._loader = self._make_loader(dataset, num_workers=NUM_WORKERS, **options)
         batches = self._loader
         if state is not None and self._stateful:
             self._loader.load_state_dict(state)
@@ -91,7 +91,7 @@ class Tokens(_Streaming):
 
     def prepare(self, work: Work) -> None:
         """Write it, in shards."""
-        folder = work.folder / "sequences"
+        folder = work.folder / f"sequences-{SEQUENCE_LENGTH}"
         if folder.exists():
             return
         folder.mkdir()
@@ -102,10 +102,25 @@ class Tokens(_Streaming):
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """See `Loader`."""
-        files = sorted(str(path) for path in (work.folder / "sequences").glob("*.parquet"))
+        files = sorted(str(path) for path in (work.folder / f"sequences-{SEQUENCE_LENGTH}").glob("*.parquet"))
         # Batches of Arrow: the fastest of its formats here, twice as fast as torch tensors by row.
         dataset = self._open(files).with_format("arrow").batch(BATCH_SIZE, drop_last_batch=True)
         yield from self._read(dataset, state, batch_size=None, collate_fn=_to_tensor)
+
+
+class MapStyle(Tokens):
+    """The same parquet, opened whole: rows in a random order."""
+
+    def __init__(self) -> None:
+        super().__init__(shuffled=True, stateful=False)
+
+    def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
+        """See `Loader`."""
+        files = sorted(str(path) for path in (work.folder / f"sequences-{SEQUENCE_LENGTH}").glob("*.parquet"))
+        dataset = load_dataset("parquet", data_files=files, split="train").with_format("arrow")
+        order = np.random.default_rng(SEED).permutation(len(dataset))
+        for start in range(0, len(order) - BATCH_SIZE + 1, BATCH_SIZE):
+            yield _to_tensor(dataset[order[start : start + BATCH_SIZE]])
 
 
 def _to_tensor(batch: pa.Table) -> Tensor:

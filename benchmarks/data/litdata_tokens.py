@@ -10,7 +10,7 @@ import torch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 from torch import Tensor
 
-from benchmarks.data.work import BATCH_SIZE, SEED, SEQUENCE_LENGTH, Work, load_work
+from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEED, SEQUENCE_LENGTH, Work, load_work
 
 _CHUNK_BYTES = "64MB"
 
@@ -43,7 +43,7 @@ class Tokens:
         dataset = StreamingDataset(
             str(work.folder / "litdata"), item_loader=loader, shuffle=True, drop_last=True, seed=SEED
         )
-        self._loader = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=1)
+        self._loader = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)
         if state is not None:
             self._loader.load_state_dict(state)
         for batch in self._loader:

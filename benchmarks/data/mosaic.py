@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.data.work import BATCH_SIZE, SEED, SEQUENCE_LENGTH, Work
+from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEED, SEQUENCE_LENGTH, Work
 
 # `import streaming` loads its datasets of images, and with them torchvision, which nothing here needs.
 sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
@@ -28,7 +28,7 @@ class Tokens:
 
     def prepare(self, work: Work) -> None:
         """Write the shards."""
-        folder = work.folder / "mds"
+        folder = work.folder / f"mds-{SEQUENCE_LENGTH}"
         shutil.rmtree(folder, ignore_errors=True)
         with MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{SEQUENCE_LENGTH}"}) as writer:
             for sequence in work.sequences():
@@ -41,9 +41,9 @@ class Tokens:
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """See `Loader`."""
         dataset = StreamingDataset(
-            local=str(work.folder / "mds"), shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE
+            local=str(work.folder / f"mds-{SEQUENCE_LENGTH}"), shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE
         )
-        self._loader = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=1)
+        self._loader = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)
         if state is not None:
             self._loader.load_state_dict(state)
         for batch in self._loader:

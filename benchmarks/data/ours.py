@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.data.work import BATCH_SIZE, SEED, SEQUENCE_LENGTH, TEXT, Work
+from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEED, SEQUENCE_LENGTH, TEXT, Work
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import TokenStream, open_corpus
 from hfdist.data.pretokenize import pretokenize
@@ -86,5 +86,10 @@ class Tokens(_Stream):
 
 def _config(work: Work, sources: dict[str, SourceConfig], cache: Path) -> DataConfig:
     return DataConfig(
-        sources=sources, sequence_length=SEQUENCE_LENGTH, seed=SEED, eval_fraction=0.0, workers=1, cache_dir=str(cache)
+        sources=sources,
+        sequence_length=SEQUENCE_LENGTH,
+        seed=SEED,
+        eval_fraction=0.0,
+        workers=NUM_WORKERS,
+        cache_dir=str(cache),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hfdist.models.tokenizer import train_bpe
 
-SEQUENCE_LENGTH = 1024
+SEQUENCE_LENGTH = int(os.environ.get("BENCHMARK_SEQUENCE_LENGTH", "1024"))
+NUM_WORKERS = int(os.environ.get("BENCHMARK_WORKERS", "1"))
+"""Of every loader; both are read here, so that all contenders' processes are told in the same way."""
 BATCH_SIZE = 8
 SEED = 0
 TEXT = "text"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hfdist.config.data import Packing
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, NAMES, Shape
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, NAMES, Sequence, Shape, write_rows
 
 
-def collate(rows: Sequence[NDArray[np.int32]], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
+def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
     """Stack sequences, int64.
 
     Args:
-        rows: of each sequence, shape [3, length]; lengths differ only under `none`.
+        sequences: one or more; lengths differ only under `none`.
         packing: of the stream.
         shape: of sequences.
 
@@ -25,13 +22,15 @@ def collate(rows: Sequence[NDArray[np.int32]], packing: Packing, shape: Shape) -
         position_ids, filled up to the longest.
     """
     if packing is not Packing.none:
-        stacked = torch.from_numpy(np.stack(rows)).long()
-        return dict(zip(NAMES, stacked.unbind(1), strict=True))
-    length = max(row.shape[1] for row in rows)
-    input_ids = torch.full((len(rows), length), shape.fill_id)
-    labels = torch.full((len(rows), length), IGNORED)
-    attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
-    for number, row in enumerate(rows):
+        rows = np.empty((len(NAMES), len(sequences) * shape.length), dtype=np.int64)
+        write_rows(sequences, rows)
+        return dict(zip(NAMES, torch.from_numpy(rows).view(len(NAMES), -1, shape.length).unbind(), strict=True))
+    own = [sequence.rows for sequence in sequences]
+    length = max(row.shape[1] for row in own)
+    input_ids = torch.full((len(own), length), shape.fill_id)
+    labels = torch.full((len(own), length), IGNORED)
+    attention_mask = torch.zeros((len(own), length), dtype=torch.int64)
+    for number, row in enumerate(own):
         input_ids[number, : row.shape[1]] = torch.from_numpy(row[INPUT_IDS])
         labels[number, : row.shape[1]] = torch.from_numpy(row[LABELS])
         attention_mask[number, : row.shape[1]] = 1

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import datasets
 import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.config.checks_data import check_mixture
 from hfdist.config.data import DataConfig, SourceConfig
@@ -86,8 +87,13 @@ class Corpus:
 
     def locate(self, neighbours: Sequence[int]) -> tuple[Shard, list[int]]:
         """Give the shard and the rows of documents of one run."""
-        number, first_row = self._locate(neighbours[0])
-        return self.shards[number][1], [first_row + document - neighbours[0] for document in neighbours]
+        shard, first_document = self.shard_of(neighbours[0])
+        return shard, [document - first_document for document in neighbours]
+
+    def shard_of(self, document: int) -> tuple[Shard, int]:
+        """Give the shard of a document, and the canonical number of the shard's first row."""
+        number, row = self._locate(document)
+        return self.shards[number][1], document - row
 
     def origin(self, document: int) -> Origin:
         """Tell where a document comes from."""
@@ -98,6 +104,12 @@ class Corpus:
     def is_held_out(self, digest: int) -> bool:
         """Decide by `text_digest` of the text, so that equal documents fall on one side."""
         return digest < self._held_out_below
+
+    def are_held_out(self, digests: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Decide for many: see `is_held_out`."""
+        if self._held_out_below > np.iinfo(np.uint64).max:
+            return np.ones(len(digests), dtype=bool)
+        return digests < np.uint64(self._held_out_below)
 
     def mixed_blocks(self) -> Iterator[range]:
         """Give all documents once, in runs of neighbours, in a fixed mixed order that no seed and no lanes change.
@@ -123,7 +135,9 @@ class Corpus:
                     if read_bytes >= max_bytes:
                         return
                     if isinstance(text, str) and not self.is_held_out(text_digest(text)):
-                        written = texts_in(text) if shard.gives_examples and not hasattr(shard, "read_tokens") else text
+                        written = (
+                            texts_in(text) if shard.gives_examples and not hasattr(shard, "token_columns") else text
+                        )
                         read_bytes += len(written.encode("utf-8", "replace"))
                         yield written
 

@@ -32,8 +32,7 @@ class Progress(NamedTuple):
     """In those sequences, without filling."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaneState:
+class LaneState(NamedTuple):
     """How far a lane has come."""
 
     digest: int

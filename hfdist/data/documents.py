@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.cache.tokens import TokenCache, shard_key
 from hfdist.data.corpus import Corpus, cache_dir
 from hfdist.data.encoders import Encoders
+from hfdist.data.portion import Document, Portion, TokenColumns
 from hfdist.data.records import Fate
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.tokenize import text_digest
@@ -29,87 +28,76 @@ _BATCH_CHARACTERS = 1 << 20
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A document, and what is to become of it."""
-
-    number: int
-    tokens: NDArray[np.int32]
-    """Empty unless the fate is `trained` or `quarantined`; complements (negative) are no targets. Shape [tokens]."""
-    fate: Fate
-    error: DataError | None = None
-    """Why it is bad."""
-    cut_tokens: int = 0
-    """How many `data.too_long` has cut off."""
-
-
 class Documents:
     """Reads documents of a corpus, in any order.
 
     Args:
         corpus: the documents.
-        tokenizer: must have an end-of-text token.
+        encoders: of the run's tokenizer.
         cache: of tokens.
         config: `data.*`.
         held_out: give the held-out documents, and pass over the others.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: TokenCache,
-        config: DataConfig,
-        *,
-        held_out: bool = False,
+        self, corpus: Corpus, encoders: Encoders, cache: TokenCache, config: DataConfig, *, held_out: bool = False
     ) -> None:
         self.corpus = corpus
-        self._cache, self._config, self._wants_held_out = cache, config, held_out
-        self._encoders = Encoders(tokenizer, config.chat)
+        self._encoders, self._cache = encoders, cache
+        self._config, self._wants_held_out = config, held_out
+        self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
     def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
+        """Give documents of one run one by one: see `portions`."""
+        return (portion.documents() for portion in self.portions(np.asarray(neighbours)))
+
+    def portions(self, neighbours: NDArray[np.int64]) -> Iterator[Portion]:
         """Give documents of one run in the order asked for, in portions that are cheap to make together.
 
         Raises:
             DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
         """
-        shard, rows = self.corpus.locate(neighbours)
-        numbers = iter(neighbours)
-        for portion in self._rows(shard, rows):
-            yield [self._judge(next(numbers), row, shard) for row in portion]
+        shard, first_document = self.corpus.shard_of(int(neighbours[0]))
+        for start in range(0, len(neighbours), shard.rows_at_once):
+            together = neighbours[start : start + shard.rows_at_once]
+            if hasattr(shard, "token_columns"):
+                columns = cast(TokenShard, shard).token_columns(together - first_document)
+                yield self._judge(together, columns, {}, shard)
+                continue
+            first = 0
+            for rows in self._tokenized(shard, (together - first_document).tolist()):
+                bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
+                yield self._judge(together[first : first + len(rows)], _columns(rows), bad, shard)
+                first += len(rows)
 
-    def _judge(self, number: int, row: TokenRow | BadRow, shard: Shard) -> Document:
-        if isinstance(row, BadRow):
-            if self._config.on_bad_rows is BadRows.error and number not in self.corpus.quarantined:
-                raise self._with_way_out(row.error, number)
-            return Document(number, _NOTHING, Fate.bad, row.error)
-        if len(row.tokens) == 0:
-            return Document(number, _NOTHING, Fate.empty)
-        if self.corpus.is_held_out(row.text_digest) != self._wants_held_out:
-            return Document(number, _NOTHING, Fate.held_out)
-        tokens = self._cut(row.tokens)
-        if tokens is None:
-            return Document(number, _NOTHING, Fate.too_long)
-        # The first token is never a target: nothing stands before it.
-        if shard.gives_examples and not (tokens[1:] >= 0).any():
-            return Document(number, _NOTHING, Fate.no_target)
-        fate = Fate.quarantined if number in self.corpus.quarantined else Fate.trained
-        return Document(number, tokens, fate, cut_tokens=len(row.tokens) - len(tokens))
-
-    def _cut(self, tokens: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """What `data.too_long` leaves of a document; None: nothing."""
-        length = self._config.sequence_length
-        if len(tokens) <= length:
-            return tokens
-        match self._config.too_long:
-            case TooLong.split:
-                return tokens
-            case TooLong.truncate_end:
-                return tokens[:length]
-            case TooLong.truncate_start:
-                return tokens[-length:]
-            case TooLong.drop:
-                return None
+    def _judge(
+        self, numbers: NDArray[np.int64], columns: TokenColumns, bad: Mapping[int, DataError], shard: Shard
+    ) -> Portion:
+        """Say what becomes of documents; where several reasons speak against one, the last one here counts."""
+        length, too_long = self._config.sequence_length, self._config.too_long
+        if self._config.on_bad_rows is BadRows.error:
+            for place, error in bad.items():
+                if int(numbers[place]) not in self.corpus.quarantined:
+                    raise self._with_way_out(error, int(numbers[place]))
+        starts, lengths = columns.starts, columns.lengths
+        if too_long is not TooLong.split:
+            lengths = np.minimum(lengths, length)
+        if too_long is TooLong.truncate_start:
+            starts = starts + columns.lengths - lengths
+        fates = np.full(len(numbers), Fate.trained, dtype=np.int64)
+        if len(self._quarantined):
+            fates[np.isin(numbers, self._quarantined)] = Fate.quarantined
+        if shard.gives_examples:
+            fates[~_have_target(columns.tokens, starts, lengths)] = Fate.no_target
+        if too_long is TooLong.drop:
+            fates[columns.lengths > length] = Fate.too_long
+        fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Fate.held_out
+        fates[columns.lengths == 0] = Fate.empty
+        fates[list(bad)] = Fate.bad
+        is_given = (fates == Fate.trained) | (fates == Fate.quarantined)
+        lengths = np.where(is_given, lengths, 0)
+        cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
+        return Portion(numbers, columns.tokens, starts, lengths, cut_tokens, fates, bad)
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
@@ -120,14 +108,6 @@ class Documents:
             allowed=error.allowed,
             hint=way_out if error.hint is None else f"{error.hint}, or {way_out}",
         )
-
-    def _rows(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
-        for start in range(0, len(rows), shard.rows_at_once):
-            together = rows[start : start + shard.rows_at_once]
-            if hasattr(shard, "read_tokens"):
-                yield cast(TokenShard, shard).read_tokens(together)
-            else:
-                yield from self._tokenized(shard, together)
 
     def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
         key = shard_key(shard.local_identity, self._encoders.digest(examples=shard.gives_examples))
@@ -155,6 +135,20 @@ class Documents:
         for (row, text), tokens in zip(good.items(), many, strict=True):
             made[row] = tokens if isinstance(tokens, BadRow) else TokenRow(tokens, text_digest(text))
         return made
+
+
+def _columns(rows: Sequence[TokenRow | BadRow]) -> TokenColumns:
+    """Rows end to end; bad ones are empty."""
+    tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
+    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    digests = np.array([0 if isinstance(row, BadRow) else row.text_digest for row in rows], dtype=np.uint64)
+    return TokenColumns(np.concatenate(tokens), np.cumsum(lengths) - lengths, lengths, digests)
+
+
+def _have_target(tokens: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether any token of each document is a target; the first never is, as nothing stands before it."""
+    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+    return np.array([bool((tokens[start + 1 : stop] >= 0).any()) for start, stop in spans], dtype=bool)
 
 
 def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:

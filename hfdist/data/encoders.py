@@ -64,7 +64,7 @@ class Encoders:
             ConfigError: see `ExampleEncoder.encode`.
         """
         for _, shard in shards:
-            if shard.gives_examples and not hasattr(shard, "read_tokens"):
+            if shard.gives_examples and not hasattr(shard, "token_columns"):
                 (text,) = shard.read([0])
                 if isinstance(text, str):
                     self.encode(shard, [0], [text])
@@ -85,20 +85,16 @@ class Encoders:
         ]
 
 
-def check_token_sources(
-    sources: Mapping[str, SourceConfig], tokenizer: PreTrainedTokenizerBase, chat: ChatConfig
-) -> None:
-    """Check that sources of token files hold what this tokenizer, and this `data.chat`, would make.
+def check_token_sources(sources: Mapping[str, SourceConfig], encoders: Encoders) -> None:
+    """Check that sources of token files hold what these encoders would make.
 
     Raises:
         ConfigError: one does not.
         DataError: its description is damaged.
     """
-    paths = [source.path for source in sources.values() if source.kind is SourceKind.tokens and source.path is not None]
-    if paths:
-        encoders = Encoders(tokenizer, chat)
-        for path in paths:
-            check_tokenizer(path, encoders.digest(examples=False), encoders.digest(examples=True))
+    for source in sources.values():
+        if source.kind is SourceKind.tokens and source.path is not None:
+            check_tokenizer(source.path, encoders.digest(examples=False), encoders.digest(examples=True))
 
 
 def _bad(error: ContentError, where: str) -> BadRow:

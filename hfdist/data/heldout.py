@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
 from hfdist.data.corpus import Corpus, cache_dir, open_corpus
+from hfdist.data.cursor import Place
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.files import digest_of, write_once
@@ -73,7 +74,7 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
     """
-    check_token_sources(config.eval_sources, tokenizer, config.chat)
+    check_token_sources(config.eval_sources, Encoders(tokenizer, config.chat))
     parts = {}
     for name, source in config.eval_sources.items():
         alone = replace(
@@ -86,18 +87,16 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
 
 
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
-    documents = Documents(corpus, tokenizer, open_token_cache(config), config, held_out=True)
-    portions = (
-        [Placed(0, document.number, document) for document in portion]
-        for block in corpus.mixed_blocks()
-        for portion in documents.read(block)
-    )
+    encoders = Encoders(tokenizer, config.chat)
+    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
+    portions = (portion for block in corpus.mixed_blocks() for portion in documents.portions(np.array(block)))
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
     if corpus.has_examples:
-        packed = (one.rows for one in best_fit(portions, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
+        placed = ([Placed(0, one.number, one) for one in portion.documents()] for portion in portions)
+        packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
     else:
-        ends = concat(portions, 0, shape)
+        ends = concat(((Place(0, int(portion.numbers[0])), portion) for portion in portions), shape)
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
     sequences = list(islice(packed, config.eval_sequences))
     if not sequences and takes_all:

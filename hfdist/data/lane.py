@@ -15,6 +15,7 @@ from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Placed, Shape, assemble
 from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.data.portion import Portion
 from hfdist.data.records import Fate
 from hfdist.errors import DataError
 
@@ -61,6 +62,8 @@ class Lane:
             for pool, progress in enumerate(pools)
             if not plan.is_finished(pool, lane, progress.place)
         }
+        self._available = tuple(self._sequences)
+        """Pools of which something is left."""
 
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence.
@@ -71,14 +74,16 @@ class Lane:
         Raises:
             DataError: bad data, or none to train on.
         """
-        pool = self._plan.mixture.pick(sample, tuple(self._sequences))
+        pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
             return self._lane, None, assemble([], [], self._plan.shape, Place())
         packed = next(self._sequences[pool])
         # With its last sequence, not when more is asked for: a lane that goes on from here must pick as this one does.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
             del self._sequences[pool]
-        packed.records["pool"] = pool
+            self._available = tuple(self._sequences)
+        if pool > 0:
+            packed.records["pool"] = pool
         return self._lane, pool, packed
 
     def _pack(self, pool: int, place: Place) -> Iterator[sequence.Sequence]:
@@ -86,25 +91,25 @@ class Lane:
         key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
         match plan.packing:
             case Packing.concat:
-                return concat(portions, place.offset, plan.shape)
+                return concat(portions, plan.shape)
             case Packing.best_fit:
-                return best_fit(portions, place.offset, plan.shape, (*key, self._lane))
+                return best_fit(_one_by_one(portions), place.offset, plan.shape, (*key, self._lane))
             case Packing.none:
-                return one_each(portions, place.offset, plan.shape, key)
+                return one_each(_one_by_one(portions), place.offset, plan.shape, key)
 
-    def _portions(self, pool: int, place: Place) -> Iterator[list[Placed]]:
-        """Documents of a pool in the lane's order, epoch after epoch."""
+    def _portions(self, pool: int, place: Place) -> Iterator[tuple[Place, Portion]]:
+        """Documents of a pool in the lane's order, epoch after epoch, and where the first of them stands."""
         order, limit = self._plan.orders[pool], self._plan.pools[pool].epochs
-        epoch, position = place.epoch, place.position
+        epoch, position, offset = place
         barren_epochs = barren_documents = 0
         while limit is None or epoch < limit:
             while position < order.lane_length(epoch, self._lane):
-                for documents in self._documents.read(order.neighbours(epoch, self._lane, position)):
-                    barren_documents += len(documents)
-                    if any(document.fate is Fate.trained for document in documents):
+                for portion in self._documents.portions(order.rest_of_block(epoch, self._lane, position)):
+                    barren_documents += len(portion.numbers)
+                    if (portion.fates == Fate.trained).any():
                         barren_epochs, barren_documents = -1, 0
-                    yield [Placed(epoch, position + n, document) for n, document in enumerate(documents)]
-                    position += len(documents)
+                    yield Place(epoch, position, offset), portion
+                    position, offset = position + len(portion.numbers), 0
             barren_epochs += 1
             is_endless = limit is None
             if is_endless and barren_epochs >= _MOST_BARREN_EPOCHS and barren_documents >= _MOST_BARREN_DOCUMENTS:
@@ -114,3 +119,8 @@ class Lane:
                     hint="fewer data.lanes",
                 )
             epoch, position = epoch + 1, 0
+
+
+def _one_by_one(portions: Iterator[tuple[Place, Portion]]) -> Iterator[list[Placed]]:
+    for place, portion in portions:
+        yield [Placed(place.epoch, place.position + n, document) for n, document in enumerate(portion.documents())]

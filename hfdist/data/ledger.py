@@ -6,6 +6,7 @@ checkpoint is cut off when the run goes on.
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import math
@@ -120,7 +121,8 @@ class Ledger:
         for lane, count in sequences.items():
             path = records_file(self._folder, lane)
             if path.is_file():
-                kept = int(np.searchsorted(read_records(self._folder, lane)["sequence"], count))
+                # Not searchsorted, which would read the whole column.
+                kept = bisect.bisect_left(read_records(self._folder, lane), count, key=_sequence_of_record)
                 os.truncate(path, kept * RECORD.itemsize)
             path = bad_rows_file(self._folder, lane)
             if path.is_file():
@@ -145,6 +147,10 @@ def _num_bytes_before(path: Path, sequence: int) -> int:
                 break
             num_bytes += len(line)
     return num_bytes
+
+
+def _sequence_of_record(record: np.void) -> int:
+    return int(record["sequence"])
 
 
 def _sequence_of(line: bytes) -> float:

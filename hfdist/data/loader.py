@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
+from hfdist.data.packing.sequence import join_parts
 from hfdist.data.signals import forward_to_rank
 from hfdist.errors import HfdistError, ResourceError
 
@@ -85,15 +86,23 @@ class _Worker(IterableDataset[Any]):
         info = get_worker_info()
         assert info is not None
         forward_to_rank()
-        together: list[Packed | HfdistError] = []
+        together: list[Packed] = []
         try:
             for packed in self._stream.packed(info.id, info.num_workers):
                 together.append(packed)
                 if len(together) == _TOGETHER:
-                    yield together
+                    yield [*_with_parts_joined(together)]
                     together = []
         except HfdistError as error:
-            yield [*together, error]
+            yield [*_with_parts_joined(together), error]
+
+
+def _with_parts_joined(together: list[Packed]) -> list[Packed]:
+    """Tokens alone travel, in their narrow type: the rank makes positions and labels of them."""
+    if not together:
+        return []
+    joined = join_parts([sequence for _, _, sequence in together])
+    return [(lane, pool, sequence) for (lane, pool, _), sequence in zip(together, joined, strict=True)]
 
 
 def next_item(items: Iterator[Any]) -> Any:

@@ -89,12 +89,16 @@ class LaneOrder:
 
     def neighbours(self, epoch: int, lane: int, position: int) -> list[int]:
         """Canonical numbers of the documents from `position` to the end of its block, in the lane's order."""
+        rest: list[int] = self.rest_of_block(epoch, lane, position).tolist()
+        return rest
+
+    def rest_of_block(self, epoch: int, lane: int, position: int) -> NDArray[np.int64]:
+        """Give `neighbours` as an array."""
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
         block = int(blocks[place])
         first = position - (int(ends[place]) - int(self._sizes[block]))
-        rest: list[int] = self._rows(epoch, block)[first:].tolist()
-        return rest
+        return self._rows(epoch, block)[first:]
 
     def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
         return self._firsts[block] + permutation(int(self._sizes[block]), *self._key, epoch, block)

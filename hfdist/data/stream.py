@@ -66,11 +66,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Where everything that is handed out is written down, if anywhere."""
         self.may_begin_anew = False
         """Whether to read other data from their beginning where a cursor is of those before, instead of refusing it."""
-        check_token_sources(config.sources, tokenizer, config.chat)
-        self._tokenizer, self._global_batch_size = tokenizer, global_batch_size
+        self._encoders = Encoders(tokenizer, config.chat)
+        check_token_sources(config.sources, self._encoders)
+        self._global_batch_size = global_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
-        self.identity = _identity(corpus, tokenizer, config, global_batch_size)
+        self.identity = _identity(corpus, self._encoders, config, global_batch_size)
         """Of all that decides which token stands where."""
         self.lanes = lanes_of_rank(data_rank, data_size, config.lanes)
         start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
@@ -188,7 +189,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
         cache = open_token_cache(self.config)
-        documents = Documents(self.corpus, self._tokenizer, cache, self.config)
+        documents = Documents(self.corpus, self._encoders, cache, self.config)
         lanes = {lane: Lane(self.plan, documents, lane=lane, pools=state.pools) for lane, state in self._states.items()}
         number = self._num_sequences + worker
         while True:
@@ -202,7 +203,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             if pool is not None:
                 self._note(lane, pool, sequence)
             self._num_sequences += 1
-        return collate([sequence.rows for _, _, sequence in packed], self.plan.packing, self.plan.shape)
+        return collate([sequence for _, _, sequence in packed], self.plan.packing, self.plan.shape)
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         state, records = self._states[lane], sequence.records
@@ -247,16 +248,14 @@ def _make_plan(
     )
 
 
-def _identity(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, global_batch_size: int | None
-) -> str:
+def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_batch_size: int | None) -> str:
     """Hash of all that decides which token stands where."""
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
     if config.packing is Packing.best_fit:
         settings.append(RULE)
-    tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
+    tokens = encoders.digest(examples=corpus.has_examples)
     mixture = [
         # Not the epochs: with another number of them, each document stays where it is.
         [[name, source.weight, None] for name, source in sorted(config.sources.items())],

@@ -18,6 +18,7 @@ from hfdist.data.audit.audit import Audited, audit
 from hfdist.data.audit.ledger import batches_of_steps, read_ledger
 from hfdist.data.audit.steps import StepReader
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.records import Records
 from hfdist.errors import DataError
 from hfdist.models.tokenizer import load_tokenizer
@@ -125,7 +126,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         DataError: a row cannot be read any more.
     """
     data = run.config.data
-    documents = Documents(run.corpus, run.tokenizer, open_token_cache(data), data)
+    documents = Documents(run.corpus, Encoders(run.tokenizer, data.chat), open_token_cache(data), data)
     pools = [pool.name for pool in run.corpus.pools]
     reader = StepReader(run.ledger, pools, run.config.train.global_batch_size, documents, run.tokenizer)
     yield from reader.describe(step, shows_all_text=shows_all_text)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.records import Fate
@@ -75,7 +76,7 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     Raises:
         DataError: one is bad, and `data.on_bad_rows` is to stop.
     """
-    documents = Documents(corpus, tokenizer, open_token_cache(config), config)
+    documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
     read = (one for block in corpus.mixed_blocks() for portion in documents.read(block) for one in portion)
     found = list(islice(read, _SURVEYED_DOCUMENTS))
     trained = [one for one in found if one.fate is Fate.trained]

@@ -1,174 +1,260 @@
-"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence."""
+"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence.
+
+Worked out for many sequences together, in arrays: which tokens each is made of, its records and where the next begins.
+No token is touched here.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.cursor import Place
-from hfdist.data.packing.sequence import (
-    IGNORED,
-    INPUT_IDS,
-    LABELS,
-    POSITION_IDS,
-    Placed,
-    Sequence,
-    Shape,
-    assemble,
-    ids_and_labels,
-    problems_of,
-)
+from hfdist.data.packing.sequence import Sequence, Shape, filling
+from hfdist.data.portion import Portion
 from hfdist.data.records import RECORD, Fate, Records
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, DataError
 
 # Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
-_MOST_SEQUENCES = 64
+_MOST_SEQUENCES = 128
+
+Integers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """What is left of a document; nothing of one that is passed over."""
+class _Items(NamedTuple):
+    """What is left of documents, as columns; nothing of those that are passed over. Each of shape [documents]."""
 
-    placed: Placed
-    first: int
-    length: int
+    numbers: Integers
+    epochs: Integers
+    positions: Integers
+    fates: Integers
+    whole: Integers
+    """All tokens of the document."""
+    given: Integers
+    """Those that `data.too_long` leaves."""
+    first: Integers
+    """Token of the document that is used next."""
+    lengths: Integers
+    """How many are left."""
+    arrays: Integers
+    """Number of the array in which they lie."""
+    starts: Integers
+    """Where the next one lies in it."""
 
 
-def concat(portions: Iterator[list[Placed]], offset: int, shape: Shape) -> Iterator[Sequence]:
+class _Pieces(NamedTuple):
+    """Items cut where sequences begin, and those that are passed over. Each of shape [pieces]."""
+
+    owners: Integers
+    """The item."""
+    starts: Integers
+    """In all tokens of the items."""
+    first: Integers
+    """Token of the item, counted in what is left of it."""
+    lengths: Integers
+    """0: passed over."""
+
+
+def concat(portions: Iterator[tuple[Place, Portion]], shape: Shape) -> Iterator[Sequence]:
     """Give sequences; the last one, where the documents end, is filled up.
 
     Args:
-        portions: documents in order.
-        offset: first token of the first document that is still to be used.
+        portions: documents in order, and the place of the first of them; its offset, of the first portion only, is
+            the first token that is still to be used.
         shape: of sequences.
 
     Raises:
-        CheckpointError: `offset` is behind the end of the document.
+        CheckpointError: that offset is behind the end of the document.
     """
-    waiting: list[_Item] = []
-    num_tokens, num_together = 0, 1
-    for portion in portions:
-        items = [_Item(placed, 0, len(placed.document.tokens)) for placed in portion]
-        if offset > 0:
-            items[0] = _begin_inside(items[0], offset)
-            offset = 0
-        waiting += items
-        num_tokens += sum(item.length for item in items)
-        while num_tokens >= num_together * shape.length:
-            num_sequences = min(num_tokens // shape.length, _MOST_SEQUENCES)
-            taken, waiting = _split(waiting, num_sequences * shape.length)
-            num_tokens -= num_sequences * shape.length
-            yield from _cut(taken, num_sequences, shape)
+    waiting, num_together = _Waiting(shape), 1
+    for place, portion in portions:
+        waiting.add(place, portion)
+        while waiting.num_tokens >= num_together * shape.length:
+            yield from waiting.cut(min(waiting.num_tokens // shape.length, _MOST_SEQUENCES))
             num_together = min(2 * num_together, _MOST_SEQUENCES)
-    if num_sequences := num_tokens // shape.length:
-        taken, waiting = _split(waiting, num_sequences * shape.length)
-        yield from _cut(taken, num_sequences, shape)
-    if waiting:
-        last = waiting[-1].placed
-        pieces = [(item.placed, item.first, item.length) for item in waiting if item.length]
-        passed = [item.placed for item in waiting if not item.length]
-        yield assemble(pieces, passed, shape, Place(last.epoch, last.position + 1))
+    if num_sequences := waiting.num_tokens // shape.length:
+        yield from waiting.cut(num_sequences)
+    if waiting.num_documents:
+        yield waiting.rest()
 
 
-def _begin_inside(item: _Item, offset: int) -> _Item:
-    if offset >= item.length:
+class _Waiting:
+    """Documents, or what is left of them, that are in no sequence yet."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._columns = np.empty((len(_Items._fields), 0), dtype=np.int64)
+        """Those of `_Items`."""
+        self._arrays: dict[int, NDArray[Any]] = {}
+        """Tokens, by number."""
+        self._num_arrays = 0
+        self._errors: dict[tuple[int, int], DataError] = {}
+        """Of bad documents, by epoch and number."""
+        self.num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        return self._columns.shape[1]
+
+    def add(self, place: Place, portion: Portion) -> None:
+        """Take documents: see `concat`."""
+        places = np.arange(len(portion.numbers))
+        columns = _Items(
+            numbers=portion.numbers,
+            epochs=np.full_like(places, place.epoch),
+            positions=place.position + places,
+            fates=portion.fates,
+            whole=portion.lengths + portion.cut_tokens,
+            given=portion.lengths,
+            first=np.zeros_like(places),
+            lengths=portion.lengths,
+            arrays=np.full_like(places, self._num_arrays),
+            starts=portion.starts,
+        )
+        new = np.stack(columns)
+        if place.offset > 0:
+            _check_inside(place.offset, int(portion.lengths[0]))
+            _use(new, 0, place.offset)
+        self._columns = np.concatenate([self._columns, new], axis=1)
+        least = int(_Items(*self._columns).arrays[0])
+        self._arrays = {number: tokens for number, tokens in self._arrays.items() if number >= least}
+        self._arrays[self._num_arrays] = portion.tokens
+        self._num_arrays += 1
+        self._errors |= {(place.epoch, int(portion.numbers[n])): error for n, error in portion.errors.items()}
+        self.num_tokens += int(_Items(*new).lengths.sum())
+
+    def cut(self, num_sequences: int) -> Iterator[Sequence]:
+        """Take so many whole sequences. What is passed over behind their last token stays."""
+        num_tokens = num_sequences * self._shape.length
+        ends = np.cumsum(_Items(*self._columns).lengths)
+        last = int(np.searchsorted(ends, num_tokens))
+        taken = self._columns[:, : last + 1].copy()
+        over = int(ends[last]) - num_tokens
+        if over:
+            _Items(*taken).lengths[last] -= over
+            _use(self._columns, last, int(_Items(*taken).lengths[last]))
+        self._columns = self._columns[:, last if over else last + 1 :]
+        self.num_tokens -= num_tokens
+        items = _Items(*taken)
+        return self._sequences(items, num_sequences, _next_places(items, num_sequences, self._shape.length))
+
+    def rest(self) -> Sequence:
+        """Take all that is left, which is less than a sequence, and fill it up."""
+        items, length = _Items(*self._columns), self._shape.length
+        self._columns = self._columns[:, :0]
+        place = Place(int(items.epochs[-1]), int(items.positions[-1]) + 1)
+        (sequence,) = self._sequences(items, 1, [place])
+        num_filled = length - self.num_tokens
+        return sequence._replace(
+            parts=[*sequence.parts, filling(num_filled, self._shape)],
+            lengths=[*sequence.lengths, num_filled],
+            blanks=[*sequence.blanks, (self.num_tokens, length)],
+            num_tokens=self.num_tokens,
+            # As all sequences that are filled up have them: what was passed over first.
+            records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
+        )
+
+    def _sequences(self, items: _Items, num_sequences: int, places: list[Place]) -> Iterator[Sequence]:
+        """Cut items at the length, and say which tokens each sequence is made of; `places` are behind each."""
+        length = self._shape.length
+        all_pieces = _cut(items, num_sequences, length)
+        records = _records(items, all_pieces)
+        inner = np.arange(1, num_sequences) * length
+        of_records = [0, *np.searchsorted(all_pieces.starts, inner).tolist(), len(records)]
+        is_piece = all_pieces.lengths > 0
+        pieces = _Pieces(*(column[is_piece] for column in all_pieces))
+        of_pieces = [0, *np.searchsorted(pieces.starts, inner).tolist(), len(pieces.lengths)]
+        parts, lengths = self._parts(items, pieces), pieces.lengths.tolist()
+        blanks = _blanks(items, pieces, num_sequences, length)
+        for number, place in enumerate(places):
+            start, stop = of_pieces[number], of_pieces[number + 1]
+            own = records[of_records[number] : of_records[number + 1]]
+            problems = self._problems(own) if self._errors else ()
+            yield Sequence(parts[start:stop], lengths[start:stop], blanks[number], place, length, own, problems)
+
+    def _parts(self, items: _Items, pieces: _Pieces) -> list[NDArray[Any]]:
+        """Tokens of each piece, where they lie."""
+        arrays, starts = items.arrays[pieces.owners], items.starts[pieces.owners] + pieces.first
+        stops = (starts + pieces.lengths).tolist()
+        spans = list(zip(starts.tolist(), stops, strict=True))
+        edges = [0, *(np.flatnonzero(np.diff(arrays)) + 1).tolist(), len(spans)]
+        parts: list[NDArray[Any]] = []
+        for begin, end in itertools.pairwise(edges if spans else []):
+            tokens = self._arrays[int(arrays[begin])]
+            parts += [tokens[start:stop] for start, stop in spans[begin:end]]
+        for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
+            parts[place] = filling(len(parts[place]), self._shape)
+        return parts
+
+    def _problems(self, records: Records) -> tuple[str, ...]:
+        bad = records[records["fate"] == Fate.bad]
+        return tuple(str(self._errors.pop((int(record["epoch"]), int(record["document"])))) for record in bad)
+
+
+def _check_inside(offset: int, length: int) -> None:
+    if offset >= length:
         raise CheckpointError(
             "the data cursor stands behind the end of a document: the data have changed, or it is damaged",
             where="cursor.places",
-            found=f"token {offset} of {item.length}",
+            found=f"token {offset} of {length}",
             hint="the data of the checkpoint, or a new run.name",
         )
-    return replace(item, first=offset, length=item.length - offset)
 
 
-def _split(items: list[_Item], num_tokens: int) -> tuple[list[_Item], list[_Item]]:
-    """The first `num_tokens`, and the rest. What is passed over behind the last token is for the rest."""
-    filled = 0
-    for place, item in enumerate(items):
-        filled += item.length
-        if filled >= num_tokens:
-            over = filled - num_tokens
-            rest = items[place + 1 :]
-            if over:
-                rest.insert(0, replace(item, first=item.first + item.length - over, length=over))
-            return [*items[:place], replace(item, length=item.length - over)], rest
-    raise AssertionError("there are fewer tokens than were counted")
+def _use(columns: Integers, place: int, num_tokens: int) -> None:
+    """Take tokens away from the beginning of an item."""
+    items = _Items(*columns)
+    items.first[place] += num_tokens
+    items.starts[place] += num_tokens
+    items.lengths[place] -= num_tokens
 
 
-def _cut(items: list[_Item], num_sequences: int, shape: Shape) -> Iterator[Sequence]:
-    """Cut items that are `num_sequences * shape.length` tokens together."""
-    lengths = np.array([item.length for item in items])
-    ends = np.cumsum(lengths)
-    rows = _rows(items, ends - lengths, num_sequences, shape)
-    records, starts = _records(items, ends, num_sequences, shape.length)
-    edges = np.arange(num_sequences + 1) * shape.length
-    cuts = np.searchsorted(starts, edges)
-    # The item that holds the last token of each sequence.
-    lasts = np.searchsorted(ends, edges[1:] - 1, side="right").tolist()
-    passed = [(end, item.placed) for end, item in zip(ends.tolist(), items, strict=True) if item.placed.document.error]
-    for number, last in enumerate(lasts):
-        item = items[last]
-        used = item.first + item.length - int(ends[last] - edges[number + 1])
-        place = Place(item.placed.epoch, item.placed.position, used)
-        if used == len(item.placed.document.tokens):
-            place = Place(place.epoch, place.position + 1)
-        problems = problems_of([placed for end, placed in passed if end // shape.length == number]) if passed else ()
-        yield Sequence(rows[number], place, shape.length, records[cuts[number] : cuts[number + 1]], problems)
-
-
-def _rows(items: list[_Item], starts: NDArray[np.int64], num_sequences: int, shape: Shape) -> NDArray[np.int32]:
-    """Shape [sequences, 3, length]."""
-    parts = [item.placed.document.tokens[item.first : item.first + item.length] for item in items if item.length]
-    num_tokens = num_sequences * shape.length
-    ids, labels = ids_and_labels(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-    places = np.arange(num_tokens, dtype=np.int32)
-    begin = np.zeros(num_tokens, dtype=np.int32)
-    for item, start in zip(items, starts.tolist(), strict=True):
-        if item.length:
-            begin[start] = start
-            labels[start] = IGNORED
-            if item.placed.document.fate is Fate.quarantined:
-                ids[start : start + item.length] = shape.fill_id
-                labels[start : start + item.length] = IGNORED
-    begin[:: shape.length] = places[:: shape.length]
-    labels[:: shape.length] = IGNORED
-    positions = places - np.maximum.accumulate(begin)
-    rows = np.empty((num_sequences, 3, shape.length), dtype=np.int32)
-    for row, values in ((INPUT_IDS, ids), (POSITION_IDS, positions), (LABELS, labels)):
-        rows[:, row] = values.reshape(num_sequences, shape.length)
-    return rows
-
-
-def _records(
-    items: list[_Item], ends: NDArray[np.int64], num_sequences: int, length: int
-) -> tuple[Records, NDArray[np.int64]]:
-    """Records of all sequences, and at which token each piece starts."""
-    lengths = np.diff(ends, prepend=0)
-    starts = ends - lengths
-    # Pieces begin where documents do and where sequences do; what is passed over lies between them.
-    edges = np.arange(num_sequences) * length
+def _cut(items: _Items, num_sequences: int, length: int) -> _Pieces:
+    """Cut items, of which the first begins a sequence, where sequences begin."""
+    ends = np.cumsum(items.lengths)
+    begins = ends - items.lengths
+    edges = np.arange(1, num_sequences) * length
     holders = np.searchsorted(ends, edges, side="right")
-    is_inside = starts[holders] != edges
-    owner = np.concatenate([np.arange(len(items)), holders[is_inside]])
-    start = np.concatenate([starts, edges[is_inside]])
-    is_piece = lengths[owner] > 0
-    order = np.lexsort((is_piece, start))
-    owner, start, is_piece = owner[order], start[order], is_piece[order]
-    stop = np.minimum(ends[owner], (start // length + 1) * length)
-    records = np.zeros(len(owner), dtype=RECORD)
-    of_item = np.array(
-        [
-            (document.number, item.first, len(document.tokens) + document.cut_tokens, item.placed.epoch, document.fate)
-            for item in items
-            for document in (item.placed.document,)
-        ],
-        dtype=np.int64,
-    )[owner]  # fmt: skip
-    records["document"], records["of_tokens"] = of_item[:, 0], of_item[:, 2]
-    records["epoch"], records["fate"] = of_item[:, 3], of_item[:, 4]
-    records["num_tokens"] = np.where(is_piece, stop - start, 0)
-    records["first_token"] = np.where(is_piece, of_item[:, 1] + start - starts[owner], 0)
-    return records, start
+    is_inside = begins[holders] != edges
+    owners = np.concatenate([np.arange(len(ends)), holders[is_inside]])
+    starts = np.concatenate([begins, edges[is_inside]])
+    # Stable: what is passed over stays before the piece that begins at the same token.
+    order = np.argsort(starts, kind="stable")
+    owners, starts = owners[order], starts[order]
+    stops = np.minimum(ends[owners], (starts // length + 1) * length)
+    return _Pieces(owners, starts, starts - begins[owners], stops - starts)
+
+
+def _records(items: _Items, pieces: _Pieces) -> Records:
+    records = np.zeros(len(pieces.owners), dtype=RECORD)
+    records["document"] = items.numbers[pieces.owners]
+    records["first_token"] = items.first[pieces.owners] + pieces.first
+    records["num_tokens"] = pieces.lengths
+    records["of_tokens"] = items.whole[pieces.owners]
+    records["epoch"] = items.epochs[pieces.owners]
+    records["fate"] = items.fates[pieces.owners]
+    return records
+
+
+def _next_places(items: _Items, num_sequences: int, length: int) -> list[Place]:
+    """Where each sequence ends."""
+    ends, edges = np.cumsum(items.lengths), np.arange(1, num_sequences + 1) * length
+    # The item that holds the last token of each.
+    lasts = np.searchsorted(ends, edges)
+    used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
+    is_done = used == items.given[lasts]
+    positions, offsets = items.positions[lasts] + is_done, np.where(is_done, 0, used)
+    return list(map(Place, items.epochs[lasts].tolist(), positions.tolist(), offsets.tolist()))
+
+
+def _blanks(items: _Items, pieces: _Pieces, num_sequences: int, length: int) -> list[list[tuple[int, int]]]:
+    """Quarantined pieces, by sequence."""
+    blanks: list[list[tuple[int, int]]] = [[] for _ in range(num_sequences)]
+    for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
+        number, start = divmod(int(pieces.starts[place]), length)
+        blanks[number].append((start, start + int(pieces.lengths[place])))
+    return blanks

@@ -10,14 +10,16 @@ A negative token of a document is the complement of one that is context: `~id` b
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.cursor import Place
-from hfdist.data.documents import Document
+from hfdist.data.portion import Document
 from hfdist.data.records import Fate, Piece, Records, make_records
 
 IGNORED = -100
@@ -36,10 +38,14 @@ class Placed(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A packed sequence."""
+    """A packed sequence: which tokens it is made of. They are copied when it becomes part of a batch."""
 
-    rows: NDArray[np.int32]
-    """input_ids, position_ids and labels; shape [3, length]."""
+    parts: Sequences[NDArray[Any]]
+    """Tokens end to end; uint16, or int32 with complements. Pieces need not be parts."""
+    lengths: Sequences[int]
+    """Of its pieces, and of what fills it up: positions restart at each."""
+    blanks: Sequences[tuple[int, int]]
+    """From where to where nothing is a target: quarantined documents, and what fills up."""
     next_place: Place
     """Where the next one begins."""
     num_tokens: int
@@ -48,6 +54,13 @@ class Sequence(NamedTuple):
     """Of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()
     """Messages of bad rows among them."""
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """input_ids, position_ids and labels; shape [3, length]."""
+        rows = np.empty((3, sum(self.lengths)), dtype=np.int32)
+        write_rows([self], rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -87,35 +100,67 @@ def assemble(
         next_place: behind it.
         length: of this sequence; None: `shape.length`.
     """
-    rows = np.empty((3, shape.length if length is None else length), dtype=np.int32)
-    filled = 0
+    parts, blanks, filled = [], [], 0
     records = [passed_over(placed) for placed in passed]
     for placed, first, num_tokens in pieces:
         document = placed.document
-        span = slice(filled, filled + num_tokens)
-        put(rows[:, span], document, first, shape)
+        if document.fate is Fate.quarantined:
+            blanks.append((filled, filled + num_tokens))
+            parts.append(filling(num_tokens, shape))
+        else:
+            parts.append(document.tokens[first : first + num_tokens])
         whole = len(document.tokens) + document.cut_tokens
         records.append(Piece(document.number, placed.epoch, document.fate, first, num_tokens, whole))
         filled += num_tokens
-    rows[INPUT_IDS, filled:] = shape.fill_id
-    rows[POSITION_IDS, filled:] = np.arange(rows.shape[1] - filled)
-    rows[LABELS, filled:] = IGNORED
-    return Sequence(rows, next_place, filled, make_records(records), problems_of(passed))
+    lengths = [num_tokens for _, _, num_tokens in pieces]
+    length = shape.length if length is None else length
+    if filled < length:
+        parts.append(filling(length - filled, shape))
+        lengths.append(length - filled)
+        blanks.append((filled, length))
+    return Sequence(parts, lengths, blanks, next_place, filled, make_records(records), problems_of(passed))
 
 
-def put(rows: NDArray[np.int32], document: Document, first: int, shape: Shape) -> None:
-    """Write tokens of a document from its token `first` on, as many as there is room for in `rows`."""
-    num_tokens = rows.shape[1]
-    rows[POSITION_IDS] = np.arange(num_tokens)
-    if document.fate is Fate.quarantined:
-        rows[INPUT_IDS] = shape.fill_id
-        rows[LABELS] = IGNORED
-        return
-    rows[INPUT_IDS], rows[LABELS] = ids_and_labels(document.tokens[first : first + num_tokens])
-    rows[LABELS, :1] = IGNORED
+def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
+    """Tokens that stand for others, or for none."""
+    return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
-def ids_and_labels(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
+    """Copy the tokens of sequences, and make their positions and labels.
+
+    Args:
+        sequences: some tokens or more.
+        rows: filled with input_ids, position_ids and labels of all, end to end; shape [3, tokens], int32 or int64.
+    """
+    lengths = list(chain.from_iterable([one.lengths for one in sequences]))
+    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
+    ids, positions, labels = rows
+    ids[:] = tokens
+    places = np.arange(max(lengths), dtype=rows.dtype)
+    np.concatenate([places[:length] for length in lengths], out=positions)
+    labels[:] = ids
+    if tokens.dtype.kind == "i" and tokens.min() < 0:
+        ids[:], labels[:] = ids_and_labels(ids)
+    starts = np.cumsum(lengths)
+    labels[0] = labels[starts[:-1]] = IGNORED
+    first = 0
+    for one in sequences if any(one.blanks for one in sequences) else ():
+        for start, stop in one.blanks:
+            labels[first + start : first + stop] = IGNORED
+        first += sum(one.lengths)
+
+
+def join_parts(sequences: Sequences[Sequence]) -> list[Sequence]:
+    """Copy the tokens of sequences into one array, so that they travel to another process as little as they can."""
+    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
+    ends = accumulate([sum(one.lengths) for one in sequences], initial=0)
+    return [
+        one._replace(parts=[tokens[start:stop]]) for one, (start, stop) in zip(sequences, pairwise(ends), strict=True)
+    ]
+
+
+def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Tell tokens of documents from their targets; both of shape [tokens]."""
     is_context = tokens < 0
-    return np.where(is_context, ~tokens, tokens), np.where(is_context, np.int32(IGNORED), tokens)
+    return np.where(is_context, ~tokens, tokens), np.where(is_context, tokens.dtype.type(IGNORED), tokens)

@@ -1,20 +1,19 @@
-"""Sequences of whole pieces, filled up at their ends: many made together, so that numpy's calls become cheap."""
+"""Sequences of whole pieces, filled up at their ends: all of a window together, which makes numpy's calls cheap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.packing.fit import Integers, Pieces
-from hfdist.data.packing.sequence import IGNORED, POSITION_IDS, Placed, Shape, ids_and_labels
+from hfdist.data.packing.sequence import Placed, Shape, filling
 from hfdist.data.records import RECORD, Fate, Records
 
-# Made together: what stays in a core's own cache while it is gone over a few times.
-_TOKENS_TOGETHER = 1 << 15
 _ATTRIBUTES = attrgetter("number", "fate", "cut_tokens", "tokens")
 
 
@@ -28,8 +27,14 @@ class Arrangement(NamedTuple):
     """Of sequences, with what fills them up; shape [sequences]."""
 
 
-Made = tuple[NDArray[np.int32], int, Records]
-"""Rows, number of tokens and records of a `Sequence`."""
+class Made(NamedTuple):
+    """What a window knows of a `Sequence`; the fields are those of the same name there."""
+
+    parts: list[NDArray[Any]]
+    lengths: list[int]
+    blanks: list[tuple[int, int]]
+    num_tokens: int
+    records: Records
 
 
 def make_sequences(documents: list[Placed], arrangement: Arrangement, shape: Shape, first: int) -> Iterator[Made]:
@@ -43,12 +48,12 @@ def make_sequences(documents: list[Placed], arrangement: Arrangement, shape: Sha
     """
     pieces, ends, lengths = arrangement
     numbers, fates, cut_tokens, found = zip(*map(_ATTRIBUTES, [placed.document for placed in documents]), strict=True)
-    tokens: list[NDArray[np.int32]] = list(found)
+    tokens: list[NDArray[Any]] = list(found)
     is_blank = np.zeros(len(tokens) + 1, dtype=bool)
     if Fate.quarantined in fates:
         is_blank[:-1] = np.equal(fates, Fate.quarantined)
         for place in np.flatnonzero(is_blank).tolist():
-            tokens[place] = np.full(len(tokens[place]), shape.fill_id, dtype=np.int32)
+            tokens[place] = filling(len(tokens[place]), shape)
     records = np.zeros(len(pieces.document), dtype=RECORD)
     records["first_token"], records["num_tokens"] = pieces.first_token, pieces.num_tokens
     records["epoch"] = documents[0].epoch
@@ -60,58 +65,38 @@ def make_sequences(documents: list[Placed], arrangement: Arrangement, shape: Sha
     has_room = room > 0
     columns = ((pieces.document, len(tokens)), (pieces.first_token, 0), (pieces.num_tokens, room[has_room]))
     filled_up = Pieces(*(np.insert(column, ends[has_room], value) for column, value in columns))
-    tokens.append(np.full(shape.length, shape.fill_id, dtype=np.int32))
+    tokens.append(filling(shape.length, shape))
     is_blank[-1] = True
-    make_block = _block_maker(filled_up, tokens, is_blank, shape.length)
-    num_together = max(_TOKENS_TOGETHER // shape.length, 1)
-    cuts, filled_cuts = [0, *ends.tolist()], [0, *(ends + np.cumsum(has_room)).tolist()]
-    widths, num_tokens = lengths.tolist(), (lengths - room).tolist()
-    for begin in range(first, len(widths), num_together):
-        end = min(begin + num_together, len(widths))
-        block = make_block(filled_cuts[begin], filled_cuts[end])
-        stop = 0
-        for number in range(begin, end):
-            start, stop = stop, stop + widths[number]
-            yield block[:, start:stop], num_tokens[number], records[cuts[number] : cuts[number + 1]]
+    owners, firsts, sizes = (column.tolist() for column in filled_up)
+    parts = [
+        whole if len(whole := tokens[document]) == num_tokens else whole[begin : begin + num_tokens]
+        for document, begin, num_tokens in zip(owners, firsts, sizes, strict=True)
+    ]
+    filled_ends = ends + np.cumsum(has_room)
+    blanks = _blanks(filled_up, is_blank, filled_ends, lengths)
+    num_tokens = (lengths - room).tolist()
+    cuts, filled_cuts = pairwise([0, *ends.tolist()]), pairwise([0, *filled_ends.tolist()])
+    for number, ((start, stop), (begin, end)) in enumerate(zip(cuts, filled_cuts, strict=True)):
+        if number >= first:
+            yield Made(parts[begin:end], sizes[begin:end], blanks[number], num_tokens[number], records[start:stop])
 
 
-def _block_maker(
-    pieces: Pieces, tokens: list[NDArray[np.int32]], is_blank: NDArray[np.bool_], length: int
-) -> Callable[[int, int], NDArray[np.int32]]:
-    """Give what makes the rows of pieces A to B end to end; shape [3, tokens].
+def _blanks(
+    pieces: Pieces, is_blank: NDArray[np.bool_], ends: Integers, lengths: Integers
+) -> list[list[tuple[int, int]]]:
+    """Give from where to where a sequence has no targets, for each.
 
     Args:
-        pieces: of a window, in order; none of them empty.
-        tokens: of all its documents.
-        is_blank: which of them are no targets.
-        length: of sequences.
+        pieces: of a window, in order.
+        is_blank: which documents are no targets.
+        ends: of sequences, counted in pieces.
+        lengths: of sequences.
     """
-    # All that can be done once for the whole window is: a block has only a few dozen pieces.
-    owners, firsts, lengths = (column.tolist() for column in pieces)
-    parts = [
-        whole if len(whole := tokens[document]) == num_tokens else whole[first : first + num_tokens]
-        for document, first, num_tokens in zip(owners, firsts, lengths, strict=True)
-    ]
-    counting = np.arange(length, dtype=np.int32)
-    positions = [counting[:num_tokens] for num_tokens in lengths]
-    starts = np.cumsum(pieces.num_tokens) - pieces.num_tokens
-    blank = np.flatnonzero(is_blank[pieces.document])
-
-    def make(begin: int, end: int) -> NDArray[np.int32]:
-        base = starts[begin]
-        block = np.empty((3, int(starts[end - 1] - base) + lengths[end - 1]), dtype=np.int32)
-        ids, _, labels = block
-        np.concatenate(parts[begin:end], out=ids, casting="unsafe")
-        np.concatenate(positions[begin:end], out=block[POSITION_IDS])
-        if ids.min() < 0:
-            ids[:], labels[:] = ids_and_labels(ids)
-        else:
-            labels[:] = ids
-        own = starts[begin:end] - base
-        labels[own] = IGNORED
-        for piece in blank[slice(*np.searchsorted(blank, [begin, end]).tolist())].tolist():
-            start = int(own[piece - begin])
-            labels[start : start + lengths[piece]] = IGNORED
-        return block
-
-    return make
+    blanks: list[list[tuple[int, int]]] = [[] for _ in ends]
+    places = np.flatnonzero(is_blank[pieces.document])
+    sequence = np.searchsorted(ends, places, side="right")
+    stops = np.cumsum(pieces.num_tokens)[places] - (np.cumsum(lengths) - lengths)[sequence]
+    starts = stops - pieces.num_tokens[places]
+    for number, start, stop in zip(sequence.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        blanks[number].append((start, stop))
+    return blanks

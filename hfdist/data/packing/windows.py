@@ -152,16 +152,15 @@ def _give(
             )
         if not num_sequences:
             continue
-        for number, (rows, num_tokens, records) in enumerate(
-            make_sequences(documents, arrangement, shape, first), first
-        ):
+        for number, made in enumerate(make_sequences(documents, arrangement, shape, first), first):
             is_last = number == num_sequences - 1
             place = Place(epoch, documents[-1].position + 1) if is_last else Place(epoch, position, number + 1)
+            records = made.records
             problems: tuple[str, ...] = ()
             if number == 0 and passed:
                 before = make_records([passed_over(placed) for placed in passed])
                 records, problems, passed = np.concatenate([before, records]), problems_of(passed), []
-            yield Sequence(rows, place, num_tokens, records, problems)
+            yield Sequence(made.parts, made.lengths, made.blanks, place, made.num_tokens, records, problems)
         first = 0
     if passed:
         yield assemble([], passed, shape, Place(passed[-1].epoch, passed[-1].position + 1), length=last_length)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hfdist.data.portion import TokenColumns
 from hfdist.data.storage.datafile import DataFile
 from hfdist.errors import DataError, ResourceError
 
@@ -72,7 +73,7 @@ class Shard(Protocol):
 class TokenShard(Shard, Protocol):
     """A shard that holds tokens instead of text."""
 
-    def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
+    def token_columns(self, rows: NDArray[np.int64]) -> TokenColumns:
         """Give the documents of some rows of one run, in the order asked for."""
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hfdist.data.portion import TokenColumns
 from hfdist.data.sources.base import BadRow, TokenRow
 from hfdist.errors import ConfigError, DataError
 
@@ -34,6 +35,7 @@ _MOST_META_BYTES = 1 << 30
 _MOST_ROWS_AT_ONCE = 1024
 _HELD_BYTES = 8 << 20
 _NPY_HEADER_BYTES = 128
+_NARROW_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,17 @@ class TokenFileShard:
         for path, size_bytes in zip(paths, sizes_of(record, meta.dtype), strict=True):
             _check_size(path, size_bytes)
 
+    def token_columns(self, rows: NDArray[np.int64]) -> TokenColumns:
+        """Give documents in the order asked for; their tokens lie where the file is mapped."""
+        starts = self._offsets[rows]
+        return TokenColumns(self._tokens, starts, self._offsets[rows + 1] - starts, self._digests[rows])
+
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
-        """Give documents in the order asked for."""
-        numbers = np.array(rows, dtype=np.int64)
-        starts, stops = self._offsets[numbers].tolist(), self._offsets[numbers + 1].tolist()
-        digests = self._digests[numbers].tolist()
+        """Give documents in the order asked for, each by itself."""
+        columns = self.token_columns(np.array(rows, dtype=np.int64))
+        parts = zip(columns.starts.tolist(), columns.lengths.tolist(), columns.digests.tolist(), strict=True)
         return [
-            TokenRow(self._tokens[start:stop].astype(np.int32), digest)
-            for start, stop, digest in zip(starts, stops, digests, strict=True)
+            TokenRow(columns.tokens[start : start + length].astype(np.int32), digest) for start, length, digest in parts
         ]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
@@ -130,8 +135,10 @@ class TokenFileShard:
     def _tokens(self) -> NDArray[Any]:
         if self._record.tokens == 0:
             return np.empty(0, dtype=self._dtype)
+        # Complements of context tokens are negative in four signed bytes.
+        dtype = self._dtype if self._dtype.itemsize == _NARROW_BYTES else np.dtype("<i4")
         # As a plain array: slices of a memmap cost ten times as much.
-        return np.asarray(np.memmap(self._tokens_path, self._dtype, "r"))
+        return np.asarray(np.memmap(self._tokens_path, dtype, "r"))
 
     @cached_property
     def _offsets(self) -> NDArray[np.int64]:

@@ -20,6 +20,7 @@ from hfdist.data.audit.steps import StepReader
 from hfdist.data.cache.tokens import TokenCache
 from hfdist.data.cursor import Place
 from hfdist.data.documents import Documents
+from hfdist.data.encoders import Encoders
 from hfdist.data.order import LaneOrder
 from hfdist.data.records import RECORD, Fate
 from hfdist.errors import ConfigError, DataError
@@ -319,7 +320,9 @@ class TestSteps:
     @pytest.fixture
     def reader(self, past, tmp_path):
         run = past(Packing.best_fit, "weights")
-        documents = Documents(run.corpus, tokenizer(), TokenCache(tmp_path / "tokens", max_bytes=0), run.config)
+        documents = Documents(
+            run.corpus, Encoders(tokenizer(), run.config.chat), TokenCache(tmp_path / "tokens", max_bytes=0), run.config
+        )
         return StepReader(run.ledger, ["a", "b"], GLOBAL_BATCH, documents, tokenizer())
 
     def test_a_step_is_what_its_batch_held(self, past, reader, tmp_path):

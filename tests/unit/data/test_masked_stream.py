@@ -54,7 +54,7 @@ def stream_of(config, rows=None, **more):
 
 
 def documents_of(config, rows=None):
-    documents = Documents(corpus_of(config, rows), tokenizer(), open_token_cache(config), config)
+    documents = Documents(corpus_of(config, rows), Encoders(tokenizer(), config.chat), open_token_cache(config), config)
     return [one for block in documents.corpus.mixed_blocks() for part in documents.read(block) for one in part]
 
 

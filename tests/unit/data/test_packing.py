@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.data.cursor import Place
-from hfdist.data.documents import Document
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape
 from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.data.portion import Document, Portion
 from hfdist.data.records import Fate
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, DataError
 
 FILL = 99
 
 
-def document(number, *ids, fate=Fate.trained):
-    return Document(number, np.array(ids, dtype=np.int32), fate)
+def document(number, *ids, fate=Fate.trained, error=None):
+    return Document(number, np.array(ids, dtype=np.int32), fate, error)
 
 
 def placed(documents, epoch=0):
@@ -32,12 +32,29 @@ def numbered(lengths, fate=lambda n: Fate.trained):
     ]
 
 
-def pack(packing, documents, length, offset=0, portion=3):
-    items = placed(documents)
-    portions = (items[start : start + portion] for start in range(0, len(items), portion))
+def columns(items):
+    """Neighbours as one portion, whose tokens begin somewhere in an array, and its place."""
+    lengths = np.array([len(one.document.tokens) for one in items])
+    tokens = np.concatenate([[7, 7, 7], *(one.document.tokens for one in items)]).astype(np.int32)
+    return Place(items[0].epoch, items[0].position), Portion(
+        numbers=np.array([one.document.number for one in items]),
+        tokens=tokens,
+        starts=3 + np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        cut_tokens=np.array([one.document.cut_tokens for one in items]),
+        fates=np.array([one.document.fate for one in items], dtype=np.int64),
+        errors={n: one.document.error for n, one in enumerate(items) if one.document.error is not None},
+    )
+
+
+def pack(packing, documents, length, offset=0, portion=3, first=0):
+    """Sequences of documents from that with the number `first` on."""
+    items = placed(documents)[first:]
+    portions = [items[start : start + portion] for start in range(0, len(items), portion)]
     if packing is concat:
-        return list(concat(portions, offset, Shape(length, FILL)))
-    return list(packing(portions, offset, Shape(length, FILL), ("key",)))
+        (place, some), *rest = (columns(items) for items in portions)
+        return list(concat(iter([(place._replace(offset=offset), some), *rest]), Shape(length, FILL)))
+    return list(packing(iter(portions), offset, Shape(length, FILL), ("key",)))
 
 
 def test_two_documents_in_one_sequence():
@@ -74,12 +91,19 @@ def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
 
 
 def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
-    documents = [document(0, 1, 2), document(1, fate=Fate.held_out), document(2, 3, 4), document(3, fate=Fate.bad)]
+    documents = [
+        document(0, 1, 2),
+        document(1, fate=Fate.held_out),
+        document(2, 3, 4),
+        document(3, fate=Fate.bad, error=DataError("torn")),
+    ]
     documents += [document(4, 5, 6)]
     first, second = pack(concat, documents, 4)
     assert first.records["document"].tolist() == [0, 1, 2]
     assert first.records["fate"].tolist() == [Fate.trained, Fate.held_out, Fate.trained]
     assert second.records["document"].tolist() == [3, 4]
+    assert first.problems == ()
+    assert second.problems == ("Data error: torn",)
     assert second.records["num_tokens"].tolist() == [0, 2]
 
 
@@ -123,10 +147,7 @@ def test_packing_goes_on_from_the_place_of_any_sequence(packing, lengths, length
     if stop >= len(sequences):
         return
     place = sequences[stop - 1].next_place
-    items = placed(documents)[place.position :]
-    portions = (items[start : start + portion] for start in range(0, len(items), portion))
-    more = () if packing is concat else (("key",),)
-    rest = list(packing(portions, place.offset, Shape(length, FILL), *more))
+    rest = pack(packing, documents, length, place.offset, portion, place.position)
     assert len(rest) == len(sequences) - stop
     for ours, theirs in zip(rest, sequences[stop:], strict=True):
         assert np.array_equal(ours.rows, theirs.rows)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from hfdist.config.data import BadRows, SourceConfig, SourceKind
 from hfdist.data import Cursor, TokenStream, open_corpus, order
 from hfdist.data.documents import Documents, open_token_cache
+from hfdist.data.encoders import Encoders
 from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.hub import open_hub
@@ -161,7 +162,7 @@ def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(folders):
     def tokens_of(letter):
         path.write_text("same " * 20_000 + letter * 50 + " same" * 20_000)
         corpus = open_corpus(config)
-        documents = Documents(corpus, tokenizer(), open_token_cache(config), config)
+        documents = Documents(corpus, Encoders(tokenizer(), config.chat), open_token_cache(config), config)
         (document,) = next(documents.read([0]))
         return corpus.fingerprint, document.tokens.tolist()
 
