@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ STYLES = {
     "pipeline x zero1": ("#777777", "X"),
 }
 _STYLES_IN_TURN = list(STYLES.values())
-_DASHES = {"linestyle": (0, (4, 3)), "linewidth": 1.0, "alpha": 0.9}
+_DASHES: dict[str, Any] = {"linestyle": (0, (4, 3)), "linewidth": 1.0, "alpha": 0.9}
 
 Value = Callable[[list[training.Costs]], float]
 
@@ -35,24 +36,28 @@ def draw_ranks(costs: runs.ByRanks, path: Path) -> None:
     (alone,) = next(iter(costs.values()))[1]
     parameters, small = alone.num_parameters, alone.num_small_parameters
     whole = 4 * parameters
-    for name, by_ranks in costs.items():
+    for place, (name, by_ranks) in enumerate(costs.items()):
+        # One inside the other, where several are equal.
+        mark: dict[str, Any] = {"linestyle": "none", "markersize": 16 - 1.6 * place, "markerfacecolor": "none"}
         ranks = [num_ranks for num_ranks in by_ranks if num_ranks > 1]
         colour, _ = STYLES[name]
         expected = [theory.sent_bytes(name, n, parameters, activation_bytes()) / whole for n in ranks]
         sent.plot(ranks, expected, color=colour, **_DASHES)
-        _line(sent, name, {n: mean(by_ranks[n], ring_bytes) / whole for n in ranks}, linestyle="none")
+        _line(sent, name, {n: mean(by_ranks[n], ring_bytes) / whole for n in ranks}, **mark)
         expected = [theory.state_bytes(name, n, parameters, small) / whole for n in by_ranks]
         state.plot(list(by_ranks), expected, color=colour, **_DASHES)
-        _line(state, name, {n: mean(c, state_bytes) / whole for n, c in by_ranks.items()}, linestyle="none")
+        _line(state, name, {n: mean(c, state_bytes) / whole for n, c in by_ranks.items()}, **mark)
         _line(cpu, name, {n: 1e3 * mean(c, lambda rank: rank.step_cpu_seconds) for n, c in by_ranks.items()})
         _line(save, name, {n: 1e3 * sum(rank.checkpoint_cpu_seconds for rank in c) for n, c in by_ranks.items()})
     ranks = sorted({n for by_ranks in costs.values() for n in by_ranks})
     cpu.plot(ranks, [1e3 * alone.step_cpu_seconds / n for n in ranks], color="black", label="1 / ranks", **_DASHES)
-    _label(sent, "Bytes sent are what the formulas say", "bytes a rank sends in a step / bytes of the parameters")
-    _label(state, "Memory follows the formulas", "weights and optimizer on a rank / bytes of the parameters")
-    _label(cpu, "A rank's CPU time falls with its share of the batch", "CPU milliseconds of a step, per rank")
+    _label(sent, "Bytes sent are what the formulas say", "sent by a rank in a step / parameters (bytes)")
+    _label(state, "The state that a rank holds, too", "weights, optimizer of a rank / parameters (bytes)")
+    _label(cpu, "CPU time falls with the share of the batch, not for ZeRO-3", "CPU milliseconds of a step, per rank")
     _label(
-        save, "A checkpoint is written once, by all ranks together", "CPU milliseconds of a save, all ranks together"
+        save,
+        "A save: each further rank adds some CPU time",
+        "CPU milliseconds of a save, all ranks together",
     )
     sent.set_ylim(bottom=0)
     state.set_ylim(bottom=0)
@@ -61,10 +66,11 @@ def draw_ranks(costs: runs.ByRanks, path: Path) -> None:
     cpu.yaxis.set_major_formatter(FuncFormatter(_plain))
     for axes in (sent, state, cpu, save):
         _log_x(axes, ranks, "ranks, the same global batch")
+        axes.set_xlim(0.9 * ranks[0], 1.1 * ranks[-1])
     handles, labels = cpu.get_legend_handles_labels()
     labels = [label if label in STYLES else "dashed: the formula (CPU time: one process / ranks)" for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def draw_layers(costs: runs.ByLayers, path: Path) -> None:
@@ -73,11 +79,12 @@ def draw_layers(costs: runs.ByLayers, path: Path) -> None:
     step, start = figure.subplots(1, 2)
     for axes, value, title in (
         (step, lambda rank: rank.step_cpu_seconds, "A step costs what its layers cost"),
-        (start, lambda rank: rank.start_cpu_seconds, "So does the start: nothing grows faster than the model"),
+        (start, lambda rank: rank.start_cpu_seconds, "The start grows more slowly than the model"),
     ):
         for name, by_layers in costs.items():
             points = {n: mean(ranks, value) for n, ranks in by_layers.items()}
-            _line(axes, name, points, label=f"{name} (exponent {theory.exponent(points):.2f})")
+            last = theory.exponent(dict(list(points.items())[-2:]))
+            _line(axes, name, points, label=f"{name} (exponent at the end {last:.2f})")
         layers = list(next(iter(costs.values())))
         lowest = min(mean(by_layers[layers[0]], value) for by_layers in costs.values())
         linear = [lowest * n / layers[0] for n in layers]
@@ -87,16 +94,16 @@ def draw_layers(costs: runs.ByLayers, path: Path) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def draw_corpora(costs: runs.ByTimes, path: Path) -> None:
     """What a stream costs by the size of its corpus."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     panels: dict[str, tuple[str, str, Callable[[corpora.Costs], float]]] = {
-        "open": ("Opening: once for each file", "CPU milliseconds", lambda c: 1e3 * c.open_again_cpu_seconds),
-        "first": ("First batch: nearly flat", "CPU milliseconds", lambda c: 1e3 * c.first_batch_cpu_seconds),
-        "resume": ("Resume: nearly flat", "CPU milliseconds", lambda c: 1e3 * c.resume_cpu_seconds),
+        "open": ("Opening grows with the files alone", "CPU milliseconds", lambda c: 1e3 * c.open_again_cpu_seconds),
+        "first": ("First batch: tens of ms at any size", "CPU milliseconds", lambda c: 1e3 * c.first_batch_cpu_seconds),
+        "resume": ("Resume: tens of ms at any size", "CPU milliseconds", lambda c: 1e3 * c.resume_cpu_seconds),
         "heap": ("Memory: a block of rows a lane", "MiB allocated", lambda c: c.heap_bytes / 2**20),
     }
     for axes, (title, unit, value) in zip(figure.subplots(1, 4).flat, panels.values(), strict=True):
@@ -107,7 +114,7 @@ def draw_corpora(costs: runs.ByTimes, path: Path) -> None:
         _log_x(axes, times, "times the corpus")
         axes.set_ylim(bottom=0)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
 
 
 def mean(ranks: Iterable[training.Costs], value: Callable[[training.Costs], float]) -> float:
@@ -130,10 +137,17 @@ def activation_bytes() -> int:
     return 4 * runs.GLOBAL_BATCH_SIZE * runs.SEQUENCE_TOKENS * runs.SIZES["hidden_size"]
 
 
-def _line(axes: Axes, name: str, points: Mapping[int, float], **more: object) -> None:
+def _line(axes: Axes, name: str, points: Mapping[int, float], **more: Any) -> None:
     colour, mark = STYLES[name]
-    style = {"color": colour, "marker": mark, "markersize": 7, "label": name, "linewidth": 1.2} | more
-    axes.plot(list(points), list(points.values()), **style)  # type: ignore[arg-type]
+    style = {
+        "color": colour,
+        "marker": mark,
+        "markersize": 7,
+        "markeredgewidth": 1.8,
+        "label": name,
+        "linewidth": 1.2,
+    } | more
+    axes.plot(list(points), list(points.values()), **style)
 
 
 def _label(axes: Axes, title: str, unit: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Imported before the ranks are forked, so that no rank's start counts them.
+# These two are otherwise imported by the ranks themselves, as part of their start.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
-import hfdist
+import hfdist.trainer.trainer  # noqa: F401
 from benchmarks.growth import corpora, training
 from hfdist.testing.launch import run_ranks
 
@@ -54,7 +54,6 @@ ByTimes = dict[str, dict[int, corpora.Costs]]
 
 def run_by_ranks(layouts: Iterable[str], ranks: Sequence[int], num_steps: int) -> ByRanks:
     """The same global batch on more and more ranks. One rank is one process without a layout, for all alike."""
-    _load_lazy_modules()
     alone = _train({}, 1, SIZES, num_steps, saves=True)
     return {
         name: {1: alone}
@@ -69,7 +68,6 @@ def run_by_ranks(layouts: Iterable[str], ranks: Sequence[int], num_steps: int) -
 
 def run_by_layers(layouts: Iterable[str], layers: Sequence[int], num_steps: int) -> ByLayers:
     """Deeper and deeper models on two ranks."""
-    _load_lazy_modules()
     return {
         name: {
             num_layers: _train(
@@ -114,7 +112,3 @@ def _train(
         training.train, num_ranks, work, timeout_seconds=_SECONDS, group=num_ranks > 1
     )
     return costs
-
-
-def _load_lazy_modules() -> None:
-    assert hfdist.Trainer

@@ -59,14 +59,14 @@ def layers_section(costs: runs.ByLayers) -> Described:
     for name, by_layers in costs.items():
         for what, value in figures.items():
             points = {num_layers: mean(ranks, value) for num_layers, ranks in by_layers.items()}
-            slope = theory.exponent(points)
+            slope = theory.exponent({num_layers: points[num_layers] for num_layers in layers[-2:]})
             rows.append([name, what, *(f"{seconds:.3f}" for seconds in points.values()), f"{slope:.2f}"])
             measures.append(_slope(f"CPU time of {what} by layers, {name}", slope, _MOST_EXPONENT_OF_LAYERS))
     text = (
         f"Llamas of {layers[0]} to {layers[-1]} thin layers (hidden size {runs.THIN_SIZES['hidden_size']}) on "
         f"{runs.NUM_LAYER_RANKS} ranks: CPU seconds of a rank, of the median step, and of the start: from before the "
         "model is made to the end of the first step, less a step. All modules are imported before. The last column is "
-        "the exponent of a power law through all; linear is 1, and what does not depend on the layers lowers it.\n\n"
+        "the exponent from the last but one number of layers to the last; linear is 1.\n\n"
         + markdown(["layout", "CPU s of", *(f"{n} layers" for n in layers), "exponent"], rows)
     )
     return text, measures

@@ -194,7 +194,8 @@ def _held_bytes(parameter: Any) -> int:
 
 def _optimizer_bytes(trainer: Any) -> int:
     """Moments, and master weights: what the optimizer steps and the model does not hold."""
-    optimizer, masters = trainer.optimizer, []
+    optimizer = trainer.optimizer
+    masters: list[torch.Tensor] = []
     while hasattr(optimizer, "optimizer"):
         # ZeRO-3 gives its masters to the optimizer for the time of a step only.
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", masters)
