@@ -185,7 +185,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--rounds", type=int, default=7, help="saves of each, interleaved")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each, interleaved")
     return add_options(parser).parse_args()
 
 

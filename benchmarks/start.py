@@ -202,7 +202,7 @@ def _section(
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.start", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="starts of each, interleaved")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each, interleaved")
     return add_options(parser).parse_args()
 
 

@@ -174,8 +174,7 @@ class _Job:
     def __init__(
         self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path, chat: ChatConfig
     ) -> None:
-        self._folder, self._tokenizer = folder, tokenizer
-        self._encoders = Encoders(tokenizer, chat)
+        self._folder, self._tokenizer, self._encoders = folder, tokenizer, Encoders(tokenizer, chat)
         self._digest = self._encoders.digest(examples=False)
         has_examples = any(shard.gives_examples for _, shard in shards)
         self._encoding = self._encoders.digest(examples=has_examples)
