@@ -43,7 +43,7 @@ class Size(NamedTuple):
         return f"{self.tokens:,} tokens, width {self.width:,}, vocabulary {self.vocabulary:,}"
 
 
-ON_CPU = (Size(8192, 256, 32_000), Size(2048, 256, 128_256))
+ON_CPU = (Size(4096, 256, 32_000), Size(1024, 256, 128_256))
 ON_GPU = (Size(8192, 2048, 32_000), Size(16_384, 2048, 128_256))
 QUICK = (Size(256, 64, 4000),)
 
