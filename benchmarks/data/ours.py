@@ -22,7 +22,7 @@ class _Stream:
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """See `Loader`."""
-        config = self._config(work)
+        config = self.config(work)
         self._stream = TokenStream(open_corpus(config), work.tokenizer, config)
         if state is not None:
             self._stream.load_state_dict(state)
@@ -33,7 +33,8 @@ class _Stream:
         """The cursor."""
         return self._stream.state_dict()
 
-    def _config(self, work: Work) -> DataConfig:
+    def config(self, work: Work) -> DataConfig:
+        """Settings of the stream."""
         raise NotImplementedError
 
 
@@ -59,7 +60,8 @@ class Text(_Stream):
     def _cache(self, work: Work) -> Path:
         return work.folder / ("warm" if self._warm else "cold")
 
-    def _config(self, work: Work) -> DataConfig:
+    def config(self, work: Work) -> DataConfig:
+        """Settings of the stream."""
         sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
         return _config(work, sources, self._cache(work))
 
@@ -79,7 +81,8 @@ class Tokens(_Stream):
     def reset(self, work: Work) -> None:
         """Nothing is left by a run."""
 
-    def _config(self, work: Work) -> DataConfig:
+    def config(self, work: Work) -> DataConfig:
+        """Settings of the stream."""
         source = SourceConfig(kind=SourceKind.tokens, path=str(work.folder / "tokens"))
         return _config(work, {f"copy{number}": source for number in range(work.token_copies)}, work.folder / "cold")
 

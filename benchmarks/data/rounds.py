@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.data.contenders import CONTENDERS, Contender
+from benchmarks.overlay import UnavailableError, peer_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN_SECONDS = 600
@@ -99,7 +100,7 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             [*arguments, str(time.monotonic())],
             cwd=_ROOT,
-            env=os.environ | _environment(folder),
+            env=_peer_paths(CONTENDERS[number]) | _environment(folder),
             stdout=out,
             stderr=log,
             start_new_session=True,
@@ -124,6 +125,19 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
     if "missing" in figures:
         raise RuntimeError(f"not installed ({figures['missing']})")
     return figures | {"peak_bytes": sampler.peak_bytes}
+
+
+def _peer_paths(contender: Contender) -> dict[str, str]:
+    """Variables with which a process sees what its contender needs.
+
+    Raises:
+        RuntimeError: it cannot be installed.
+    """
+    # The plain contenders of --quick need nothing.
+    try:
+        return dict(os.environ) if contender.quick else peer_environment("data")
+    except UnavailableError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _environment(folder: Path) -> dict[str, str]:

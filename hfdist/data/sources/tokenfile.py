@@ -112,18 +112,12 @@ class TokenFileShard:
 
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
         """Give documents in the order asked for, each by itself."""
-        columns = self.token_columns(np.array(rows, dtype=np.int64))
-        parts = zip(columns.starts.tolist(), columns.lengths.tolist(), columns.digests.tolist(), strict=True)
-        return [
-            TokenRow(columns.tokens[start : start + length].astype(np.int32), digest) for start, length, digest in parts
-        ]
+        tokens, *others = self.token_columns(np.array(rows, dtype=np.int64))
+        spans = zip(*(column.tolist() for column in others), strict=True)
+        return [TokenRow(tokens[start : start + length].astype(np.int32), digest) for start, length, digest in spans]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give texts, decoded by the saved tokenizer.
-
-        Raises:
-            DataError: it cannot be loaded.
-        """
+        """Give texts: see `SavedTokenizer.decode`."""
         return [self._tokenizer.decode(row.tokens) for row in self.read_tokens(rows)]
 
     def origin(self, row: int) -> tuple[str, str, int]:
