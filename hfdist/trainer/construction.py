@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
 from hfdist.strategies.base import Engine, Strategy
+from hfdist.topology import Topology
+from hfdist.trainer.dealing import deal
 from hfdist.trainer.guards import check_arguments, check_loss
+from hfdist.trainer.loss_scaler import AgreedLossScaler
+from hfdist.trainer.step import prepare_optimizer
 from hfdist.trainer.trl_trainers import MIXIN, check_wishes, trains_causal_lm
 
 _Parameter = inspect.Parameter
+
+
+def adapt_accelerator(accelerator: Any, topology: Topology) -> None:
+    """Mend what accelerate does otherwise than a strategy wants.
+
+    Args:
+        accelerator: as the Trainer has just made it.
+        topology: of this run.
+    """
+    if accelerator.ddp_handler is not None:
+        # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
+        accelerator.ddp_handler.gradient_as_bucket_view = True
+    if accelerator.mixed_precision == "fp16" and accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        # On a CPU it drops fp16 without a word: give it what a GPU gets.
+        accelerator.native_amp = True
+        accelerator.scaler = AgreedLossScaler(accelerator.device.type)
+    accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
+    if topology.data_size < accelerator.num_processes:
+        # It deals batches over all processes, but ranks of one model replica must read the same.
+        accelerator.prepare_data_loader = partial(deal, accelerator, topology)
 
 
 def build_engine(

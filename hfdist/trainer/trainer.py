@@ -25,16 +25,15 @@ from hfdist.models.loss_head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
-from hfdist.trainer.construction import build_engine
-from hfdist.trainer.dealing import deal, dealing_each_once
+from hfdist.trainer.construction import adapt_accelerator, build_engine
+from hfdist.trainer.dealing import dealing_each_once
 from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate
 from hfdist.trainer.groups import without_empty_groups
 from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
 from hfdist.trainer.loss import causal_lm_loss, num_input_tokens
-from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.micro_batch import loss_of
 from hfdist.trainer.numerics import Limits, StepGuard, spread
-from hfdist.trainer.step import LeanStep, make_lean_step, prepare_optimizer
+from hfdist.trainer.step import LeanStep, make_lean_step
 from hfdist.trainer.throughput import Throughput
 from hfdist.watch import watches_among
 
@@ -100,20 +99,10 @@ class DistributedTrainerMixin(_Trainer):
         return trl_trainers.sums_over_targets(type(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; on a CPU accelerate drops fp16 without a word, so give it what a GPU gets."""
+        """Make the accelerator, and mend what it does otherwise than a strategy wants."""
         super().create_accelerator_and_postprocess()
-        if self.engine is not None and self.accelerator.ddp_handler is not None:
-            # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        is_fp16 = self.accelerator.mixed_precision == "fp16" and not self.is_deepspeed_enabled
-        if self.engine is not None and is_fp16:
-            self.accelerator.native_amp = True
-            self.accelerator.scaler = AgreedLossScaler(self.accelerator.device.type)
-        if self.engine is not None:
-            self.accelerator.prepare_optimizer = partial(prepare_optimizer, self.accelerator)
-        if self.strategy is not None and self.strategy.topology.data_size < self.args.world_size:
-            # accelerate deals batches over all processes, but ranks of one model replica must read the same.
-            self.accelerator.prepare_data_loader = partial(deal, self.accelerator, self.strategy.topology)
+        if self.strategy is not None:
+            adapt_accelerator(self.accelerator, self.strategy.topology)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
