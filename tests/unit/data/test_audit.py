@@ -274,12 +274,12 @@ class TestDamage:
         run = past(packing, "one")
         cursor = run.cursors[30]
         state = cursor.lanes[LANE]
-        lanes = {**cursor.lanes, LANE: dataclasses.replace(state, digest=state.digest ^ 1)}
+        lanes = {**cursor.lanes, LANE: state._replace(digest=state.digest ^ 1)}
         findings = run.audit(cursors={**run.cursors, 30: dataclasses.replace(cursor, lanes=lanes)}).findings
         assert findings.names == {Kind.digest: [f"lane {LANE}, between steps 16 and 30"]}
         (progress,) = state.pools
         moved = progress._replace(place=progress.place._replace(offset=progress.place.offset + 1))
-        lanes = {**cursor.lanes, LANE: dataclasses.replace(state, pools=(moved,))}
+        lanes = {**cursor.lanes, LANE: state._replace(pools=(moved,))}
         findings = run.audit(cursors={30: dataclasses.replace(cursor, lanes=lanes)}).findings
         assert list(findings.counts) == [Kind.cursor]
 
