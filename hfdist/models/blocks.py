@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile
 from hfdist.errors import ConfigError
 from hfdist.models.flops import num_parameters
@@ -53,7 +53,7 @@ def compiles_blocks(config: RunConfig) -> bool:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
     # breaks its graph. Without triton, torch compiles nothing for a GPU.
-    is_simple = config.strategy.pipeline == 1 and config.strategy.sharding is not Sharding.zero3
+    is_simple = config.strategy.pipeline == 1 and not is_deepspeed_zero3_enabled()
     return is_simple and torch.cuda.is_available() and find_spec("triton") is not None
 
 
