@@ -39,21 +39,30 @@ def main() -> None:
     """Run all lines or those that are named; one that fails does not stop the others, but the exit status tells."""
     options = _options()
     started = datetime.datetime.now(datetime.UTC)
-    lines = {}
+    lines: dict[str, list[Measure] | str] = {}
+    failed = []
     for name, module in LINES.items():
         if not options.only or module.removeprefix("benchmarks.") in options.only:
-            lines[name] = _run(module, _passed_on(options))
+            try:
+                lines[name] = _run(module, _passed_on(options))
+            except RuntimeError as error:
+                lines[name] = str(error)
+                failed.append(name)
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
     if options.write and not options.only:
         write_section(RESULTS, "table", section)
-    if any(isinstance(measures, str) for measures in lines.values()):
-        sys.exit("some lines could not be run: see the table")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _run(module: str, arguments: Sequence[str]) -> list[Measure] | str:
-    """Rows of one benchmark, run in a process of its own; or the end of what it said before it failed."""
+    """Rows of one benchmark, run in a process of its own, or why this machine cannot run it.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it said.
+    """
     with tempfile.TemporaryDirectory() as folder:
         measures = Path(folder) / "measures.json"
         command = [sys.executable, "-m", module, "--measures", str(measures), *arguments]
@@ -64,7 +73,7 @@ def _run(module: str, arguments: Sequence[str]) -> list[Measure] | str:
             return read_measures(measures)
         sys.stderr.write(ended.stderr)
         said = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit status {ended.returncode}"]
-        return " ".join(said[-_SHOWN_LINES:])
+        raise RuntimeError(" ".join(said[-_SHOWN_LINES:]))
 
 
 def _passed_on(options: argparse.Namespace) -> list[str]:

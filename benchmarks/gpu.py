@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
 from benchmarks.report import describe_machine, markdown
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, publish, publish_reason
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
     "HF Trainer", "HF Trainer, liger", "HF Trainer, torch_compile", "torchtitan", "matrix products",
@@ -35,8 +35,8 @@ def main() -> None:
     """Measure all contenders that time allows, and print or write the section."""
     options = _options()
     if not torch.cuda.is_available() and not options.quick:
-        # The table shows it in place of figures.
-        sys.exit("no CUDA device is at hand")
+        publish_reason(options, "no CUDA device is at hand")
+        return
     shape = QUICK if options.quick else SIZES
     found = _run_all(shape, options)
     measures = _measures(found)

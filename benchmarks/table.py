@@ -49,9 +49,17 @@ def publish(options: argparse.Namespace, name: str, section: str, measures: Sequ
         options.measures.write_text(json.dumps([asdict(measure) for measure in measures]))
 
 
-def read_measures(path: Path) -> list[Measure]:
-    """What `publish` has written."""
-    return [Measure(**values) for values in json.loads(path.read_text())]
+def publish_reason(options: argparse.Namespace, reason: str) -> None:
+    """Say why this machine cannot run a benchmark, which is no failure."""
+    sys.stdout.write(reason + "\n")
+    if options.measures is not None:
+        options.measures.write_text(json.dumps(reason))
+
+
+def read_measures(path: Path) -> list[Measure] | str:
+    """What `publish` or `publish_reason` has written."""
+    written = json.loads(path.read_text())
+    return written if isinstance(written, str) else [Measure(**values) for values in written]
 
 
 def table(lines: Mapping[str, Sequence[Measure] | str]) -> str:

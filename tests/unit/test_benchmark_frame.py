@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import __main__ as everything
 from benchmarks import overlay
 from benchmarks.report import write_section
 from benchmarks.rounds import cpu_seconds, interleave, medians
@@ -83,10 +84,14 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
         overlay.peer_environment("absent")
 
 
-def test_a_line_that_fails_is_told_and_the_others_run(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", "from benchmarks.__main__ import _run; print(_run('benchmarks.no_such_line', []))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+def test_a_line_that_fails_is_told_and_the_others_run(monkeypatch, capsys):
+    monkeypatch.setattr(everything, "LINES", {"absent": "benchmarks.absent", "gpu": "benchmarks.gpu"})
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    assert "No module named benchmarks.no_such_line" in ended.stdout.splitlines()[-1]
+    with pytest.raises(SystemExit, match="failed: absent"):
+        everything.main()
+
+    absent, gpu = capsys.readouterr().out.splitlines()[-2:]
+    assert "No module named benchmarks.absent" in absent
+    assert gpu.startswith("| gpu | not run: no CUDA device is at hand |")
