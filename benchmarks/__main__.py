@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import RESULTS, describe_machine, write_section
-from benchmarks.table import Measure, read_measures, table
+from benchmarks.table import Measure, read_measures, remember, table
 
 LINES = {
     "Trainer loop": "benchmarks.loop",
@@ -42,16 +42,19 @@ def main() -> None:
     lines: dict[str, list[Measure] | str] = {}
     failed = []
     for name, module in LINES.items():
-        if not options.only or module.removeprefix("benchmarks.") in options.only:
+        short = module.removeprefix("benchmarks.")
+        if not options.only or short in options.only:
             try:
                 lines[name] = _run(module, _passed_on(options))
             except RuntimeError as error:
                 lines[name] = str(error)
                 failed.append(name)
+        if options.write:
+            lines[name] = remember(short, lines.get(name, "not asked for"))
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
-    if options.write and not options.only:
+    if options.write:
         write_section(RESULTS, "table", section)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 
 from benchmarks.report import RESULTS, markdown, write_section
 
-_HEADER = ["line", "measure", "hfdist", "hfdist / peer", "hfdist / limit", "goal", "met"]
+MEASURED = Path(__file__).parent / "measured"
+_HEADER = ["line", "measure", "hfdist", "hfdist / peer", "hfdist / limit", "goal", "met", "on"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class Measure:
     goal: str = ""
     is_met: bool | None = None
     """None: there is no goal, or it could not be measured here."""
+    date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -62,6 +65,19 @@ def read_measures(path: Path) -> list[Measure] | str:
     return written if isinstance(written, str) else [Measure(**values) for values in written]
 
 
+def remember(name: str, measures: list[Measure] | str) -> list[Measure] | str:
+    """Keep the rows of a line; where there is but a reason why not, give those of the last time, if there are any.
+
+    So a GPU's figures stay in the table when another machine measures the rest.
+    """
+    kept = MEASURED / f"{name}.json"
+    if isinstance(measures, str):
+        return read_measures(kept) if kept.is_file() else measures
+    MEASURED.mkdir(exist_ok=True)
+    kept.write_text(json.dumps([asdict(measure) for measure in measures], indent=1) + "\n")
+    return measures
+
+
 def table(lines: Mapping[str, Sequence[Measure] | str]) -> str:
     """All lines; one that has a reason in place of measures was not run."""
     rows = []
@@ -84,6 +100,7 @@ def _row(line: str, measure: Measure) -> list[str]:
         _ratios(measure.ours, measure.limits),
         _cell(measure.goal) or "-",
         met,
+        measure.date,
     ]
 
 

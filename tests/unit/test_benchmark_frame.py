@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import __main__ as everything
 from benchmarks import overlay
+from benchmarks import table as frame
 from benchmarks.report import write_section
 from benchmarks.rounds import cpu_seconds, interleave, medians
 from benchmarks.table import Measure, add_options, publish, read_measures, table
@@ -41,6 +42,7 @@ def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
         limits={"copy": 2.0},
         goal="at most 2x",
         is_met=True,
+        date="2026-11-22",
     )
     file = tmp_path / "measures.json"
     options = add_options(argparse.ArgumentParser()).parse_args(["--measures", str(file)])
@@ -50,9 +52,18 @@ def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
 
     assert capsys.readouterr().out == "## Section\n"
     assert row == (
-        "| loop | time of a / step | 3 ms | 0.5x slow (6); absent: not installed | 1.5x copy (2) | at most 2x | yes |"
+        "| loop | time of a / step | 3 ms | 0.5x slow (6); absent: not installed | 1.5x copy (2) | at most 2x | yes | 2026-11-22 |"
     )
-    assert failed == "| gpu | not run: no CUDA device | - | - | - | - | - |"
+    assert failed == "| gpu | not run: no CUDA device | - | - | - | - | - | - |"
+
+
+def test_a_line_that_cannot_run_here_keeps_what_was_measured_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(frame, "MEASURED", tmp_path)
+    measure = Measure(what="speed", unit="tokens/s", ours=3.0)
+
+    assert frame.remember("gpu", "no CUDA device") == "no CUDA device"
+    assert frame.remember("gpu", [measure]) == [measure]
+    assert frame.remember("gpu", "no CUDA device") == [measure]
 
 
 def test_a_section_takes_the_place_of_the_one_before(tmp_path):
