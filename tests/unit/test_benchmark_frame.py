@@ -52,7 +52,8 @@ def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
 
     assert capsys.readouterr().out == "## Section\n"
     assert row == (
-        "| loop | time of a / step | 3 ms | 0.5x slow (6); absent: not installed | 1.5x copy (2) | at most 2x | yes | 2026-11-22 |"
+        "| loop | time of a / step | 3 ms | 0.5x slow (6); absent: not installed | 1.5x copy (2) | at most 2x | yes "
+        "| 2026-11-22 |"
     )
     assert failed == "| gpu | not run: no CUDA device | - | - | - | - | - | - |"
 
