@@ -67,4 +67,4 @@ format: $(READY)  ## Format and fix what can be fixed.
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, runs and caches of tools.
-	rm -rf $(VENV) runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

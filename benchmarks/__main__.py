@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import RESULTS, describe_machine, write_section
+from benchmarks.report import RESULTS, describe_machine, described_command, write_section
 from benchmarks.table import Measure, read_measures, remember, table
 
 LINES = {
@@ -49,9 +49,9 @@ def main() -> None:
             except RuntimeError as error:
                 lines[name] = str(error)
                 failed.append(name)
-        if options.write:
+        if options.write and name not in failed:
             lines[name] = remember(short, lines.get(name, "not asked for"))
-    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    command = described_command("benchmarks")
     section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
     if options.write:
@@ -85,8 +85,9 @@ def _passed_on(options: argparse.Namespace) -> list[str]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: do they all run")
-    parser.add_argument("--write", action="store_true", help=f"put the table and all sections into {RESULTS.name}")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="the smallest sizes and one round: do they all run")
+    how.add_argument("--write", action="store_true", help=f"put the table and all sections into {RESULTS.name}")
     names = [module.removeprefix("benchmarks.") for module in LINES.values()]
     parser.add_argument("--only", nargs="+", choices=names, default=[], help="these lines alone")
     return parser.parse_args()

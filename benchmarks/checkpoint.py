@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,7 @@ from benchmarks.checkpoint_savers import (
     sharded,
     sizes,
 )
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 from hfdist.checkpoint.exchange import gather_json
@@ -150,7 +149,7 @@ def _section(
         f"{rounds} interleaved rounds after one to warm up.",
         f"{describe_machine('torch', 'deepspeed', 'transformers', 'safetensors')}; "
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.checkpoint', *sys.argv[1:]])}`",
+        f"`{described_command('benchmarks.checkpoint')}`",
         "One process:",
         _table(one, one),
     ]

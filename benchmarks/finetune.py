@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.table import Measure, add_options, publish
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
@@ -242,7 +242,7 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
         "Times are of all steps but the first; memory is the process's largest resident size. Medians of "
         f"{options.rounds} interleaved rounds, each run in a process of its own.\n\n"
         f"{describe_machine('torch', 'transformers', 'trl')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.finetune', *sys.argv[1:]])}`\n\n"
+        f"`{described_command('benchmarks.finetune')}`\n\n"
         f"{markdown(header, rows)}"
     )
 

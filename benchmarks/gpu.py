@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.table import Measure, add_options, publish, publish_reason
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
@@ -151,7 +151,7 @@ def _section(options: argparse.Namespace, shape: Shape, found: dict[str, Any]) -
         f"{LOSS_BOUND}. "
         "hfdist, KEY=VALUE: its defaults but for this key.\n\n"
         f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.gpu', *sys.argv[1:]])}`\n\n"
+        f"`{described_command('benchmarks.gpu')}`\n\n"
         f"{markdown(header, rows)}"
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.models.chunked_loss import ChunkedLoss
@@ -243,7 +242,7 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy "
         f"with default options. Medians of {options.rounds} interleaved rounds; on a CPU each call has a process.\n\n"
         f"{describe_machine('torch')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.head', *sys.argv[1:]])}`"
+        f"`{described_command('benchmarks.head')}`"
     )
 
 

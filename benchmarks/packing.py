@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import re
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
@@ -306,7 +305,7 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
         f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
         f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"
         f"{describe_machine(*versions)}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.packing', *sys.argv[1:]])}`\n\n"
+        f"`{described_command('benchmarks.packing')}`\n\n"
         f"{markdown(header, rows)}"
     )
 

@@ -9,7 +9,6 @@ import argparse
 import datetime
 import gc
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Contender, Work
 from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.testing.launch import run_ranks
 
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for num_ranks in options.ranks:
         work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
         timings[num_ranks] = measure(work, options.rounds)
-    command = " ".join(["python -m benchmarks.pipeline", *(sys.argv[1:] if arguments is None else arguments)])
+    command = described_command("benchmarks.pipeline")
     section = "\n\n".join([_preamble(options, started, command), times_table(timings), breakdown_table(timings)])
     publish(options, "pipeline", section, measures_of(timings))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
-import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -18,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
@@ -196,7 +195,7 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         f"busy. Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
         f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.pipeline_llama', *sys.argv[1:]])}`"
+        f"`{described_command('benchmarks.pipeline_llama')}`"
     )
 
 

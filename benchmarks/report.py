@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+_PLACES = ("--measures", "--folder")
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
@@ -23,6 +25,13 @@ def describe_machine(*packages: str) -> str:
         f"{versions}; gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f} at the end, this benchmark's ranks included"
     )
+
+
+def described_command(module: str) -> str:
+    """How this process was started, without options that name a place on this machine."""
+    given = iter(sys.argv[1:])
+    kept = [word for word in given if not (word in _PLACES and next(given, None))]
+    return " ".join(["python -m", module, *kept])
 
 
 def write_section(path: Path, name: str, section: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ from benchmarks.data.contenders import CONTENDERS
 from benchmarks.data.ours import Tokens
 from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
@@ -58,7 +57,7 @@ def main() -> None:
         "and the stream. Same batches: those that follow are compared with the uninterrupted stream's. Cursors at a "
         "sample are made by arithmetic and read on from. Peers: one loader process, from the end of the imports.\n\n"
         f"{describe_machine('torch', 'datasets')}; {started:%Y-%m-%d}; "
-        f"`python -m benchmarks.resume {' '.join(sys.argv[1:])}`\n\n{markdown(header, rows)}\n\n{others}"
+        f"`{described_command('benchmarks.resume')}`\n\n{markdown(header, rows)}\n\n{others}"
     )
     slowest = max(medians)
     measure = Measure(

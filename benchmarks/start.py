@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 
@@ -183,7 +183,7 @@ def _section(
         "lightning, each in a plain script. CPU time of the process, files in the page cache; wall clock beside it. "
         f"Medians of {rounds} interleaved rounds, after one to warm up.",
         f"{describe_machine('torch', 'transformers', 'accelerate')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.start', *sys.argv[1:]])}`",
+        f"`{described_command('benchmarks.start')}`",
         markdown(["start", "CPU s", "wall s", "CPU s of its stages"], rows),
     ]
     if compiled:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.growth import plots, runs
 from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
-from benchmarks.report import describe_machine
+from benchmarks.report import describe_machine, described_command
 from benchmarks.table import Measure, add_options, publish
 
 _PICTURES = Path(__file__).parent
@@ -54,7 +53,7 @@ PARTS = {
 def main() -> None:
     """Measure all parts, or those that are named; each has a section and a picture of its own."""
     options = _options()
-    command = " ".join(["python -m benchmarks.growth", *sys.argv[1:]])
+    command = described_command("benchmarks.growth")
     measures: list[Measure] = []
     for name in options.parts:
         part, started = PARTS[name], datetime.datetime.now(datetime.UTC)

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.loop.contenders import BARE, LIGHTNING, LOOPS, OURS, RECIPE, Train, recipe_config, recipe_data
 from benchmarks.loop.work import BATCHES, LOG_EVERY, MICRO_BATCH_SIZE, MODEL, SEQUENCE_LENGTH, Gate, Work
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.testing.launch import forget_parent
@@ -243,7 +243,7 @@ def _section(results: dict[int, Result], options: argparse.Namespace, started: d
         f"{options.rounds} rounds after one to warm up. All loops gave the same losses to a relative {difference:.1g}."
         "\n\n"
         f"{describe_machine('torch', 'transformers', 'accelerate')}; {started:%Y-%m-%d}; "
-        f"`{' '.join(['python -m benchmarks.loop', *sys.argv[1:]])}`\n\n"
+        f"`{described_command('benchmarks.loop')}`\n\n"
         f"{markdown(header, rows)}"
     )
 
