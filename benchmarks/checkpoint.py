@@ -50,8 +50,15 @@ MOST_COPIES, MOST_WRITES = 1.2, 2.0
 
 
 def main() -> None:
-    """Measure all, show the tables, and write them down if asked to."""
+    """Measure all in one folder, which goes with all that savers leave, show the tables, and write them if asked to."""
     options = _options()
+    with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
+        # Ranks are forks, and find their folders by it.
+        tempfile.tempdir = folder
+        _measure_all(options)
+
+
+def _measure_all(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rounds = 1 if options.quick else options.rounds

@@ -140,7 +140,10 @@ def _write_run(descriptor: int, run: Sequence[_Write]) -> Part:
 
 def _send_to_disk(descriptor: int, begin: int, end: int) -> None:
     """Let the disk begin with what the system would collect until it is asked to wait for all of it."""
-    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
+    # A hint, which not all systems and file systems take.
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -62,12 +62,14 @@ def quick_imports() -> Iterator[None]:
 
     Modules stay as long as the process, and torch and transformers make millions of objects.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, is_first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        # Later there may be garbage that was not collected yet, such as a model, and it would stay.
+        if is_first:
+            gc.freeze()
         if was_enabled:
             gc.enable()
 

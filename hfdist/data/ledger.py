@@ -90,10 +90,11 @@ class Ledger:
         with self._writing:
             self._folder.mkdir(parents=True, exist_ok=True)
             while self._counted:
-                # Taken out first: what is written in part is cut off by the next start, and never written twice.
-                counted = self._counted.pop(0)
+                counted = self._counted[0]
                 for path in list(counted):
+                    # Taken out first: what is written in part is cut off by the next start, and never written twice.
                     _append(path, b"".join(counted.pop(path)))
+                del self._counted[0]
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
         """Keep what was written under another name, since other data are read from here on.
@@ -117,16 +118,18 @@ class Ledger:
         Args:
             sequences: of each lane, how many the checkpoint counts.
         """
-        self._waiting, self._counted = {}, []
-        for lane, count in sequences.items():
-            path = records_file(self._folder, lane)
-            if path.is_file():
-                # Not searchsorted, which would read the whole column.
-                kept = bisect.bisect_left(read_records(self._folder, lane), count, key=_sequence_of_record)
-                os.truncate(path, kept * RECORD.itemsize)
-            path = bad_rows_file(self._folder, lane)
-            if path.is_file():
-                os.truncate(path, _num_bytes_before(path, count))
+        # A thread of a training that has failed may still be writing.
+        with self._writing:
+            self._waiting, self._counted = {}, []
+            for lane, count in sequences.items():
+                path = records_file(self._folder, lane)
+                if path.is_file():
+                    # Not searchsorted, which would read the whole column.
+                    kept = bisect.bisect_left(read_records(self._folder, lane), count, key=_sequence_of_record)
+                    os.truncate(path, kept * RECORD.itemsize)
+                path = bad_rows_file(self._folder, lane)
+                if path.is_file():
+                    os.truncate(path, _num_bytes_before(path, count))
 
 
 def read_records(folder: Path, lane: int) -> Records:

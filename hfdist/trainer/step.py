@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import ModuleType
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_lomo_available
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
@@ -72,10 +71,10 @@ class LeanStep:
     def _list_parts(self) -> None:
         self._modules = list(self._model.modules())
         self._gradients.parameters = list(self._model.parameters())
-        self._num_trained = self._count_trained()
+        self._trained = self._list_trained()
 
-    def _count_trained(self) -> int:
-        return sum(len(group["params"]) for group in self._trainer.optimizer.param_groups)
+    def _list_trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
 
     def run(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of one micro batch, and give its detached loss; `Trainer.training_step`."""
@@ -124,8 +123,9 @@ class LeanStep:
 
     def clip(self) -> torch.Tensor:
         """Clip to `args.max_grad_norm`, and give the norm before; `Trainer._clip_grad_norm`."""
-        if self._num_trained != self._count_trained():
-            # A callback has given the optimizer more.
+        trained = self._list_trained()
+        if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
+            # A callback has given the optimizer others.
             self._list_parts()
         if self._scaler is not None:
             self._trainer.accelerator.unscale_gradients()
@@ -147,7 +147,8 @@ class LeanStep:
 
 def _no_sync(model: nn.Module) -> AbstractContextManager[Any]:
     """`Accelerator.no_sync`, which reads environment variables at each micro batch."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+    # A DDP model that is compiled as a whole hands it on.
+    return cast(AbstractContextManager[Any], getattr(model, "no_sync", nullcontext)())
 
 
 class Gradients:

@@ -103,25 +103,34 @@ def one_each(
         num_documents = int(with_tokens[-1]) + 1 if is_full else len(sizes)
         return num_documents, Arrangement(pieces, np.arange(len(used)) + 1, lengths)
 
-    return _give(_windows(portions, arrange), first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
+    windows = _windows(portions, arrange, _SORTED_DOCUMENTS)
+    return _give(windows, first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
 
 
-def _windows(portions: Iterator[list[Placed]], arrange: _Arrange) -> Iterator[_Window]:
-    """Cut a run of documents; a window ends with its epoch."""
+def _windows(portions: Iterator[list[Placed]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
+    """Cut a run of documents; a window ends with its epoch, and else has at least `least` documents with tokens."""
     waiting: list[Placed] = []
     sizes: list[int] = []
+    with_tokens = 0
 
     def take(*, is_all: bool) -> Iterator[_Window]:
-        while waiting and (found := arrange(sizes, waiting[0], is_all)) is not None:
+        nonlocal with_tokens
+        # Else each portion without tokens would be looked at again with every one that follows.
+        while waiting and (is_all or with_tokens >= least):
+            if (found := arrange(sizes, waiting[0], is_all)) is None:
+                return
             num_documents, arrangement = found
             yield _Window(waiting[:num_documents], sizes[:num_documents], arrangement)
             del waiting[:num_documents], sizes[:num_documents]
+            with_tokens = len(sizes) - sizes.count(0)
 
     for portion in portions:
         if waiting and portion and waiting[0].epoch != portion[0].epoch:
             yield from take(is_all=True)
         waiting += portion
-        sizes += [len(placed.document.tokens) for placed in portion]
+        own = [len(placed.document.tokens) for placed in portion]
+        sizes += own
+        with_tokens += len(own) - own.count(0)
         yield from take(is_all=False)
     yield from take(is_all=True)
 

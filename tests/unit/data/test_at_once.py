@@ -1,5 +1,7 @@
 """Files are opened several at a time, in order."""
 
+import time
+
 import pytest
 
 from hfdist.data.storage.at_once import map_at_once
@@ -23,3 +25,18 @@ def test_what_is_raised_comes_behind_all_that_went_well(bad):
         for number in map_at_once(refuse, range(1000)):
             seen.append(number)  # each as it comes
     assert seen == list(range(bad))
+
+
+def test_an_error_does_not_wait_for_what_nobody_takes_any_more():
+    called = []
+
+    def fail_at_once(number):
+        called.append(number)
+        if number == 0:
+            raise ValueError
+        time.sleep(0.001)
+
+    with pytest.raises(ValueError, match="^$"):
+        list(map_at_once(fail_at_once, range(5000)))
+
+    assert len(called) < 1000
