@@ -82,6 +82,7 @@ QUARANTINE = ["t:00000:7", "t:00000:8", "t:00000:33"]
 ANNEAL = [WeightChange(step=3, weights={"t": 1.0, "c": 3.0, "b": 2.0})]
 SOURCES = {
     "tokens": lambda folder: {"t": tokens(folder)},
+    "two folders": lambda folder: {"t": tokens(folder), "u": tokens(folder, "chat")},
     "ends": lambda folder: {"t": tokens(folder, epochs=1)},
     "text": lambda folder: {"b": rows(folder)},
     "chat": lambda folder: {"c": rows(folder, "chat", format=RowFormat.messages)},
@@ -96,6 +97,7 @@ CASES = {
     "tokens that end": ("ends", {"sequence_length": 64, "quarantine": QUARANTINE}),
     "tokens by themselves": ("tokens", {"packing": Packing.none}),
     "tokens, fitted": ("tokens", {"packing": Packing.best_fit, "quarantine": QUARANTINE}),
+    "tokens of two folders": ("two folders", {"quarantine": QUARANTINE, "eval_fraction": 0.1}),
     "text": ("text", {}),
     "text, long ones left out": ("text", {"too_long": TooLong.drop}),
     "conversations": ("chat", {}),
@@ -103,6 +105,7 @@ CASES = {
     "a mixture, fitted": ("mixed", {"packing": Packing.best_fit, "anneal": ANNEAL}),
 }
 GOLDEN = {
+    "tokens of two folders": "2ae9069d87418e20",
     "tokens, end to end": "da6d30967fd05dd6",
     "tokens, long sequences": "3195685900603b1c",
     "tokens, held out": "3c1cda161ca87f9b",
