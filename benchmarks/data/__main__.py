@@ -51,9 +51,9 @@ def _preamble(work: Work, text_megabytes: int, num_rounds: int, started: datetim
         f"{work.token_copies} times as many. Sequences of {SEQUENCE_LENGTH}, batches of {BATCH_SIZE}, one loader "
         f"process, one thread a process, local disk. Medians of {num_rounds} interleaved rounds, every run in a fresh "
         "process. Rates are those between 10 % and 90 % of an epoch; CPU seconds are those of the process and its "
-        "workers. `first batch` and `resume at 90 %` (of one run) count from the end of the imports to the first batch. In "
-        "brackets: as a multiple of the table's first row; more is better in the two columns of rates, less in the "
-        "others.\n\n"
+        "workers. `first batch` and `resume at 90 %` (of one run) count from the end of the imports to the "
+        "first batch. In brackets: as a multiple of the table's first row; more is better in the two columns of "
+        "rates, less in the others.\n\n"
         f"{describe_machine('torch', 'datasets')}; mosaicml-streaming 0.13.0, litdata 0.2.76, torchdata 0.11.0; "
         f"{started:%Y-%m-%d}; `{command}`"
     )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
-from hfdist.data.packing.sequence import join_parts
+from hfdist.data.packing.sequence import Bundle, bundle, unbundle
 from hfdist.data.signals import forward_to_rank
 from hfdist.errors import HfdistError, ResourceError
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 
 _TOGETHER = 8
+
+_Sent = tuple[list[tuple[int, int | None]], Bundle]
+"""Lanes, pools and sequences of a worker."""
+_Item = tuple[_Sent | None, HfdistError | None]
 
 
 class StreamLoader:
@@ -63,18 +67,16 @@ class StreamLoader:
         try:
             while True:
                 # Workers take turns sequence by sequence, and the items of each hold several.
-                turns = [next_item(items) for _ in range(num_workers)]
-                for place in range(_TOGETHER):
+                turns = [_opened(next_item(items)) for _ in range(num_workers)]
+                for _ in range(_TOGETHER):
                     for turn in turns:
-                        if place == len(turn) - 1 and isinstance(turn[place], HfdistError):
-                            raise turn[place]
-                        yield turn[place]
+                        yield next(turn)
         finally:
             del items
 
 
 class _Worker(IterableDataset[Any]):
-    """What runs in a loader process: gives lists of sequences, since each item costs as much as several sequences.
+    """What runs in a loader process: gives sequences together, since each item costs as much as several sequences.
 
     Errors for the reader travel as values, since torch would wrap them.
     """
@@ -82,7 +84,7 @@ class _Worker(IterableDataset[Any]):
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
-    def __iter__(self) -> Iterator[list[Packed | HfdistError]]:
+    def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         assert info is not None
         forward_to_rank()
@@ -91,18 +93,29 @@ class _Worker(IterableDataset[Any]):
             for packed in self._stream.packed(info.id, info.num_workers):
                 together.append(packed)
                 if len(together) == _TOGETHER:
-                    yield [*_with_parts_joined(together)]
+                    yield _closed(together), None
                     together = []
         except HfdistError as error:
-            yield [*_with_parts_joined(together), error]
+            yield _closed(together) if together else None, error
 
 
-def _with_parts_joined(together: list[Packed]) -> list[Packed]:
+def _closed(together: list[Packed]) -> _Sent:
     """Tokens alone travel, in their narrow type: the rank makes positions and labels of them."""
-    if not together:
-        return []
-    joined = join_parts([sequence for _, _, sequence in together])
-    return [(lane, pool, sequence) for (lane, pool, _), sequence in zip(together, joined, strict=True)]
+    return [(lane, pool) for lane, pool, _ in together], bundle([sequence for _, _, sequence in together])
+
+
+def _opened(item: _Item) -> Iterator[Packed]:
+    """Give what a worker sent.
+
+    Raises:
+        HfdistError: where the worker met it.
+    """
+    sent, error = item
+    if sent is not None:
+        for (lane, pool), sequence in zip(sent[0], unbundle(sent[1]), strict=True):
+            yield lane, pool, sequence
+    if error is not None:
+        raise error
 
 
 def next_item(items: Iterator[Any]) -> Any:
