@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from hfdist.data.stream import TokenStream
 
 
-_TOGETHER = 8
+# Sequences that travel together: few at first, so that the first batch comes soon, then twice as many each time, since
+# each item costs as much as many sequences.
+_FIRST_TOGETHER, _MOST_TOGETHER = 8, 64
 
 _Sent = tuple[list[tuple[int, int | None]], Bundle]
 """Lanes, pools and sequences of a worker."""
@@ -57,7 +59,7 @@ class StreamLoader:
             _Worker(self.dataset),
             batch_size=None,
             num_workers=num_workers,
-            prefetch_factor=-(-config.prefetch // _TOGETHER),
+            prefetch_factor=-(-config.prefetch // _most_together(config.prefetch)),
             collate_fn=as_it_is,
             # A generator of its own, so that dropout's random state is not touched.
             generator=torch.Generator(),
@@ -65,10 +67,10 @@ class StreamLoader:
         )
         items = iter(loader)
         try:
-            while True:
+            for num_together in _sizes(config.prefetch):
                 # Workers take turns sequence by sequence, and the items of each hold several.
                 turns = [_opened(next_item(items)) for _ in range(num_workers)]
-                for _ in range(_TOGETHER):
+                for _ in range(num_together):
                     for turn in turns:
                         yield next(turn)
         finally:
@@ -89,14 +91,28 @@ class _Worker(IterableDataset[Any]):
         assert info is not None
         forward_to_rank()
         together: list[Packed] = []
+        sequences = self._stream.packed(info.id, info.num_workers)
         try:
-            for packed in self._stream.packed(info.id, info.num_workers):
-                together.append(packed)
-                if len(together) == _TOGETHER:
-                    yield _closed(together), None
-                    together = []
+            for num_together in _sizes(self._stream.config.prefetch):
+                together = []
+                for _ in range(num_together):
+                    together.append(next(sequences))
+                yield _closed(together), None
         except HfdistError as error:
             yield _closed(together) if together else None, error
+
+
+def _most_together(prefetch: int) -> int:
+    """No more than half of what is read ahead, so that one item is made while another is used."""
+    return min(max(prefetch // 2, _FIRST_TOGETHER), _MOST_TOGETHER)
+
+
+def _sizes(prefetch: int) -> Iterator[int]:
+    """How many sequences each item of a worker holds; without end."""
+    size, most = _FIRST_TOGETHER, _most_together(prefetch)
+    while True:
+        yield size
+        size = min(2 * size, most)
 
 
 def _closed(together: list[Packed]) -> _Sent:
