@@ -55,7 +55,7 @@ _LIMITS = ("memory map", "zero-copy Arrow")
 def main() -> None:
     """Measure all at each length, in turns."""
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__))
-    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each reader")
+    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each reader")
     options = parser.parse_args()
     started = datetime.datetime.now(datetime.UTC)
     megabytes, copies = (2, 2) if options.quick else (16, 4)

@@ -2,14 +2,8 @@
 
     python -m benchmarks.data --write
 
-In an environment that has hfdist, the peers come with one command, without the vision and cloud packages that they
-ask for and that reading tokens from a disk does not need:
-
-    pip install -c constraints.txt --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76 torchdata==0.11.0 \
-        Brotli python-snappy cramjam zstd catalogue lightning-utilities boto3 botocore s3transfer jmespath \
-        python-dateutil six requests urllib3 charset-normalizer certifi
-
-A peer that is not installed is reported as such; `--quick` takes what needs none, and a tiny corpus.
+The peers' packages are those of `benchmarks/peers/data.txt`. `--all` takes other ways to use the peers as well;
+`--quick` what needs no package of a peer, and a tiny corpus.
 """
 
 from __future__ import annotations
@@ -19,36 +13,37 @@ import datetime
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.data.contenders import CONTENDERS
-from benchmarks.data.rounds import Failure, run_rounds
+from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
-from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
-from benchmarks.report import RESULTS, describe_machine, write_section
+from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
+from benchmarks.report import describe_machine
+from benchmarks.table import Measure, add_options, publish
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, and write them down if asked to."""
-    options = _options(arguments)
-    command = " ".join(["python -m benchmarks.data", *(sys.argv[1:] if arguments is None else arguments)])
+def main() -> None:
+    """Measure, show the tables, and write them down if asked to."""
+    options = _options()
+    command = " ".join(["python -m benchmarks.data", *sys.argv[1:]])
     started = datetime.datetime.now(datetime.UTC)
     text_megabytes, copies, num_rounds = (2, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
-    numbers = [number for number, contender in enumerate(CONTENDERS) if contender.quick or not options.quick]
+    numbers = [
+        number
+        for number, contender in enumerate(CONTENDERS)
+        if (contender.quick if options.quick else options.all or not contender.extra)
+    ]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = make_work(Path(folder), text_bytes=text_megabytes * 10**6, token_copies=copies)
         rows = run_rounds(Path(folder), numbers, num_rounds)
     section = "\n\n".join([_preamble(work, text_megabytes, num_rounds, started, command), tables(rows), _NOTES])
-    print(section)
-    if options.write:
-        write_section(RESULTS, "data", section)
+    publish(options, "data", section, _measures(rows))
     if any(row.contender.library == "hfdist" and isinstance(row.result, Failure) for row in rows):
         sys.exit("hfdist failed: see the tables")
 
 
 def _preamble(work: Work, text_megabytes: int, num_rounds: int, started: datetime.datetime, command: str) -> str:
-    packages = ["torch", "datasets", "mosaicml-streaming", "litdata", "torchdata"]
     return (
         "## Reading data, beside the peers\n\n"
         f"{text_megabytes} MB of Python source, cut to the lengths of web pages, in 8 parquet shards of uneven size, "
@@ -56,10 +51,11 @@ def _preamble(work: Work, text_megabytes: int, num_rounds: int, started: datetim
         f"{work.token_copies} times as many. Sequences of {SEQUENCE_LENGTH}, batches of {BATCH_SIZE}, one loader "
         f"process, one thread a process, local disk. Medians of {num_rounds} interleaved rounds, every run in a fresh "
         "process. Rates are those between 10 % and 90 % of an epoch; CPU seconds are those of the process and its "
-        "workers. `first batch` and `resume at 90 %` count from the end of the imports to the first batch. In "
-        "brackets: as a multiple of the table's first row; more is better in the two columns of rates, less in the "
-        "others.\n\n"
-        f"{describe_machine(*filter(_is_installed, packages))}; {started:%Y-%m-%d}; `{command}`"
+        "workers. `first batch` and `resume at 90 %` (of one run) count from the end of the imports to the "
+        "first batch. In brackets: as a multiple of the table's first row; more is better in the two columns of "
+        "rates, less in the others.\n\n"
+        f"{describe_machine('torch', 'datasets')}; mosaicml-streaming 0.13.0, litdata 0.2.76, torchdata 0.11.0; "
+        f"{started:%Y-%m-%d}; `{command}`"
     )
 
 
@@ -75,22 +71,43 @@ the second table only. litdata drops what is left over of each chunk.
 them, count once."""
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+def _measures(rows: Sequence[Row]) -> list[Measure]:
+    """A row of the one table for each way in which hfdist reads."""
+    return [_measure(row, rows) for row in rows if row.contender.library == "hfdist"]
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=16, help="size of the corpus as text")
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of every contender")
-    parser.add_argument("--quick", action="store_true", help="hfdist and datasets, a tiny corpus, one round")
+def _measure(ours: Row, rows: Sequence[Row]) -> Measure:
+    path = "tokenized beforehand" if ours.contender.tokenized else f"text, {ours.contender.variant}"
+    peers = {
+        f"{row.contender.library} ({row.contender.variant})": _rate(row)
+        for row in rows
+        if row.contender.library != "hfdist"
+        and row.contender.tokenized == ours.contender.tokenized
+        and not row.contender.extra
+    }
+    rates, own = [rate for rate in peers.values() if not isinstance(rate, str)], _rate(ours)
+    return Measure(
+        what=f"{path}, {SEQUENCE_LENGTH:,} tokens, workers: {NUM_WORKERS}",
+        unit="Mtokens per CPU second",
+        ours=0.0 if isinstance(own, str) else own,
+        peers=peers,
+        goal="the best peer",
+        is_met=not isinstance(own, str) and own >= max(rates) if rates else None,
+    )
+
+
+def _rate(row: Row) -> float | str:
+    return row.result.reason if isinstance(row.result, Failure) else row.result.tokens_per_cpu_second / 1e6
+
+
+def _options() -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.data", description=description))
+    parser.add_argument("--megabytes", type=int, default=12, help="of text; few would lie in the peers' buffers whole")
+    parser.add_argument("--rounds", type=int, default=1, help="timed runs of every contender")
+    parser.add_argument("--all", action="store_true", help="other ways to use the peers as well, which takes long")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {RESULTS.name}")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

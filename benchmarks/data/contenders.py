@@ -46,6 +46,8 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
     """Whether the quick mode has it."""
+    extra: bool = False
+    """Whether only `--all` has it."""
 
     def load(self) -> Loader:
         """Import the class and make one.
@@ -66,11 +68,11 @@ CONTENDERS = (
     Contender("hfdist", "cold token cache", "cursor", False, "ours:Text", {"warm": False}, quick=True),
     Contender("hfdist", "warm token cache", "cursor", False, "ours:Text", {"warm": True}),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", False, "hf_datasets:Text", _REPLAYS),
-    Contender("datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER),
+    Contender("datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER, extra=True),
     Contender("hfdist", "token files", "cursor", True, "ours:Tokens", quick=True),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", True, "hf_datasets:Tokens", _REPLAYS, quick=True),
-    Contender("datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES),
-    Contender("datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER),
+    Contender("datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES, extra=True),
+    Contender("datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER, extra=True),
     Contender("mosaicml-streaming", "MDS, shuffled", "state_dict", True, "mosaic:Tokens"),
     Contender("litdata", "TokensLoader, shuffled", "state_dict", True, "litdata_tokens:Tokens"),
 )

@@ -95,6 +95,10 @@ class Corpus:
         number, row = self._locate(document)
         return self.shards[number][1], document - row
 
+    def shards_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give the number of the shard of each document."""
+        return np.searchsorted(self._ends, documents, side="right")
+
     def origin(self, document: int) -> Origin:
         """Tell where a document comes from."""
         number, row = self._locate(document)

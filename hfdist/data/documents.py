@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.cache.tokens import TokenCache, shard_key
-from hfdist.data.corpus import Corpus, cache_dir
+from hfdist.data.corpus import Corpus, Pool, cache_dir
 from hfdist.data.encoders import Encoders
 from hfdist.data.portion import Document, Portion, TokenColumns
 from hfdist.data.records import Fate
@@ -45,6 +45,9 @@ class Documents:
         self.corpus = corpus
         self._encoders, self._cache = encoders, cache
         self._config, self._wants_held_out = config, held_out
+        self._are_token_files = {
+            pool.name: all(hasattr(shard, "token_columns") for shard in pool.shards) for pool in corpus.pools
+        }
         self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
     def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
@@ -61,14 +64,30 @@ class Documents:
         for start in range(0, len(neighbours), shard.rows_at_once):
             together = neighbours[start : start + shard.rows_at_once]
             if hasattr(shard, "token_columns"):
-                columns = cast(TokenShard, shard).token_columns(together - first_document)
-                yield self._judge(together, columns, {}, shard)
+                yield self._of_token_file(together)
                 continue
             first = 0
             for rows in self._tokenized(shard, (together - first_document).tolist()):
                 bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
                 yield self._judge(together[first : first + len(rows)], _columns(rows), bad, shard)
                 first += len(rows)
+
+    def are_token_files(self, pool: Pool) -> bool:
+        """Whether `tokens_at_once` can give all documents of a pool."""
+        return self._are_token_files[pool.name]
+
+    def tokens_at_once(self, numbers: NDArray[np.int64]) -> Portion:
+        """Give documents of token files, of any of them and of any runs, in one portion; no token is read."""
+        shards = self.corpus.shards_of(numbers)
+        if (shards == shards[0]).all():
+            return self._of_token_file(numbers)
+        places = np.argsort(shards, kind="stable")
+        groups = np.split(places, np.flatnonzero(np.diff(shards[places])) + 1)
+        return Portion.mix([self._of_token_file(numbers[group]) for group in groups], places)
+
+    def _of_token_file(self, numbers: NDArray[np.int64]) -> Portion:
+        shard, first_document = self.corpus.shard_of(int(numbers[0]))
+        return self._judge(numbers, cast(TokenShard, shard).token_columns(numbers - first_document), {}, shard)
 
     def _judge(
         self, numbers: NDArray[np.int64], columns: TokenColumns, bad: Mapping[int, DataError], shard: Shard
@@ -97,7 +116,8 @@ class Documents:
         is_given = (fates == Fate.trained) | (fates == Fate.quarantined)
         lengths = np.where(is_given, lengths, 0)
         cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
-        return Portion(numbers, columns.tokens, starts, lengths, cut_tokens, fates, bad)
+        arrays = np.zeros_like(lengths)
+        return Portion(numbers, [columns.tokens], arrays, starts, lengths, cut_tokens, fates, bad)
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"

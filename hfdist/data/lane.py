@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hfdist.config.data import Packing, TooLong
 from hfdist.data.corpus import Pool
 from hfdist.data.cursor import Place, Progress
@@ -21,6 +23,8 @@ from hfdist.errors import DataError
 
 # What may pass without a document to train on: a short lane may draw only held-out ones, another a damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
+# Documents of token files that are judged together, of several blocks: twice as many each time.
+_MOST_TOGETHER = 1024
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -102,12 +106,24 @@ class Lane:
         order, limit = self._plan.orders[pool], self._plan.pools[pool].epochs
         epoch, position, offset = place
         barren_epochs = barren_documents = 0
+        # Windows are made of what is read together; end to end it does not matter.
+        at_once = self._plan.packing is Packing.concat and self._documents.are_token_files(self._plan.pools[pool])
+        num_together = 1
         while limit is None or epoch < limit:
             while position < order.lane_length(epoch, self._lane):
-                for portion in self._documents.portions(order.rest_of_block(epoch, self._lane, position)):
+                if at_once:
+                    numbers, ends = order.rest_of_blocks(epoch, self._lane, position, num_together)
+                    num_together = min(2 * num_together, _MOST_TOGETHER)
+                    portions = iter([self._documents.tokens_at_once(numbers)])
+                else:
+                    portions = self._documents.portions(order.rest_of_block(epoch, self._lane, position))
+                for portion in portions:
                     barren_documents += len(portion.numbers)
-                    if (portion.fates == Fate.trained).any():
-                        barren_epochs, barren_documents = -1, 0
+                    trained = np.flatnonzero(portion.fates == Fate.trained)
+                    if len(trained):
+                        # As if each block had come by itself.
+                        behind = ends[-1] - ends[np.searchsorted(ends, trained[-1], side="right")] if at_once else 0
+                        barren_epochs, barren_documents = -1, int(behind)
                     yield Place(epoch, position, offset), portion
                     position, offset = position + len(portion.numbers), 0
             barren_epochs += 1

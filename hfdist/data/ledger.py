@@ -48,6 +48,8 @@ class Ledger:
 
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self._folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
+        self._records_files: dict[int, Path] = {}
+        """Of lanes; kept, as making a path takes longer than adding to it."""
         self._waiting: dict[Path, list[bytes]] = {}
         """For each file, what is to be written."""
         self._counted: list[dict[Path, list[bytes]]] = []
@@ -58,8 +60,12 @@ class Ledger:
 
     def add(self, lane: int, records: Records, problems: tuple[str, ...]) -> None:
         """Take the records of one sequence; bad rows are warned of."""
-        self._wait(records_file(self._folder, lane), records.tobytes())
-        bad = records[records["fate"] == Fate.bad]
+        path = self._records_files.get(lane)
+        if path is None:
+            path = self._records_files[lane] = records_file(self._folder, lane)
+        self._wait(path, records.tobytes())
+        # Comparing the fates of each sequence would cost more than all else here.
+        bad = records[records["fate"] == Fate.bad] if problems else ()
         for record, problem in zip(bad, problems, strict=True):
             self.num_bad_rows += 1
             if self.num_bad_rows <= _MOST_WARNINGS:

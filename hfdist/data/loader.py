@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
-from hfdist.data.packing.sequence import join_parts
+from hfdist.data.packing.sequence import Bundle, bundle, unbundle
 from hfdist.data.signals import forward_to_rank
 from hfdist.errors import HfdistError, ResourceError
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from hfdist.data.stream import TokenStream
 
 
-_TOGETHER = 8
+# Sequences that travel together: few at first, so that the first batch comes soon, then twice as many each time, since
+# each item costs as much as many sequences.
+_FIRST_TOGETHER, _MOST_TOGETHER = 8, 64
+
+_Sent = tuple[list[tuple[int, int | None]], Bundle]
+"""Lanes, pools and sequences of a worker."""
+_Item = tuple[_Sent | None, HfdistError | None]
 
 
 class StreamLoader:
@@ -53,7 +59,7 @@ class StreamLoader:
             _Worker(self.dataset),
             batch_size=None,
             num_workers=num_workers,
-            prefetch_factor=-(-config.prefetch // _TOGETHER),
+            prefetch_factor=-(-config.prefetch // _most_together(config.prefetch)),
             collate_fn=as_it_is,
             # A generator of its own, so that dropout's random state is not touched.
             generator=torch.Generator(),
@@ -61,20 +67,18 @@ class StreamLoader:
         )
         items = iter(loader)
         try:
-            while True:
+            for num_together in _sizes(config.prefetch):
                 # Workers take turns sequence by sequence, and the items of each hold several.
-                turns = [next_item(items) for _ in range(num_workers)]
-                for place in range(_TOGETHER):
+                turns = [_opened(next_item(items)) for _ in range(num_workers)]
+                for _ in range(num_together):
                     for turn in turns:
-                        if place == len(turn) - 1 and isinstance(turn[place], HfdistError):
-                            raise turn[place]
-                        yield turn[place]
+                        yield next(turn)
         finally:
             del items
 
 
 class _Worker(IterableDataset[Any]):
-    """What runs in a loader process: gives lists of sequences, since each item costs as much as several sequences.
+    """What runs in a loader process: gives sequences together, since each item costs as much as several sequences.
 
     Errors for the reader travel as values, since torch would wrap them.
     """
@@ -82,27 +86,52 @@ class _Worker(IterableDataset[Any]):
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
-    def __iter__(self) -> Iterator[list[Packed | HfdistError]]:
+    def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         assert info is not None
         forward_to_rank()
         together: list[Packed] = []
+        sequences = self._stream.packed(info.id, info.num_workers)
         try:
-            for packed in self._stream.packed(info.id, info.num_workers):
-                together.append(packed)
-                if len(together) == _TOGETHER:
-                    yield [*_with_parts_joined(together)]
-                    together = []
+            for num_together in _sizes(self._stream.config.prefetch):
+                together = []
+                for _ in range(num_together):
+                    together.append(next(sequences))
+                yield _closed(together), None
         except HfdistError as error:
-            yield [*_with_parts_joined(together), error]
+            yield _closed(together) if together else None, error
 
 
-def _with_parts_joined(together: list[Packed]) -> list[Packed]:
+def _most_together(prefetch: int) -> int:
+    """No more than half of what is read ahead, so that one item is made while another is used."""
+    return min(max(prefetch // 2, _FIRST_TOGETHER), _MOST_TOGETHER)
+
+
+def _sizes(prefetch: int) -> Iterator[int]:
+    """How many sequences each item of a worker holds; without end."""
+    size, most = _FIRST_TOGETHER, _most_together(prefetch)
+    while True:
+        yield size
+        size = min(2 * size, most)
+
+
+def _closed(together: list[Packed]) -> _Sent:
     """Tokens alone travel, in their narrow type: the rank makes positions and labels of them."""
-    if not together:
-        return []
-    joined = join_parts([sequence for _, _, sequence in together])
-    return [(lane, pool, sequence) for (lane, pool, _), sequence in zip(together, joined, strict=True)]
+    return [(lane, pool) for lane, pool, _ in together], bundle([sequence for _, _, sequence in together])
+
+
+def _opened(item: _Item) -> Iterator[Packed]:
+    """Give what a worker sent.
+
+    Raises:
+        HfdistError: where the worker met it.
+    """
+    sent, error = item
+    if sent is not None:
+        for (lane, pool), sequence in zip(sent[0], unbundle(sent[1]), strict=True):
+            yield lane, pool, sequence
+    if error is not None:
+        raise error
 
 
 def next_item(items: Iterator[Any]) -> Any:

@@ -27,9 +27,12 @@ _WINDOW_BLOCKS = 64
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
     """Give range(size) in the order that a key decides: sorted by the hashes of its numbers."""
+    return np.argsort(_mix(_start(key) + np.arange(size, dtype=np.uint64)), kind="stable")
+
+
+def _start(key: tuple[int | str, ...]) -> np.uint64:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    start = np.uint64(int.from_bytes(digest, "little"))
-    return np.argsort(_mix(start + np.arange(size, dtype=np.uint64)), kind="stable")
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -99,6 +102,26 @@ class LaneOrder:
         block = int(blocks[place])
         first = position - (int(ends[place]) - int(self._sizes[block]))
         return self._rows(epoch, block)[first:]
+
+    def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> tuple[NDArray[np.int64], ...]:
+        """Give `rest_of_block` for this block and for those behind it, as far as they have `most_rows` together.
+
+        Returns:
+            Canonical numbers, one behind the other; and where each block ends among them.
+        """
+        blocks, ends = self._lane_blocks(epoch, lane)
+        place = int(np.searchsorted(ends, position, side="right"))
+        chosen = blocks[place : max(place + 1, int(np.searchsorted(ends, position + most_rows, side="right")))]
+        sizes = self._sizes[chosen]
+        stops = np.cumsum(sizes)
+        owners = np.repeat(np.arange(len(chosen)), sizes)
+        begins = (stops - sizes)[owners]
+        keys = np.array([_start((*self._key, epoch, block)) for block in chosen.tolist()], dtype=np.uint64)
+        numbers = np.arange(len(owners)) - begins
+        # Each block's rows sorted by their hashes, as `permutation` does.
+        order = np.lexsort((_mix(keys[owners] + numbers.astype(np.uint64)), owners))
+        first = position - (int(ends[place]) - int(sizes[0]))
+        return (self._firsts[chosen][owners] + order - begins)[first:], stops - first
 
     def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
         return self._firsts[block] + permutation(int(self._sizes[block]), *self._key, epoch, block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,10 +49,12 @@ class Portion:
 
     numbers: NDArray[np.int64]
     """Canonical; shape [documents], as all but `tokens`."""
-    tokens: NDArray[Any]
-    """Of these documents and perhaps of others; uint16, or int32 with complements, which are no targets."""
+    tokens: Sequence[NDArray[Any]]
+    """Arrays of these documents and perhaps of others; uint16, or int32 with complements, which are no targets."""
+    arrays: NDArray[np.int64]
+    """In which of them the tokens of each document lie."""
     starts: NDArray[np.int64]
-    """Where the tokens of each begin."""
+    """Where they begin there."""
     lengths: NDArray[np.int64]
     """0 unless the fate is `trained` or `quarantined`."""
     cut_tokens: NDArray[np.int64]
@@ -64,8 +66,24 @@ class Portion:
     def documents(self) -> list[Document]:
         """Give them one by one."""
         starts, stops = self.starts.tolist(), (self.starts + self.lengths).tolist()
-        columns = zip(self.numbers.tolist(), starts, stops, self.fates.tolist(), self.cut_tokens.tolist(), strict=True)
+        others = (column.tolist() for column in (self.numbers, self.arrays, self.fates, self.cut_tokens))
         return [
-            Document(number, self.tokens[start:stop], _FATES[fate], self.errors.get(place), cut_tokens)
-            for place, (number, start, stop, fate, cut_tokens) in enumerate(columns)
+            Document(number, self.tokens[array][start:stop], _FATES[fate], self.errors.get(place), cut_tokens)
+            for place, (start, stop, number, array, fate, cut_tokens) in enumerate(
+                zip(starts, stops, *others, strict=True)
+            )
         ]
+
+    @staticmethod
+    def mix(portions: Sequence[Portion], places: NDArray[np.int64]) -> Portion:
+        """Join portions without errors, of one array each; `places` are those of their documents, end to end."""
+        order = np.argsort(places)
+        arrays = np.repeat(np.arange(len(portions)), [len(portion.numbers) for portion in portions])
+        numbers, starts, lengths, cut_tokens, fates = (
+            np.concatenate(columns)[order]
+            for columns in zip(
+                *((one.numbers, one.starts, one.lengths, one.cut_tokens, one.fates) for one in portions), strict=True
+            )
+        )
+        tokens = [portion.tokens[0] for portion in portions]
+        return Portion(numbers, tokens, arrays[order], starts, lengths, cut_tokens, fates, {})

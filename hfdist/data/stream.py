@@ -206,13 +206,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return collate([sequence for _, _, sequence in packed], self.plan.packing, self.plan.shape)
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
-        state, records = self._states[lane], sequence.records
+        (digest, pools), records = self._states[lane], sequence.records
         # The lane's turn: each round of this rank serves each of its lanes once.
         records["sequence"] = self._num_sequences // len(self.lanes)
-        before = state.pools[pool]
-        after = Progress(sequence.next_place, before.sequences + 1, before.tokens + sequence.num_tokens)
-        pools = (*state.pools[:pool], after, *state.pools[pool + 1 :])
-        self._states[lane] = LaneState(digest=chain(state.digest, records), pools=pools)
+        _, num_sequences, num_tokens = pools[pool]
+        after = Progress(sequence.next_place, num_sequences + 1, num_tokens + sequence.num_tokens)
+        pools = (after,) if len(pools) == 1 else (*pools[:pool], after, *pools[pool + 1 :])
+        self._states[lane] = LaneState(chain(digest, records), pools)
         if self.ledger is not None:
             self.ledger.add(lane, records, sequence.problems)
 

@@ -23,6 +23,8 @@ from hfdist.errors import CheckpointError, DataError
 _MOST_SEQUENCES = 128
 
 Integers = NDArray[np.int64]
+_Places = tuple[list[int], list[int], list[int]]
+"""Columns of `Place`."""
 
 
 class _Items(NamedTuple):
@@ -112,7 +114,7 @@ class _Waiting:
             given=portion.lengths,
             first=np.zeros_like(places),
             lengths=portion.lengths,
-            arrays=np.full_like(places, self._num_arrays),
+            arrays=self._num_arrays + portion.arrays,
             starts=portion.starts,
         )
         new = np.stack(columns)
@@ -120,10 +122,10 @@ class _Waiting:
             _check_inside(place.offset, int(portion.lengths[0]))
             _use(new, 0, place.offset)
         self._columns = np.concatenate([self._columns, new], axis=1)
-        least = int(_Items(*self._columns).arrays[0])
+        least = int(_Items(*self._columns).arrays.min())
         self._arrays = {number: tokens for number, tokens in self._arrays.items() if number >= least}
-        self._arrays[self._num_arrays] = portion.tokens
-        self._num_arrays += 1
+        self._arrays |= dict(enumerate(portion.tokens, self._num_arrays))
+        self._num_arrays += len(portion.tokens)
         self._errors |= {(place.epoch, int(portion.numbers[n])): error for n, error in portion.errors.items()}
         self.num_tokens += int(_Items(*new).lengths.sum())
 
@@ -146,8 +148,8 @@ class _Waiting:
         """Take all that is left, which is less than a sequence, and fill it up."""
         items, length = _Items(*self._columns), self._shape.length
         self._columns = self._columns[:, :0]
-        place = Place(int(items.epochs[-1]), int(items.positions[-1]) + 1)
-        (sequence,) = self._sequences(items, 1, [place])
+        place = [int(items.epochs[-1])], [int(items.positions[-1]) + 1], [0]
+        (sequence,) = self._sequences(items, 1, place)
         num_filled = length - self.num_tokens
         return sequence._replace(
             parts=[*sequence.parts, filling(num_filled, self._shape)],
@@ -158,7 +160,7 @@ class _Waiting:
             records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
         )
 
-    def _sequences(self, items: _Items, num_sequences: int, places: list[Place]) -> Iterator[Sequence]:
+    def _sequences(self, items: _Items, num_sequences: int, places: _Places) -> Iterator[Sequence]:
         """Cut items at the length, and say which tokens each sequence is made of; `places` are behind each."""
         length = self._shape.length
         all_pieces = _cut(items, num_sequences, length)
@@ -169,23 +171,31 @@ class _Waiting:
         pieces = _Pieces(*(column[is_piece] for column in all_pieces))
         of_pieces = [0, *np.searchsorted(pieces.starts, inner).tolist(), len(pieces.lengths)]
         parts, lengths = self._parts(items, pieces), pieces.lengths.tolist()
-        blanks = _blanks(items, pieces, num_sequences, length)
-        for number, place in enumerate(places):
-            start, stop = of_pieces[number], of_pieces[number + 1]
-            own = records[of_records[number] : of_records[number + 1]]
-            problems = self._problems(own) if self._errors else ()
-            yield Sequence(parts[start:stop], lengths[start:stop], blanks[number], place, length, own, problems)
+        blanks = _blanks(items, pieces, length)
+        # Each made when it is asked for: thousands that wait would be looked through by each garbage collection.
+        behind, edges, record_edges = (
+            zip(*places, strict=True),
+            itertools.pairwise(of_pieces),
+            itertools.pairwise(of_records),
+        )
+        for number, (place, (start, stop), (first, last)) in enumerate(zip(behind, edges, record_edges, strict=True)):
+            own = records[first:last]
+            yield Sequence(
+                parts[start:stop],
+                lengths[start:stop],
+                blanks.get(number, ()),
+                Place._make(place),
+                length,
+                own,
+                self._problems(own) if self._errors else (),
+            )
 
     def _parts(self, items: _Items, pieces: _Pieces) -> list[NDArray[Any]]:
         """Tokens of each piece, where they lie."""
         arrays, starts = items.arrays[pieces.owners], items.starts[pieces.owners] + pieces.first
         stops = (starts + pieces.lengths).tolist()
-        spans = list(zip(starts.tolist(), stops, strict=True))
-        edges = [0, *(np.flatnonzero(np.diff(arrays)) + 1).tolist(), len(spans)]
-        parts: list[NDArray[Any]] = []
-        for begin, end in itertools.pairwise(edges if spans else []):
-            tokens = self._arrays[int(arrays[begin])]
-            parts += [tokens[start:stop] for start, stop in spans[begin:end]]
+        tokens, spans = self._arrays, zip(arrays.tolist(), starts.tolist(), stops, strict=True)
+        parts = [tokens[array][start:stop] for array, start, stop in spans]
         for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
             parts[place] = filling(len(parts[place]), self._shape)
         return parts
@@ -240,7 +250,7 @@ def _records(items: _Items, pieces: _Pieces) -> Records:
     return records
 
 
-def _next_places(items: _Items, num_sequences: int, length: int) -> list[Place]:
+def _next_places(items: _Items, num_sequences: int, length: int) -> _Places:
     """Where each sequence ends."""
     ends, edges = np.cumsum(items.lengths), np.arange(1, num_sequences + 1) * length
     # The item that holds the last token of each.
@@ -248,13 +258,13 @@ def _next_places(items: _Items, num_sequences: int, length: int) -> list[Place]:
     used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
     is_done = used == items.given[lasts]
     positions, offsets = items.positions[lasts] + is_done, np.where(is_done, 0, used)
-    return list(map(Place, items.epochs[lasts].tolist(), positions.tolist(), offsets.tolist()))
+    return items.epochs[lasts].tolist(), positions.tolist(), offsets.tolist()
 
 
-def _blanks(items: _Items, pieces: _Pieces, num_sequences: int, length: int) -> list[list[tuple[int, int]]]:
+def _blanks(items: _Items, pieces: _Pieces, length: int) -> dict[int, list[tuple[int, int]]]:
     """Quarantined pieces, by sequence."""
-    blanks: list[list[tuple[int, int]]] = [[] for _ in range(num_sequences)]
+    blanks: dict[int, list[tuple[int, int]]] = {}
     for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
         number, start = divmod(int(pieces.starts[place]), length)
-        blanks[number].append((start, start + int(pieces.lengths[place])))
+        blanks.setdefault(number, []).append((start, start + int(pieces.lengths[place])))
     return blanks

@@ -10,9 +10,10 @@ A negative token of a document is the complement of one that is context: `~id` b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,13 +152,38 @@ def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
         first += sum(one.lengths)
 
 
-def join_parts(sequences: Sequences[Sequence]) -> list[Sequence]:
-    """Copy the tokens of sequences into one array, so that they travel to another process as little as they can."""
-    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
-    ends = accumulate([sum(one.lengths) for one in sequences], initial=0)
-    return [
-        one._replace(parts=[tokens[start:stop]]) for one, (start, stop) in zip(sequences, pairwise(ends), strict=True)
-    ]
+class Bundle(NamedTuple):
+    """Sequences on their way to another process: of arrays, each of which costs there and here, as few as can be."""
+
+    tokens: NDArray[Any]
+    """Of all, end to end."""
+    records: Records
+    """As well."""
+    num_records: list[int]
+    others: list[tuple[Any, ...]]
+    """What else each has."""
+
+
+def bundle(sequences: Sequences[Sequence]) -> Bundle:
+    """Copy the tokens and the records of sequences, one or more."""
+    return Bundle(
+        np.concatenate(list(chain.from_iterable([one.parts for one in sequences]))),
+        np.concatenate([one.records for one in sequences]),
+        [len(one.records) for one in sequences],
+        [(one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.problems) for one in sequences],
+    )
+
+
+def unbundle(given: Bundle) -> Iterator[Sequence]:
+    """Give them back."""
+    token, record = 0, 0
+    for num_records, (lengths, blanks, place, num_tokens, problems) in zip(
+        given.num_records, given.others, strict=True
+    ):
+        stop, last = token + sum(lengths), record + num_records
+        parts, records = [given.tokens[token:stop]], given.records[record:last]
+        yield Sequence(parts, lengths, blanks, Place._make(place), num_tokens, records, problems)
+        token, record = stop, last
 
 
 def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

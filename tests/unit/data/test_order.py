@@ -130,3 +130,17 @@ def test_ranks_share_the_lanes(data_size):
 def test_workers_own_whole_lanes():
     assert [workers_that_fit(n, 12) for n in (0, 1, 2, 3, 5, 8, 20)] == [0, 1, 2, 3, 4, 6, 12]
     assert workers_that_fit(3, 7) == 1
+
+
+@pytest.mark.parametrize("most_rows", [1, 7, 1000])
+def test_blocks_together_are_the_blocks_one_by_one(most_rows):
+    order = LaneOrder([[5, 9], [70, 3]], lanes=2, key=(0, "x"))
+    for position in range(order.lane_length(1, 1)):
+        numbers, ends = order.rest_of_blocks(1, 1, position, most_rows)
+        expected = []
+        while len(expected) < len(numbers):
+            expected += order.neighbours(1, 1, position + len(expected))
+            assert len(expected) in ends
+        assert numbers.tolist() == expected
+        assert ends[-1] == len(expected)
+        assert len(ends) == 1 or len(expected) <= most_rows

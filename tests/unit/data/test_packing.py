@@ -38,7 +38,8 @@ def columns(items):
     tokens = np.concatenate([[7, 7, 7], *(one.document.tokens for one in items)]).astype(np.int32)
     return Place(items[0].epoch, items[0].position), Portion(
         numbers=np.array([one.document.number for one in items]),
-        tokens=tokens,
+        tokens=[tokens],
+        arrays=np.zeros_like(lengths),
         starts=3 + np.cumsum(lengths) - lengths,
         lengths=lengths,
         cut_tokens=np.array([one.document.cut_tokens for one in items]),
