@@ -56,7 +56,8 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     from hfdist.config.compose import compose_config
 
     config = compose_config([
-        "model=tiny", "strategy=single", "data.workers=0", f"data.sequence_length={SEQUENCE_TOKENS}", "data.eval_sequences=16",
+        "model=tiny", "strategy=single", "data.workers=0", f"data.sequence_length={SEQUENCE_TOKENS}",
+        "data.eval_sequences=16",
         f"train.global_batch_size={NUM_SEQUENCES}", f"train.micro_batch_size={NUM_SEQUENCES}", "train.max_steps=1",
         "checkpoint=none", "report=quiet", f"run.dir={folder}",
     ])  # fmt: skip

@@ -187,6 +187,9 @@ def unbundle(given: Bundle) -> Iterator[Sequence]:
 
 
 def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Tell tokens of documents from their targets; both of shape [tokens]."""
+    """Tell tokens of documents from their targets; both of shape [tokens], signed."""
+    if tokens.dtype.kind == "u":
+        # Wide enough for IGNORED; none is context.
+        tokens = tokens.astype(np.int32)
     is_context = tokens < 0
     return np.where(is_context, ~tokens, tokens), np.where(is_context, tokens.dtype.type(IGNORED), tokens)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hfdist.data.cursor import Place
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape, ids_and_labels
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.portion import Document, Portion
 from hfdist.data.records import Fate
@@ -180,3 +180,9 @@ def test_documents_of_like_length_come_at_the_same_time_in_all_lanes():
 def test_a_cursor_behind_the_end_is_damaged(packing):
     with pytest.raises(CheckpointError, match="behind the end"):
         pack(packing, [document(0, 1, 2, 3)] * 64, 4, offset=500)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_tokens_of_a_file_have_labels_too(dtype):
+    ids, labels = ids_and_labels(np.array([5, 65_000], dtype=dtype))
+    assert ids.tolist() == labels.tolist() == [5, 65_000]
