@@ -182,12 +182,57 @@ def test_the_form_that_is_compiled_for_gpus_computes_the_same():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("compute", [_fusable, _loss_and_gradient])
+def test_an_ignored_row_need_not_be_finite(compute):
+    logits, targets = torch.randn(ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
+    targets[:4] = IGNORED
+    logits[0], logits[1, 2] = torch.nan, torch.inf
+    loss, gradient = compute(logits.clone(), targets, IGNORED)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, targets, reduction="sum"))
+    assert (gradient[:4] == 0).all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("num_items", [257, 515, 769, 1025])
+def test_the_factor_of_bfloat16_gradients_is_not_rounded(num_items):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 64).bfloat16(), (torch.randn(200, 64) * 0.6).bfloat16()
+    targets = (hidden.float() @ weight.float().T).softmax(-1).multinomial(1)[:, 0]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = nn.Linear(64, 200, bias=False, dtype=dtype)
+        head.weight.data.copy_(weight)
+        given = hidden.to(dtype).clone().requires_grad_()
+        with deferring(head, 200, ChunkedLoss(CPU)):
+            (functional.cross_entropy(head(given).float(), targets, reduction="sum") / num_items).backward()
+        found.append([given.grad.float(), head.weight.grad.float()])
+    for exact, rounded in zip(*found, strict=True):
+        assert float((rounded * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=2e-4)
+
+
+def test_what_the_head_does_not_use_gets_no_gradient():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, hidden):
+            return self.used(hidden)
+
+    head = Head()
+    for targets in (torch.zeros(ROWS).long(), torch.full((ROWS,), IGNORED)):
+        with deferring(head, VOCABULARY, ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)):
+            plain(head(torch.randn(2, ROWS // 2, WIDTH)), targets, reduction="sum").backward()
+        assert head.used.weight.grad is not None
+        assert head.unused.weight.grad is None
+
+
 def test_a_loss_goes_backward_once():
     head = nn.Linear(WIDTH, VOCABULARY)
     with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
         loss = plain(head(torch.randn(2, ROWS // 2, WIDTH)), torch.zeros(ROWS).long())
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="goes backward once"):
+    with pytest.raises(RuntimeError, match="goes backward once.*model.loss=full"):
         loss.backward()
 
 
