@@ -185,15 +185,12 @@ def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
 
 
 def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product to a float32 sum."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+    """Add a product to a float32 sum, without rounding the product."""
+    total.addmm_(left.float(), right.float())
 
 
 def _accumulate_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """The same without rounding the product, nor writing it anywhere else."""
+    """The same at the speed of the factors' type."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

@@ -44,7 +44,7 @@ PerRow = Cast | Apply
 """What a model does to its logits, each row by itself."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Head:
     """A model's output embedding, as the model had it."""
 
@@ -55,6 +55,7 @@ class Head:
     loss: SumOfLosses
     made_whole: list[str] = field(default_factory=list)
     """What needed all logits of a batch at once, one entry for each time."""
+    is_deferring: bool = True
 
 
 class Rows(NamedTuple):
@@ -105,6 +106,7 @@ def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses) -> Iterator
     try:
         yield head
     finally:
+        head.is_deferring = False
         if was_set:
             module.forward = head.forward
         else:
@@ -141,10 +143,12 @@ class DeferredLogits:
         """Give the logits, made once."""
         if self._whole is None:
             self._head.made_whole.append(why)
-            with self._autocast.again():
-                value = self._head.module(self._hidden, _Demand(self._head.forward))
-            for function in self._per_row:
-                value = function(value)
+            # With a graph even where the model only looks at them: a loss of them may follow.
+            with self._autocast.again(), torch.inference_mode(False), torch.enable_grad():
+                demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
+                value = _made(self._head.module(self._hidden, *demand), why)
+                for function in self._per_row:
+                    value = function(value)
             self._whole = value
         return self._whole
 
@@ -281,6 +285,26 @@ class DeferredLogits:
         return function(*(_made(arg, why) for arg in args), **{name: _made(arg, why) for name, arg in kwargs.items()})
 
 
+_BY_WHOLE = (
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "iter", "contains", "array"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor"),
+    *("rsub", "rpow", "rtruediv", "rfloordiv", "rmod", "rmatmul", "rand", "ror", "rxor"),
+    *("lshift", "rshift", "rlshift", "rrshift", "deepcopy", "reversed"),
+)
+"""Operators, which Python looks up in a class and not in `__getattr__`."""
+
+
+def _by_whole(name: str) -> Callable[..., Any]:
+    def operator(logits: DeferredLogits, *others: Any) -> Any:
+        return getattr(logits.whole(name), name)(*(_made(other, name) for other in others))
+
+    return operator
+
+
+for _name in _BY_WHOLE:
+    setattr(DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
+
+
 def _made(value: Any, why: str) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_made(item, why) for item in value)
@@ -319,7 +343,13 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     """As torch's, for logits by rows; None: what is asked needs them whole."""
-    is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
+    is_simple = (
+        logits._head.is_deferring
+        and weight is None
+        and size_average is None
+        and reduce is None
+        and reduction in ("sum", "mean")
+    )
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     rows = Rows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
