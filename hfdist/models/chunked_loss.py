@@ -4,8 +4,8 @@
     weight   [vocabulary, width]                the chunk's rows and of the head, which are kept; logits are not
 
 A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
-before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows and head have nodes of their own in the
-graph, so that a pipeline schedule can run them apart.
+before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
+and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class DeferredLogits:
 
     @property
     def _is_deferred(self) -> bool:
-        return self._whole is None
+        return self._whole is None and self._head.is_deferring
 
     # ---- what needs no logits ----
 
@@ -286,19 +286,15 @@ class DeferredLogits:
 
 
 _BY_WHOLE = (
-    *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "iter", "contains", "array"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor"),
-    *("rsub", "rpow", "rtruediv", "rfloordiv", "rmod", "rmatmul", "rand", "ror", "rxor"),
-    *("lshift", "rshift", "rlshift", "rrshift", "deepcopy", "reversed"),
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "iter", "reversed", "contains"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor", "array"),
+    *("rsub", "rpow", "rtruediv", "rfloordiv", "rmod", "rmatmul", "rand", "ror", "rxor", "deepcopy"),
 )
 """Operators, which Python looks up in a class and not in `__getattr__`."""
 
 
 def _by_whole(name: str) -> Callable[..., Any]:
-    def operator(logits: DeferredLogits, *others: Any) -> Any:
-        return getattr(logits.whole(name), name)(*(_made(other, name) for other in others))
-
-    return operator
+    return lambda logits, *others: getattr(logits.whole(name), name)(*_made(others, name))
 
 
 for _name in _BY_WHOLE:
@@ -343,13 +339,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     """As torch's, for logits by rows; None: what is asked needs them whole."""
-    is_simple = (
-        logits._head.is_deferring
-        and weight is None
-        and size_average is None
-        and reduce is None
-        and reduction in ("sum", "mean")
-    )
+    is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     rows = Rows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
