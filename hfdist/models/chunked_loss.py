@@ -3,8 +3,9 @@
     rows     [rows, width]      chunk by chunk: logits, their loss, their gradient, and from it the gradients of
     weight   [vocabulary, width]                the chunk's rows and of the head, which are kept; logits are not
 
-A backward only multiplies what is kept by the gradient of the sum. Rows and head have nodes of their own in the
-graph, so that a pipeline schedule can run them apart.
+A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
+before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
+and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 
 _LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 _Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ChunkedLoss:
@@ -40,9 +42,11 @@ class ChunkedLoss:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
         self._loss_and_gradient: _LossAndGradient = _loss_and_gradient
         self._accumulate: _Accumulate = _accumulate
+        self._multiply: _Multiply = _multiply
         if device.type == "cuda":
             self._loss_and_gradient = _compiled_if_possible(device)
-            self._accumulate = _accumulate_wide if _adds_products_wide(device) else _accumulate
+            if _has_wide_products(device):
+                self._accumulate, self._multiply = _accumulate_wide, _multiply_wide
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Give the sum of the losses of all rows with a target, float32."""
@@ -64,12 +68,12 @@ class ChunkedLoss:
         if of_rows is not None:
             total = _RowsPart.apply(hidden, total, of_rows)
         if parameters:
-            total = total + _HeadPart.apply(_Kept(of_parameters), *parameters)
+            total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
         return total
 
     def _linear(
         self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """A weight and perhaps a bias: their gradients are summed in place, in float32."""
         module: Any = rows.head.module
         kind = rows.hidden.device.type
@@ -78,7 +82,7 @@ class ChunkedLoss:
             weight = module.weight.to(dtype)
             bias = None if module.bias is None else module.bias.to(dtype)
             sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
-            of_rows = torch.empty_like(rows.hidden) if wants_rows else None
+            of_rows = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
             total = rows.hidden.new_zeros((), dtype=torch.float32)
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
@@ -86,14 +90,14 @@ class ChunkedLoss:
                 loss, gradient = self._of_logits(functional.linear(hidden, weight, bias), rows, rows.targets[part])
                 total += loss
                 if of_rows is not None:
-                    of_rows[part] = gradient @ weight
+                    of_rows[part] = self._multiply(gradient, weight)
                 if id(module.weight) in sums:
                     self._accumulate(sums[id(module.weight)], gradient.T, hidden)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
                 # Before the next chunk's logits are made, not after.
                 del gradient
-        return total, of_rows, [sums[id(p)].to(p.dtype) for p in parameters]
+        return total, of_rows, [sums[id(p)] for p in parameters]
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
@@ -106,24 +110,29 @@ class ChunkedLoss:
 
     def _any(
         self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """Whatever the head is made of, such as an adapter: autograd runs it chunk by chunk."""
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        of_rows = torch.empty_like(rows.hidden) if wants_rows else None
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
         total = rows.hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, len(rows.hidden), chunk_rows):
+        # At least once, since gradients of no rows are zeros, and not none.
+        for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():
                 hidden = rows.hidden[part].requires_grad_(wants_rows)
                 loss = _loss(rows.head.forward(hidden), rows, rows.targets[part])
                 wanting = [*([hidden] if wants_rows else []), *parameters]
-                gradients = list(torch.autograd.grad(loss, wanting)) if wanting else []
+                gradients = list(torch.autograd.grad(loss, wanting, allow_unused=True)) if wanting else []
             total += loss.detach()
-            if of_rows is not None:
-                of_rows[part] = gradients.pop(0)
-            for own, gradient in zip(sums, gradients, strict=True):
-                own += gradient
-        return total, of_rows, [own.to(p.dtype) for own, p in zip(sums, parameters, strict=True)]
+            if of_rows is not None and (of_part := gradients.pop(0)) is not None:
+                of_rows[part] = of_part
+            for place, gradient in enumerate(gradients):
+                own = sums[place]
+                if own is not None:
+                    own += gradient
+                elif gradient is not None:
+                    sums[place] = gradient.float()
+        return total, of_rows, sums
 
 
 def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
@@ -142,10 +151,11 @@ def _loss_and_gradient(
     is_target = targets != ignore_index
     places = targets.masked_fill(~is_target, 0)[:, None]
     log_shares = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
-    loss = -(log_shares.gather(1, places)[:, 0] * is_target).sum()
+    # Chosen, not multiplied by zero: an ignored row need not be finite.
+    loss = -log_shares.gather(1, places)[:, 0].masked_fill(~is_target, 0).sum()
     gradient = log_shares.exp_()
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
-    gradient.mul_(is_target[:, None])
+    gradient.masked_fill_(~is_target[:, None], 0)
     return loss, gradient.to(logits.dtype)
 
 
@@ -155,10 +165,10 @@ def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> 
     places = targets.masked_fill(~is_target, 0)[:, None]
     wide = logits.float()
     log_sums = wide.logsumexp(-1, keepdim=True)
-    loss = ((log_sums - wide.gather(1, places))[:, 0] * is_target).sum()
+    loss = torch.where(is_target, (log_sums - wide.gather(1, places))[:, 0], 0).sum()
     shares = (wide - log_sums).exp()
     is_own = torch.arange(logits.shape[-1], device=logits.device) == places
-    return loss, ((shares - is_own.float()) * is_target[:, None]).to(logits.dtype)
+    return loss, torch.where(is_target[:, None], shares - is_own.float(), 0).to(logits.dtype)
 
 
 def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
@@ -175,43 +185,55 @@ def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
 
 
 def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product to a float32 sum."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+    """Add a product to a float32 sum, without rounding the product."""
+    total.addmm_(left.float(), right.float())
 
 
 def _accumulate_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """The same without rounding the product, nor writing it anywhere else."""
+    """The same at the speed of the factors' type."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def _adds_products_wide(device: torch.device) -> bool:
-    """Whether this torch adds a bfloat16 product to float32 on this device, in place: asked of a small one."""
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A float32 product."""
+    return left.float() @ right.float()
+
+
+def _multiply_wide(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The same at the speed of the factors' type."""
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether this torch gives and adds bfloat16 products in float32 on this device: asked of a small one."""
     total = torch.ones(16, 16, device=device)
     half = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         _accumulate_wide(total, half, half)
+        product = _multiply_wide(half, half)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
-    return bool((total == 17).all())
+    return bool((total == 17).all()) and bool((product == 16).all())
 
 
 class _Kept:
     """Gradients of parameters, computed in the forward, until the backward takes them."""
 
-    def __init__(self, gradients: list[torch.Tensor]) -> None:
-        self._gradients: list[torch.Tensor] | None = gradients
+    def __init__(self, gradients: list[torch.Tensor | None], dtypes: list[torch.dtype]) -> None:
+        self._gradients: list[torch.Tensor | None] | None = gradients
+        self._dtypes = dtypes
 
-    def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
+    def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
         if self._gradients is None:
-            raise RuntimeError("the gradients of the head have been taken: a loss goes backward once")
+            raise RuntimeError(
+                "the gradients of the head have been taken: a loss goes backward once, but with model.loss=full"
+            )
         gradients, self._gradients = self._gradients, None
-        return [gradient.mul_(factor) for gradient in gradients]
+        kept = zip(gradients, self._dtypes, strict=True)
+        return [None if gradient is None else gradient.mul_(factor).to(dtype) for gradient, dtype in kept]
 
 
 class _RowsPart(torch.autograd.Function):
@@ -220,12 +242,14 @@ class _RowsPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gradient)
+        ctx.dtype = hidden.dtype
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *of_total: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * of_total[0].to(gradient.dtype), None, None
+        of_hidden = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, of_total[0], out=of_hidden), None, None
 
 
 class _HeadPart(torch.autograd.Function):

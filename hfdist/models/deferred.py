@@ -44,7 +44,7 @@ PerRow = Cast | Apply
 """What a model does to its logits, each row by itself."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Head:
     """A model's output embedding, as the model had it."""
 
@@ -55,6 +55,7 @@ class Head:
     loss: SumOfLosses
     made_whole: list[str] = field(default_factory=list)
     """What needed all logits of a batch at once, one entry for each time."""
+    is_deferring: bool = True
 
 
 class Rows(NamedTuple):
@@ -105,6 +106,7 @@ def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses) -> Iterator
     try:
         yield head
     finally:
+        head.is_deferring = False
         if was_set:
             module.forward = head.forward
         else:
@@ -141,10 +143,12 @@ class DeferredLogits:
         """Give the logits, made once."""
         if self._whole is None:
             self._head.made_whole.append(why)
-            with self._autocast.again():
-                value = self._head.module(self._hidden, _Demand(self._head.forward))
-            for function in self._per_row:
-                value = function(value)
+            # With a graph even where the model only looks at them: a loss of them may follow.
+            with self._autocast.again(), torch.inference_mode(False), torch.enable_grad():
+                demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
+                value = _made(self._head.module(self._hidden, *demand), why)
+                for function in self._per_row:
+                    value = function(value)
             self._whole = value
         return self._whole
 
@@ -156,7 +160,7 @@ class DeferredLogits:
 
     @property
     def _is_deferred(self) -> bool:
-        return self._whole is None
+        return self._whole is None and self._head.is_deferring
 
     # ---- what needs no logits ----
 
@@ -279,6 +283,22 @@ class DeferredLogits:
                 return _by_row(function, first, args[1])
         why = getattr(function, "__name__", str(function))
         return function(*(_made(arg, why) for arg in args), **{name: _made(arg, why) for name, arg in kwargs.items()})
+
+
+_BY_WHOLE = (
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index", "iter", "reversed", "contains"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor", "array"),
+    *("rsub", "rpow", "rtruediv", "rfloordiv", "rmod", "rmatmul", "rand", "ror", "rxor", "deepcopy"),
+)
+"""Operators, which Python looks up in a class and not in `__getattr__`."""
+
+
+def _by_whole(name: str) -> Callable[..., Any]:
+    return lambda logits, *others: getattr(logits.whole(name), name)(*_made(others, name))
+
+
+for _name in _BY_WHOLE:
+    setattr(DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
 
 
 def _made(value: Any, why: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -47,11 +48,19 @@ class LossHead:
         """
         base: Any = model
         while not isinstance(base, PreTrainedModel):
+            if isinstance(base, DistributedDataParallel) and base.find_unused_parameters and not base.static_graph:
+                self._say_that_ddp_looks_for_tensors()
             base = base.module
         head = base.get_output_embeddings()
         if self._is_over or head is None or not model.training:
             return nullcontext()
         return self._watched(head)
+
+    def _say_that_ddp_looks_for_tensors(self) -> None:
+        """DDP tells what is unused from the tensors that a model gives; deferred logits are none."""
+        if not self._is_over:
+            self._is_over = True
+            logger.warning("model.loss: all logits are held, since ddp_find_unused_parameters needs them")
 
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[Head]:
@@ -93,7 +102,13 @@ def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
     if asked is Loss.full:
         return None
     choice = Loss.chunked if asked is Loss.auto else asked
-    reason = _refuse_package(choice) or _refuse_run(config, model) or refuse_model(model, choice)
+    try:
+        reason = _refuse_package(choice) or _refuse_run(config, model) or refuse_model(model, choice)
+    except UntriedError as error:
+        reason = str(error)
+        if asked is not Loss.auto:
+            logger.warning("model.loss: %s is taken as asked for, but %s", asked.value, reason)
+            reason = None
     if reason is None:
         return LossHead(choice)
     if asked is not Loss.auto:
@@ -130,11 +145,18 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
     return None
 
 
+class UntriedError(Exception):
+    """A model cannot be made small, or not be run so."""
+
+
 def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | None:
     """Ask a small model of the same class, here and alone: whatever the layout, all ranks find the same.
 
     Returns:
-        Why the model needs all its logits; None: it does not, or that cannot be told without the model itself.
+        Why the model needs all its logits; None: it does not.
+
+    Raises:
+        UntriedError: that cannot be told without the model itself.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -143,8 +165,7 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             vocabulary = _vocabulary(head)
             before = _run(small)
         except Exception as error:  # whatever a model raises that cannot be made small
-            logger.debug("model.loss: not tried on a small %s: %s", type(model).__name__, error)
-            return None
+            raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {_first_line(error)}") from error
         seen: list[Rows] = []
         chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
 
@@ -152,14 +173,22 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             seen.append(rows)
             return chunked(rows)
 
-        with deferring(head, vocabulary, loss) as deferred:
-            after = _run(small)
-    if deferred.made_whole or not seen:
-        used = deferred.made_whole[0] if deferred.made_whole else "a loss of its own"
-        return f"{type(model).__name__} needs them ({used})"
+        try:
+            with deferring(head, vocabulary, loss) as deferred:
+                after = _run(small)
+            used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
+            different = None if used is not None or choice in head_kernels.PACKAGES else _difference(before, after)
+        except Exception as error:  # whatever a model raises that was given no tensor
+            used = _first_line(error)
+    if used is not None:
+        return f"{type(model).__name__} needs them whole ({used})"
     if choice in head_kernels.PACKAGES:
         return next(filter(None, (head_kernels.refuse_rows(choice, rows) for rows in seen)), None)
-    return _difference(before, after)
+    return different
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _small(model: PreTrainedModel) -> PreTrainedModel:

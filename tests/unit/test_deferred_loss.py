@@ -182,12 +182,64 @@ def test_the_form_that_is_compiled_for_gpus_computes_the_same():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("compute", [_fusable, _loss_and_gradient])
+def test_an_ignored_row_need_not_be_finite(compute):
+    logits, targets = torch.randn(ROWS, VOCABULARY), torch.randint(VOCABULARY, (ROWS,))
+    targets[:4] = IGNORED
+    logits[0], logits[1, 2] = torch.nan, torch.inf
+    loss, gradient = compute(logits.clone(), targets, IGNORED)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits, targets, reduction="sum"))
+    assert (gradient[:4] == 0).all()
+    assert gradient.isfinite().all()
+
+
+def shares_of_exact(num_items):
+    """How large the gradients of bfloat16 hidden states and head are, as shares of those by float32."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 64).bfloat16(), (torch.randn(200, 64) * 0.6).bfloat16()
+    targets = (hidden.float() @ weight.float().T).softmax(-1).multinomial(1)[:, 0]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        head = nn.Linear(64, 200, bias=False, dtype=dtype)
+        head.weight.data.copy_(weight)
+        given = hidden.to(dtype).clone().requires_grad_()
+        with deferring(head, 200, ChunkedLoss(CPU)):
+            (functional.cross_entropy(head(given).float(), targets, reduction="sum") / num_items).backward()
+        found.append([given.grad.float(), head.weight.grad.float()])
+    return [float((rounded * exact).sum() / exact.square().sum()) for exact, rounded in zip(*found, strict=True)]
+
+
+def test_no_number_of_tokens_makes_bfloat16_gradients_larger():
+    # A power of two is exact in every type: what is left there comes from the logits' own rounding.
+    unscaled = shares_of_exact(512)
+    assert unscaled == pytest.approx([1, 1], abs=4e-4)
+    for num_items in (257, 515, 769, 1025):
+        assert shares_of_exact(num_items) == pytest.approx(unscaled, abs=2e-4)
+
+
+def test_what_the_head_does_not_use_gets_no_gradient():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, hidden):
+            return self.used(hidden)
+
+    head = Head()
+    for targets in (torch.zeros(ROWS).long(), torch.full((ROWS,), IGNORED)):
+        with deferring(head, VOCABULARY, ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)):
+            plain(head(torch.randn(2, ROWS // 2, WIDTH)), targets, reduction="sum").backward()
+        assert head.used.weight.grad is not None
+        assert head.unused.weight.grad is None
+
+
 def test_a_loss_goes_backward_once():
     head = nn.Linear(WIDTH, VOCABULARY)
     with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
         loss = plain(head(torch.randn(2, ROWS // 2, WIDTH)), torch.zeros(ROWS).long())
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="goes backward once"):
+    with pytest.raises(RuntimeError, match=r"goes backward once.*model\.loss=full"):
         loss.backward()
 
 
@@ -198,3 +250,38 @@ def test_the_type_is_known_without_logits():
         assert (logits.dtype, logits.float().dtype, tuple(logits.shape)) == (torch.bfloat16, torch.float32, (2, 3, 40))
         assert (logits * 0.5).float()._per_row == (Apply(torch.mul, (0.5,)), Cast(torch.float32))
     assert seen.made_whole == []
+
+
+def looked_at(logits, targets):
+    with torch.no_grad():
+        assert logits.log_softmax(-1).isfinite().all()
+    return plain(logits, targets)
+
+
+def compared(logits, targets):
+    return plain(logits, targets) * (logits == logits).all() * (2 - (logits != logits).sum()) + (logits > 0).sum()
+
+
+def computed_with(logits, targets):
+    other = torch.ones(VOCABULARY, VOCABULARY)
+    values = (logits - 1.0, 1.0 - logits, -logits, logits**2, 1 / (logits.abs() + 1), logits @ other, abs(logits) % 3)
+    return plain(logits, targets) + sum(value.mean() for value in values) + next(iter(logits)).sum()
+
+
+@pytest.mark.parametrize("use", [looked_at, compared, computed_with])
+def test_operators_and_a_look_without_gradients_see_the_logits(use):
+    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), use)
+    agree(before, after)
+    assert made_whole
+
+
+def test_logits_are_still_there_after_the_context():
+    head, hidden = nn.Linear(WIDTH, VOCABULARY), torch.randn(2, ROWS // 2, WIDTH)
+    with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
+        first, second, third = head(hidden), head(hidden), head(hidden)
+    assert torch.equal(torch.softmax(first, -1), torch.softmax(head(hidden), -1))
+    plain(second, torch.zeros(ROWS).long()).backward()
+    with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
+        assert torch.equal(third + 0, head.forward(hidden).whole("a test"))
+    assert head.weight.grad is not None
+    assert len({first, second, third}) == 3
