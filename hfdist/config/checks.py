@@ -21,7 +21,7 @@ from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig, RunSection
 from hfdist.config.schema import find_key
-from hfdist.config.train import Precision, TrainConfig
+from hfdist.config.train import Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError
 
 
@@ -43,6 +43,7 @@ def check_config(config: RunConfig) -> None:
     _check_precision(config)
     _check_flash(config)
     _check_batch(config.train)
+    _check_recompute(config.train)
     check_evaluation(config)
     _check_keeping(config)
     _check_resume(config.checkpoint.resume)
@@ -256,6 +257,17 @@ def _check_batch(train: TrainConfig) -> None:
             found=train.micro_batch_size,
             allowed=f"<= {train.global_batch_size} (train.global_batch_size)",
             hint=f"train.micro_batch_size={train.global_batch_size}",
+        )
+
+
+def _check_recompute(train: TrainConfig) -> None:
+    if train.recompute is not Recompute.all and not train.gradient_checkpointing:
+        raise ConfigError(
+            "nothing is computed again without gradient checkpointing",
+            where="train.recompute",
+            found=f"{train.recompute.value}, with train.gradient_checkpointing=false",
+            allowed="all",
+            hint="train.gradient_checkpointing=true, or train.recompute=all",
         )
 
 

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
 
 from hfdist.config.train import Recompute
+from hfdist.errors import ConfigError
 from hfdist.models.blocks import compile_blocks
-from hfdist.models.recompute import keep_expensive
+from hfdist.models.recompute import _contexts, keep_expensive
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = torch.arange(48).view(2, 24)
@@ -60,3 +63,51 @@ def test_compiled_blocks_checkpoint_inside(recompute):
     compiled, _ = gradients(recompute, compiled=True)
     for one, other in zip(plain, compiled, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def clipping_gradients(*, cheap, compiled):
+    torch.manual_seed(0)
+    model = OlmoForCausalLM(OlmoConfig(**SIZES, clip_qkv=0.01, attn_implementation="sdpa")).train()
+    if cheap:
+        keep_expensive(model)
+    if compiled:
+        compile_blocks(model)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_block_that_writes_to_what_is_kept_is_refused():
+    with pytest.raises(ConfigError, match="would be wrong") as caught:
+        clipping_gradients(cheap=True, compiled=False)
+    assert (caught.value.where, caught.value.hint) == ("train.recompute", "train.recompute=all")
+
+
+def test_a_compiled_block_writes_to_nothing():
+    plain, compiled = (clipping_gradients(cheap=cheap, compiled=cheap) for cheap in (False, True))
+    for one, other in zip(plain, compiled, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_writing_to_a_kept_product_is_refused_and_to_others_is_not(bias):
+    first, second = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+    given = torch.randn(2, 4, 8, requires_grad=True)
+
+    def writes_to_kept(hidden):
+        hidden = first(hidden)
+        hidden *= 2.0
+        return second(hidden.sin())
+
+    def writes_to_other(hidden):
+        hidden = second(first(hidden).sin()) + 0
+        hidden *= 2.0
+        return hidden.sin()
+
+    with pytest.raises(ConfigError, match="mul_"):
+        checkpoint(writes_to_kept, given, use_reentrant=False, context_fn=_contexts)
+    found = []
+    for contexts in ({}, {"context_fn": _contexts}):
+        checkpoint(writes_to_other, given, use_reentrant=False, **contexts).sum().backward()
+        found.append(first.weight.grad.clone())
+        first.weight.grad = None
+    assert torch.equal(*found)

@@ -187,3 +187,10 @@ def test_axes_that_are_not_built_say_what_there_is(axis):
 )
 def test_what_is_fine_stays_fine(overrides):
     check_config(compose_config(overrides))
+
+
+def test_recomputing_less_needs_gradient_checkpointing():
+    error = error_of("train.recompute=cheap")
+    assert error.where == "train.recompute"
+    assert "train.gradient_checkpointing=true" in error.hint
+    compose_config(["train.recompute=cheap", "train.gradient_checkpointing=true"])
