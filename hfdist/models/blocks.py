@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import torch
@@ -12,7 +13,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
 from hfdist.errors import ConfigError
+from hfdist.models.compiler import why_nothing_is_compiled
 from hfdist.models.flops import num_parameters
+
+logger = logging.getLogger(__name__)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -47,14 +51,28 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
     return list(zip(*beside, strict=True))
 
 
-def compiles_blocks(config: RunConfig) -> bool:
+def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
     """Whether a run compiles its blocks: as `train.compile` says."""
     if config.train.compile is not Compile.auto:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
     # breaks its graph. Without triton, torch compiles nothing for a GPU.
     is_simple = config.strategy.pipeline == 1 and not is_deepspeed_zero3_enabled()
-    return is_simple and torch.cuda.is_available() and find_spec("triton") is not None
+    if not is_simple or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    return can_compile_blocks(model, torch.device("cuda"))
+
+
+def can_compile_blocks(model: PreTrainedModel, device: torch.device) -> bool:
+    """Whether the blocks are found and the compiler works; says so if not."""
+    try:
+        find_blocks(model)
+        reason = why_nothing_is_compiled(device)
+    except ConfigError as error:
+        reason = error.what
+    if reason is not None:
+        logger.warning("train.compile: nothing is compiled, since that fails here: %s", reason)
+    return reason is None
 
 
 def compile_blocks(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hfdist.models.compiler import why_not_compiled
 from hfdist.models.deferred import Cast, Rows
 
 logger = logging.getLogger(__name__)
@@ -175,11 +176,9 @@ def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
     """Compile for this GPU, or do without where its compiler does not work, and say so."""
     compiled: _LossAndGradient = torch.compile(_fusable)
     logits = torch.zeros(2, 8, device=device)
-    try:
-        compiled(logits, torch.zeros(2, dtype=torch.int64, device=device), -100)
-    except Exception as error:  # whatever the compiler, a C compiler or the driver raises
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("the loss is not compiled, since that fails here: %s", lines[0])
+    reason = why_not_compiled(compiled, logits, torch.zeros(2, dtype=torch.int64, device=device), -100)
+    if reason is not None:
+        logger.warning("the loss is not compiled, since that fails here: %s", reason)
         return _loss_and_gradient
     return compiled
 

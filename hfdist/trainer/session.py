@@ -189,7 +189,7 @@ def build_trainer(
         logger.warning(
             "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
         )
-    if compiles_blocks(config):
+    if compiles_blocks(config, model):
         compile_blocks(model)
     callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
     trainer = Trainer(
