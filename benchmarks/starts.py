@@ -176,13 +176,11 @@ def compile_and_step(marks: Path, how: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from benchmarks.rounds import cpu_seconds
+    from benchmarks.rounds import cpu_seconds_of
     from hfdist.models.blocks import compile_blocks
 
     def seconds_of_step() -> float:
-        begin = cpu_seconds()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        return cpu_seconds() - begin
+        return cpu_seconds_of(lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward())
 
     torch.set_num_threads(1)
     model: Any = LlamaForCausalLM(LlamaConfig(**COMPILED_SIZES)).train()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from benchmarks.data.contenders import CONTENDERS, Loader
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
+from benchmarks.rounds import cpu_seconds_of
 
 _MOST_COMPARED_BATCHES = 16
 _WARM_UP = 0.1
@@ -66,10 +65,9 @@ def _read_epoch(loader: Loader, batches: Iterator[Tensor], saved: Path, num_batc
     """Time the middle of an epoch, then keep the state at 90 % of it."""
     first, last = max(int(_WARM_UP * num_batches), 1), int(_STOP * num_batches)
     _take(batches, first - 1)
-    start_seconds, start_cpu_seconds = time.monotonic(), _cpu_seconds()
-    for _ in range(first, last):
-        next(batches)
-    wall_seconds, cpu_seconds = time.monotonic() - start_seconds, _cpu_seconds() - start_cpu_seconds
+    start_seconds = time.monotonic()
+    cpu_seconds = cpu_seconds_of(lambda: [next(batches) and None for _ in range(first, last)])
+    wall_seconds = time.monotonic() - start_seconds
     saved.write_text(json.dumps(loader.state()))
     tokens = (last - first) * BATCH_SIZE * SEQUENCE_LENGTH
     return {"tokens": tokens, "wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds}
@@ -84,16 +82,6 @@ def _digests(batches: list[Tensor]) -> list[str]:
         if batch.dtype != torch.int64 or tuple(batch.shape) != (BATCH_SIZE, SEQUENCE_LENGTH):
             raise RuntimeError(f"a batch of {batch.dtype}, {tuple(batch.shape)}")
     return [hashlib.blake2b(batch.numpy().tobytes(), digest_size=8).hexdigest() for batch in batches]
-
-
-def _cpu_seconds() -> float:
-    """Of this process, of its workers, and of those that have ended."""
-    own = os.times()
-    total = own.user + own.system + own.children_user + own.children_system
-    for child in psutil.Process().children(recursive=True):
-        times = child.cpu_times()
-        total += times.user + times.system
-    return total
 
 
 def _report(figures: dict[str, Any]) -> None:

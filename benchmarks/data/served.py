@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.data.contenders import Contender
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
-from benchmarks.rounds import cpu_seconds
+from benchmarks.rounds import cpu_seconds_of
 
 _WARM_UP_BATCHES = 30
 _BATCHES_TOGETHER = 20
@@ -37,16 +40,20 @@ def main() -> None:
     for line in sys.stdin:
         spent, num_batches = 0.0, 0
         while spent < float(line):
-            before, read = cpu_seconds(), 0
-            while read < _BATCHES_TOGETHER and next(batches, None) is not None:
-                read += 1
-            spent += cpu_seconds() - before
-            num_batches += read
-            if read < _BATCHES_TOGETHER:
+            taken: list[Any] = []
+            spent += cpu_seconds_of(partial(_take, batches, taken))
+            num_batches += len(taken)
+            if len(taken) < _BATCHES_TOGETHER:
                 # What the next epoch takes to begin is nobody's rate.
                 batches = loader.batches(work, None)
                 next(batches)
         print(num_batches * BATCH_SIZE * SEQUENCE_LENGTH / spent, flush=True)
+
+
+def _take(batches: Iterator[Any], taken: list[Any]) -> None:
+    """Read batches until they end; each is gone when the next comes, as in a training."""
+    while len(taken) < _BATCHES_TOGETHER and next(batches, None) is not None:
+        taken.append(None)
 
 
 if __name__ == "__main__":
