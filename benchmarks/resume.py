@@ -27,6 +27,7 @@ from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
 
 GOAL_MILLISECONDS = 10
+OURS = "hfdist"
 BATCH = 8
 """Of the run, whatever the number of ranks."""
 _COMPARED_BATCHES = 4
@@ -49,26 +50,36 @@ def main() -> None:
         rows, medians = _resumes(work, config, samples, sizes, 1 if options.quick else options.rounds)
         peers = {} if options.quick else _peers(folder, options.rounds)
     header = ["sample", *(f"{size} ranks ms" for size in sizes), "opening ms", "same batches"]
-    others = markdown(["peer, at 90 % of an epoch", "ms"], [[name, _cell(figure)] for name, figure in peers.items()])
+    others = markdown(["at 90 % of an epoch", "ms"], [[name, _cell(figure)] for name, figure in peers.items()])
     section = (
         "## Resuming\n\n"
         f"Sequences of {SEQUENCE_LENGTH}, batches of {BATCH} over all ranks, from token files, `data.workers=0`, the "
         "corpus open; from the cursor to the first batch of the slowest rank, wall time, medians. Opening: the corpus "
         "and the stream. Same batches: those that follow are compared with the uninterrupted stream's. Cursors at a "
-        "sample are made by arithmetic and read on from. Peers: one loader process, from the end of the imports.\n\n"
+        "sample are made by arithmetic and read on from. At 90 % of an epoch: in a new process with one loader process, "
+        "from the end of the imports, so that opening counts for all.\n\n"
         f"{describe_machine('torch', 'datasets')}; {started:%Y-%m-%d}; "
         f"`{described_command('benchmarks.resume')}`\n\n{markdown(header, rows)}\n\n{others}"
     )
     slowest = max(medians)
-    measure = Measure(
-        what="saved cursor to the first batch, at 1e3 to 1e7 samples and any ranks, the slowest",
-        unit="ms",
-        ours=slowest,
-        peers=peers,
-        goal=f"at most {GOAL_MILLISECONDS}",
-        is_met=slowest <= GOAL_MILLISECONDS,
-    )
-    publish(options, "resume", section, [measure])
+    measures = [
+        Measure(
+            what="saved cursor to the first batch, at 1e3 to 1e7 samples and any ranks, the slowest",
+            unit="ms",
+            ours=slowest,
+            goal=f"at most {GOAL_MILLISECONDS}",
+            is_met=slowest <= GOAL_MILLISECONDS,
+        )
+    ]
+    ours_opened = next((figure for name, figure in peers.items() if name.startswith(OURS)), None)
+    if isinstance(ours_opened, float):
+        others_opened = {name: figure for name, figure in peers.items() if not name.startswith(OURS)}
+        measures.append(
+            Measure(
+                what="the same in a new process, opening included", unit="ms", ours=ours_opened, peers=others_opened
+            )
+        )
+    publish(options, "resume", section, measures)
 
 
 def _resumes(
@@ -135,8 +146,8 @@ def _stream(corpus: Corpus, work: Work, config: DataConfig, rank: int, size: int
 
 
 def _peers(folder: Path, num_rounds: int) -> dict[str, float | str]:
-    """Milliseconds, or the reason why there are none."""
-    numbers = [n for n, one in enumerate(CONTENDERS) if one.tokenized and one.library != "hfdist"]
+    """Milliseconds, or the reason why there are none; hfdist's among them."""
+    numbers = [n for n, one in enumerate(CONTENDERS) if one.tokenized]
     peers: dict[str, float | str] = {}
     for contender, result in run_rounds(folder, numbers, min(num_rounds, 2)):
         name = f"{contender.library}, {contender.variant}, {contender.resumes_by}"
