@@ -56,7 +56,7 @@ def main() -> None:
         f"Sequences of {SEQUENCE_LENGTH}, batches of {BATCH} over all ranks, from token files, `data.workers=0`, the "
         "corpus open; from the cursor to the first batch of the slowest rank, wall time, medians. Opening: the corpus "
         "and the stream. Same batches: those that follow are compared with the uninterrupted stream's. Cursors at a "
-        "sample are made by arithmetic and read on from. At 90 % of an epoch: in a new process with one loader process, "
+        "sample are made by arithmetic and read on from. At 90 % of an epoch: a new process and one loader process, "
         "from the end of the imports, so that opening counts for all.\n\n"
         f"{describe_machine('torch', 'datasets')}; {started:%Y-%m-%d}; "
         f"`{described_command('benchmarks.resume')}`\n\n{markdown(header, rows)}\n\n{others}"
