@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.data.work import BATCH_SIZE, make_work
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, markdown
+from benchmarks.report import describe_machine, described_command, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 
@@ -76,7 +76,7 @@ def main() -> None:
         "an epoch does not count. hfdist packs documents end to end with 48 lanes, and keeps its cursor's digests; the "
         "others read rows that were cut beforehand.\n\n"
         f"{describe_machine('torch', 'datasets')}; litdata 0.2.76, mosaicml-streaming 0.13.0; "
-        f"{started:%Y-%m-%d}; `python -m benchmarks.loader {' '.join(sys.argv[1:])}`\n\n"
+        f"{started:%Y-%m-%d}; `{described_command('benchmarks.loader')}`\n\n"
         f"{markdown(['reader', 'gives', 'workers', *columns], rows)}"
     )
     publish(options, "loader", section, [_row(length, found[length]) for length in lengths])
