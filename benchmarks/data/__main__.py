@@ -19,14 +19,14 @@ from benchmarks.data.contenders import CONTENDERS
 from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
-from benchmarks.report import describe_machine
+from benchmarks.report import describe_machine, described_command
 from benchmarks.table import Measure, add_options, publish
 
 
 def main() -> None:
     """Measure, show the tables, and write them down if asked to."""
     options = _options()
-    command = " ".join(["python -m benchmarks.data", *sys.argv[1:]])
+    command = described_command("benchmarks.data")
     started = datetime.datetime.now(datetime.UTC)
     text_megabytes, copies, num_rounds = (2, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
     numbers = [
