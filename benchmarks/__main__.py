@@ -50,7 +50,7 @@ def main() -> None:
                 lines[name] = str(error)
                 failed.append(name)
         if options.write and name not in failed:
-            lines[name] = remember(short, lines.get(name, "not asked for"))
+            lines[name] = remember(short, lines.get(name, "not in this run, nor in one before"))
     command = described_command("benchmarks")
     section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
