@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _TCP_INFO_BYTES, _BYTES_SENT = 256, 200
-"""Size of the kernel's `struct tcp_info`, and where `tcpi_bytes_sent` is in it."""
+"""Size of the kernel's `struct tcp_info`, and where `tcpi_bytes_sent` is in it; `tcpi_bytes_retrans` follows it."""
 
 
 class CountCollectives(TorchDispatchMode):
@@ -59,7 +59,7 @@ def ring_bytes(kind: str, whole_bytes: int, num_ranks: int) -> int:
 
 
 def socket_bytes() -> int:
-    """What this process has sent over all its open TCP sockets, by the kernel's count; without headers."""
+    """What this process has sent over all its open TCP sockets, by the kernel's count: no headers, each byte once."""
     return sum(map(_sent_bytes, list(_sockets())))
 
 
@@ -77,7 +77,9 @@ def _sent_bytes(descriptor: int) -> int:
         if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
             return 0
         info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        return int(struct.unpack_from("<Q", info, _BYTES_SENT)[0])
+        sent, sent_again = struct.unpack_from("<QQ", info, _BYTES_SENT)
+        # A busy machine acknowledges late, and the kernel then sends again, even on the loopback: no rank asked for it.
+        return int(sent - sent_again)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
