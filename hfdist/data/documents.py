@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.cache.tokens import TokenCache, shard_key
 from hfdist.data.corpus import Corpus, Pool, cache_dir
 from hfdist.data.encoders import Encoders
-from hfdist.data.portion import Document, Portion, TokenColumns
+from hfdist.data.portion import Document, ManyColumns, Portion, TokenColumns
 from hfdist.data.records import Fate
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.tokenize import text_digest
@@ -64,12 +64,15 @@ class Documents:
         for start in range(0, len(neighbours), shard.rows_at_once):
             together = neighbours[start : start + shard.rows_at_once]
             if hasattr(shard, "token_columns"):
-                yield self._of_token_file(together)
+                yield self.tokens_at_once(together)
                 continue
             first = 0
             for rows in self._tokenized(shard, (together - first_document).tolist()):
                 bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
-                yield self._judge(together[first : first + len(rows)], _columns(rows), bad, shard)
+                places = np.arange(len(rows))
+                columns = ManyColumns.join([_columns(rows)], places)
+                examples = places if shard.gives_examples else places[:0]
+                yield self._judge(together[first : first + len(rows)], columns, bad, examples)
                 first += len(rows)
 
     def are_token_files(self, pool: Pool) -> bool:
@@ -78,21 +81,34 @@ class Documents:
 
     def tokens_at_once(self, numbers: NDArray[np.int64]) -> Portion:
         """Give documents of token files, of any of them and of any runs, in one portion; no token is read."""
-        shards = self.corpus.shards_of(numbers)
-        if (shards == shards[0]).all():
-            return self._of_token_file(numbers)
-        places = np.argsort(shards, kind="stable")
-        groups = np.split(places, np.flatnonzero(np.diff(shards[places])) + 1)
-        return Portion.mix([self._of_token_file(numbers[group]) for group in groups], places)
-
-    def _of_token_file(self, numbers: NDArray[np.int64]) -> Portion:
-        shard, first_document = self.corpus.shard_of(int(numbers[0]))
-        return self._judge(numbers, cast(TokenShard, shard).token_columns(numbers - first_document), {}, shard)
+        owners = self.corpus.shards_of(numbers)
+        places = np.argsort(owners, kind="stable")
+        groups = np.split(places, np.flatnonzero(np.diff(owners[places])) + 1)
+        shards = [self.corpus.shard_of(int(numbers[group[0]])) for group in groups]
+        columns = [
+            cast(TokenShard, shard).token_columns(numbers[group] - first_document)
+            for group, (shard, first_document) in zip(groups, shards, strict=True)
+        ]
+        many = ManyColumns.join(columns, places)
+        with_examples = [number for number, (shard, _) in enumerate(shards) if shard.gives_examples]
+        examples = np.flatnonzero(np.isin(many.arrays, with_examples)) if with_examples else places[:0]
+        return self._judge(numbers, many, {}, examples)
 
     def _judge(
-        self, numbers: NDArray[np.int64], columns: TokenColumns, bad: Mapping[int, DataError], shard: Shard
+        self,
+        numbers: NDArray[np.int64],
+        columns: ManyColumns,
+        bad: Mapping[int, DataError],
+        examples: NDArray[np.int64],
     ) -> Portion:
-        """Say what becomes of documents; where several reasons speak against one, the last one here counts."""
+        """Say what becomes of documents; where several reasons speak against one, the last one here counts.
+
+        Args:
+            numbers: canonical.
+            columns: their tokens.
+            bad: why documents are bad, by their places in `numbers`.
+            examples: places of those of which only some tokens are targets.
+        """
         length, too_long = self._config.sequence_length, self._config.too_long
         if self._config.on_bad_rows is BadRows.error:
             for place, error in bad.items():
@@ -106,8 +122,8 @@ class Documents:
         fates = np.full(len(numbers), Fate.trained, dtype=np.int64)
         if len(self._quarantined):
             fates[np.isin(numbers, self._quarantined)] = Fate.quarantined
-        if shard.gives_examples:
-            fates[~_have_target(columns.tokens, starts, lengths)] = Fate.no_target
+        if len(examples):
+            fates[examples[~_have_target(columns, examples, starts, lengths)]] = Fate.no_target
         if too_long is TooLong.drop:
             fates[columns.lengths > length] = Fate.too_long
         fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Fate.held_out
@@ -116,8 +132,7 @@ class Documents:
         is_given = (fates == Fate.trained) | (fates == Fate.quarantined)
         lengths = np.where(is_given, lengths, 0)
         cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
-        arrays = np.zeros_like(lengths)
-        return Portion(numbers, [columns.tokens], arrays, starts, lengths, cut_tokens, fates, bad)
+        return Portion(numbers, columns.tokens, columns.arrays, starts, lengths, cut_tokens, fates, bad)
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
@@ -165,10 +180,13 @@ def _columns(rows: Sequence[TokenRow | BadRow]) -> TokenColumns:
     return TokenColumns(np.concatenate(tokens), np.cumsum(lengths) - lengths, lengths, digests)
 
 
-def _have_target(tokens: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether any token of each document is a target; the first never is, as nothing stands before it."""
-    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    return np.array([bool((tokens[start + 1 : stop] >= 0).any()) for start, stop in spans], dtype=bool)
+def _have_target(
+    columns: ManyColumns, places: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Whether any token of the documents at `places` is a target; the first never is: nothing stands before it."""
+    ends, tokens = starts + lengths, columns.tokens
+    spans = zip(*(column[places].tolist() for column in (columns.arrays, starts, ends)), strict=True)
+    return np.array([bool((tokens[array][start + 1 : stop] >= 0).any()) for array, start, stop in spans], dtype=bool)
 
 
 def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,12 +20,8 @@ from hfdist.data.packing.sequence import Placed, Shape, assemble
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.portion import Portion
 from hfdist.data.records import Fate
-from hfdist.errors import DataError
-
-# What may pass without a document to train on: a short lane may draw only held-out ones, another a damaged file.
-_MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
-# Documents of token files that are judged together, of several blocks: twice as many each time.
-_MOST_TOGETHER = 1024
+from hfdist.data.together import Together
+from hfdist.data.walk import Walk
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -48,26 +45,24 @@ class Plan:
         limit = self.pools[pool].epochs
         return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
 
+    def walk(self, pool: int, lane: int, place: Place) -> Walk:
+        """Begin a lane's way through a pool."""
+        return Walk(self.pools[pool], self.orders[pool], lane, place)
+
 
 class Lane:
-    """Reads, tokenizes and packs the documents of one lane.
+    """Gives the sequences of one lane. Open them with `open_lanes`.
 
     Args:
         plan: of the run.
-        documents: to read from.
         lane: number of the lane.
-        pools: how far it has come in each pool.
+        sequences: of each pool of which something is left.
     """
 
-    def __init__(self, plan: Plan, documents: Documents, *, lane: int, pools: Sequence[Progress]) -> None:
-        self._plan, self._documents, self._lane = plan, documents, lane
-        self._sequences = {
-            pool: self._pack(pool, progress.place)
-            for pool, progress in enumerate(pools)
-            if not plan.is_finished(pool, lane, progress.place)
-        }
+    def __init__(self, plan: Plan, lane: int, sequences: Mapping[int, Iterator[sequence.Sequence]]) -> None:
+        self._plan, self._lane = plan, lane
+        self._sequences = dict(sequences)
         self._available = tuple(self._sequences)
-        """Pools of which something is left."""
 
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence.
@@ -90,51 +85,51 @@ class Lane:
             packed.records["pool"] = pool
         return self._lane, pool, packed
 
-    def _pack(self, pool: int, place: Place) -> Iterator[sequence.Sequence]:
-        plan, portions = self._plan, self._portions(pool, place)
-        key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
-        match plan.packing:
-            case Packing.concat:
-                return concat(portions, plan.shape)
-            case Packing.best_fit:
-                return best_fit(_one_by_one(portions), place.offset, plan.shape, (*key, self._lane))
-            case Packing.none:
-                return one_each(_one_by_one(portions), place.offset, plan.shape, key)
 
-    def _portions(self, pool: int, place: Place) -> Iterator[tuple[Place, Portion]]:
-        """Documents of a pool in the lane's order, epoch after epoch, and where the first of them stands."""
-        order, limit = self._plan.orders[pool], self._plan.pools[pool].epochs
-        epoch, position, offset = place
-        barren_epochs = barren_documents = 0
+def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:
+    """Go on where lanes stand.
+
+    Args:
+        plan: of the run.
+        documents: to read from.
+        progress: how far each lane has come in each pool; in the order of their turns.
+    """
+    sequences: dict[int, dict[int, Iterator[sequence.Sequence]]] = {lane: {} for lane in progress}
+    for pool in range(len(plan.pools)):
+        places = {lane: pools[pool].place for lane, pools in progress.items()}
+        left = {lane: place for lane, place in places.items() if not plan.is_finished(pool, lane, place)}
         # Windows are made of what is read together; end to end it does not matter.
-        at_once = self._plan.packing is Packing.concat and self._documents.are_token_files(self._plan.pools[pool])
-        num_together = 1
-        while limit is None or epoch < limit:
-            while position < order.lane_length(epoch, self._lane):
-                if at_once:
-                    numbers, ends = order.rest_of_blocks(epoch, self._lane, position, num_together)
-                    num_together = min(2 * num_together, _MOST_TOGETHER)
-                    portions = iter([self._documents.tokens_at_once(numbers)])
-                else:
-                    portions = self._documents.portions(order.rest_of_block(epoch, self._lane, position))
-                for portion in portions:
-                    barren_documents += len(portion.numbers)
-                    trained = np.flatnonzero(portion.fates == Fate.trained)
-                    if len(trained):
-                        # As if each block had come by itself.
-                        behind = ends[-1] - ends[np.searchsorted(ends, trained[-1], side="right")] if at_once else 0
-                        barren_epochs, barren_documents = -1, int(behind)
-                    yield Place(epoch, position, offset), portion
-                    position, offset = position + len(portion.numbers), 0
-            barren_epochs += 1
-            is_endless = limit is None
-            if is_endless and barren_epochs >= _MOST_BARREN_EPOCHS and barren_documents >= _MOST_BARREN_DOCUMENTS:
-                raise DataError(
-                    "a lane has no training documents",
-                    where=f"lane {self._lane}, {self._plan.pools[pool].name}",
-                    hint="fewer data.lanes",
-                )
-            epoch, position = epoch + 1, 0
+        if plan.packing is Packing.concat and documents.are_token_files(plan.pools[pool]):
+            walks = {lane: plan.walk(pool, lane, place) for lane, place in left.items()}
+            together = Together(walks, documents, plan.shape)
+            for lane in left:
+                sequences[lane][pool] = iter(partial(together.next, lane), None)
+        else:
+            for lane, place in left.items():
+                sequences[lane][pool] = _pack(plan, documents, pool, lane, place)
+    return {lane: Lane(plan, lane, own) for lane, own in sequences.items()}
+
+
+def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
+    portions = _portions(plan.walk(pool, lane, place), documents)
+    key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
+    match plan.packing:
+        case Packing.concat:
+            return concat(portions, plan.shape)
+        case Packing.best_fit:
+            return best_fit(_one_by_one(portions), place.offset, plan.shape, (*key, lane))
+        case Packing.none:
+            return one_each(_one_by_one(portions), place.offset, plan.shape, key)
+
+
+def _portions(walk: Walk, documents: Documents) -> Iterator[tuple[Place, Portion]]:
+    """Documents in a lane's order, epoch after epoch, and where the first of them stands."""
+    while len(numbers := walk.rest_of_block()):
+        for portion in documents.portions(numbers):
+            num_documents = len(portion.numbers)
+            trained = np.flatnonzero(portion.fates == Fate.trained)
+            num_barren = num_documents - 1 - int(trained[-1]) if len(trained) else num_documents
+            yield walk.go_on(num_documents, num_barren), portion
 
 
 def _one_by_one(portions: Iterator[tuple[Place, Portion]]) -> Iterator[list[Placed]]:

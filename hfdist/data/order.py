@@ -103,12 +103,8 @@ class LaneOrder:
         first = position - (int(ends[place]) - int(self._sizes[block]))
         return self._rows(epoch, block)[first:]
 
-    def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> tuple[NDArray[np.int64], ...]:
-        """Give `rest_of_block` for this block and for those behind it, as far as they have `most_rows` together.
-
-        Returns:
-            Canonical numbers, one behind the other; and where each block ends among them.
-        """
+    def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> NDArray[np.int64]:
+        """Give `rest_of_block` for this block and for those behind it, as far as they have `most_rows` together."""
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
         chosen = blocks[place : max(place + 1, int(np.searchsorted(ends, position + most_rows, side="right")))]
@@ -121,7 +117,7 @@ class LaneOrder:
         # Each block's rows sorted by their hashes, as `permutation` does.
         order = np.lexsort((_mix(keys[owners] + numbers.astype(np.uint64)), owners))
         first = position - (int(ends[place]) - int(sizes[0]))
-        return (self._firsts[chosen][owners] + order - begins)[first:], stops - first
+        return (self._firsts[chosen][owners] + order - begins)[first:]
 
     def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
         return self._firsts[block] + permutation(int(self._sizes[block]), *self._key, epoch, block)

@@ -43,6 +43,27 @@ class TokenColumns(NamedTuple):
     """`tokenize.text_digest` of each text: decides whether it is held out."""
 
 
+class ManyColumns(NamedTuple):
+    """Rows of one shard or of several as tokens; the fields are those of the same name above."""
+
+    tokens: Sequence[NDArray[Any]]
+    arrays: NDArray[np.int64]
+    """In which of them each row lies."""
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+    @classmethod
+    def join(cls, columns: Sequence[TokenColumns], places: NDArray[np.int64]) -> ManyColumns:
+        """Join columns; `places` are those of their rows in what is given, one behind the other."""
+        order = np.empty_like(places)
+        order[places] = np.arange(len(places))
+        arrays = np.repeat(np.arange(len(columns)), [len(one.starts) for one in columns])
+        tokens, *others = zip(*columns, strict=True)
+        starts, lengths, digests = (np.concatenate(one)[order] for one in others)
+        return cls(tokens, arrays[order], starts, lengths, digests)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Portion:
     """Documents in the order asked for."""
@@ -73,17 +94,3 @@ class Portion:
                 zip(starts, stops, *others, strict=True)
             )
         ]
-
-    @staticmethod
-    def mix(portions: Sequence[Portion], places: NDArray[np.int64]) -> Portion:
-        """Join portions without errors, of one array each; `places` are those of their documents, end to end."""
-        order = np.argsort(places)
-        arrays = np.repeat(np.arange(len(portions)), [len(portion.numbers) for portion in portions])
-        numbers, starts, lengths, cut_tokens, fates = (
-            np.concatenate(columns)[order]
-            for columns in zip(
-                *((one.numbers, one.starts, one.lengths, one.cut_tokens, one.fates) for one in portions), strict=True
-            )
-        )
-        tokens = [portion.tokens[0] for portion in portions]
-        return Portion(numbers, tokens, arrays[order], starts, lengths, cut_tokens, fates, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hfdist.data.cursor import Cursor, LaneState, Progress
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.files import digest_of
-from hfdist.data.lane import Lane, Packed, Plan
+from hfdist.data.lane import Packed, Plan, open_lanes
 from hfdist.data.ledger import Ledger
 from hfdist.data.loader import StreamLoader
 from hfdist.data.mixture import make_mixture
@@ -190,11 +191,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
         cache = open_token_cache(self.config)
         documents = Documents(self.corpus, self._encoders, cache, self.config)
-        lanes = {lane: Lane(self.plan, documents, lane=lane, pools=state.pools) for lane, state in self._states.items()}
         number = self._num_sequences + worker
-        while True:
-            lane = self.lanes[number % len(self.lanes)]
-            yield lanes[lane].next(number * self._data_size + self._data_rank)
+        turns = [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+        lanes = open_lanes(self.plan, documents, {lane: self._states[lane].pools for lane in turns})
+        for lane in itertools.cycle(lanes.values()):
+            yield lane.next(number * self._data_size + self._data_rank)
             number += num_workers
 
     def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:

@@ -1,68 +1,29 @@
-"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence.
-
-Worked out for many sequences together, in arrays: which tokens each is made of, its records and where the next begins.
-No token is touched here.
-"""
+"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Sequences
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.cursor import Place
+from hfdist.data.packing.cut import Cut, Integers, Items
 from hfdist.data.packing.sequence import Sequence, Shape, filling
 from hfdist.data.portion import Portion
-from hfdist.data.records import RECORD, Fate, Records
 from hfdist.errors import CheckpointError, DataError
 
 # Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
-
-Integers = NDArray[np.int64]
-_Places = tuple[list[int], list[int], list[int]]
-"""Columns of `Place`."""
-
-
-class _Items(NamedTuple):
-    """What is left of documents, as columns; nothing of those that are passed over. Each of shape [documents]."""
-
-    numbers: Integers
-    epochs: Integers
-    positions: Integers
-    fates: Integers
-    whole: Integers
-    """All tokens of the document."""
-    given: Integers
-    """Those that `data.too_long` leaves."""
-    first: Integers
-    """Token of the document that is used next."""
-    lengths: Integers
-    """How many are left."""
-    arrays: Integers
-    """Number of the array in which they lie."""
-    starts: Integers
-    """Where the next one lies in it."""
-
-
-class _Pieces(NamedTuple):
-    """Items cut where sequences begin, and those that are passed over. Each of shape [pieces]."""
-
-    owners: Integers
-    """The item."""
-    starts: Integers
-    """In all tokens of the items."""
-    first: Integers
-    """Token of the item, counted in what is left of it."""
-    lengths: Integers
-    """0: passed over."""
+_EPOCHS, _FIRST, _LENGTHS, _ARRAYS, _STARTS = map(
+    Items._fields.index, ("epochs", "first", "lengths", "arrays", "starts")
+)
 
 
 def concat(portions: Iterator[tuple[Place, Portion]], shape: Shape) -> Iterator[Sequence]:
-    """Give sequences; the last one, where the documents end, is filled up.
+    """Give the sequences of one lane; the last one, where the documents end, is filled up.
 
     Args:
         portions: documents in order, and the place of the first of them; its offset, of the first portion only, is
@@ -72,137 +33,151 @@ def concat(portions: Iterator[tuple[Place, Portion]], shape: Shape) -> Iterator[
     Raises:
         CheckpointError: that offset is behind the end of the document.
     """
-    waiting, num_together = _Waiting(shape), 1
+    waiting, num_together, lane = Waiting(shape, [0]), 1, 0
+
+    def cut(most_sequences: int) -> Iterator[Sequence]:
+        num_sequences = min(waiting.num_sequences(lane), most_sequences)
+        return map(waiting.cut({lane: num_sequences}).sequence, range(num_sequences))
+
     for place, portion in portions:
-        waiting.add(place, portion)
-        while waiting.num_tokens >= num_together * shape.length:
-            yield from waiting.cut(min(waiting.num_tokens // shape.length, _MOST_SEQUENCES))
+        waiting.add(portion, [Share(lane, place, len(portion.numbers))])
+        while waiting.num_sequences(lane) >= num_together:
+            yield from cut(_MOST_SEQUENCES)
             num_together = min(2 * num_together, _MOST_SEQUENCES)
-    if num_sequences := waiting.num_tokens // shape.length:
-        yield from waiting.cut(num_sequences)
-    if waiting.num_documents:
-        yield waiting.rest()
+    if waiting.num_sequences(lane):
+        yield from cut(_MOST_SEQUENCES)
+    if waiting.num_documents(lane):
+        yield waiting.rest(lane)
 
 
-class _Waiting:
-    """Documents, or what is left of them, that are in no sequence yet."""
+class Share(NamedTuple):
+    """Documents of a portion that are one lane's."""
 
-    def __init__(self, shape: Shape) -> None:
+    lane: int
+    place: Place
+    """Of the first of them; its offset is the first token that is still to be used."""
+    num_documents: int
+
+
+class Waiting:
+    """Documents of some lanes, or what is left of them, that are in no sequence yet.
+
+    Args:
+        shape: of sequences.
+        lanes: numbers of the lanes.
+    """
+
+    def __init__(self, shape: Shape, lanes: Iterable[int]) -> None:
         self._shape = shape
-        self._columns = np.empty((len(_Items._fields), 0), dtype=np.int64)
-        """Those of `_Items`."""
+        self._columns = {lane: np.empty((len(Items._fields), 0), dtype=np.int64) for lane in lanes}
+        """Those of `Items`."""
+        self._num_tokens = dict.fromkeys(self._columns, 0)
         self._arrays: dict[int, NDArray[Any]] = {}
         """Tokens, by number."""
         self._num_arrays = 0
         self._errors: dict[tuple[int, int], DataError] = {}
         """Of bad documents, by epoch and number."""
-        self.num_tokens = 0
 
-    @property
-    def num_documents(self) -> int:
-        return self._columns.shape[1]
+    def num_documents(self, lane: int) -> int:
+        """Of a lane, those passed over included."""
+        return self._columns[lane].shape[1]
 
-    def add(self, place: Place, portion: Portion) -> None:
-        """Take documents: see `concat`."""
-        places = np.arange(len(portion.numbers))
-        columns = _Items(
-            numbers=portion.numbers,
-            epochs=np.full_like(places, place.epoch),
-            positions=place.position + places,
-            fates=portion.fates,
-            whole=portion.lengths + portion.cut_tokens,
-            given=portion.lengths,
-            first=np.zeros_like(places),
-            lengths=portion.lengths,
-            arrays=self._num_arrays + portion.arrays,
-            starts=portion.starts,
+    def num_sequences(self, lane: int) -> int:
+        """Whole ones, that its documents make."""
+        return self._num_tokens[lane] // self._shape.length
+
+    def add(self, portion: Portion, shares: Sequences[Share]) -> None:
+        """Take documents, which are the lanes' in this order.
+
+        Raises:
+            CheckpointError: an offset is behind the end of its document.
+        """
+        new = self._items(portion, shares)
+        ends = np.cumsum([share.num_documents for share in shares])
+        num_tokens = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
+        begin = 0
+        for (lane, place, _), end, own_tokens in zip(shares, ends.tolist(), num_tokens, strict=True):
+            own = new[:, begin:end]
+            if place.offset > 0:
+                _check_inside(place.offset, int(own[_LENGTHS, 0]))
+                _use(own, place.offset)
+            self._columns[lane] = np.concatenate([self._columns[lane], own], axis=1)
+            self._num_tokens[lane] += own_tokens - place.offset
+            begin = end
+        for number, error in portion.errors.items():
+            self._errors[int(new[_EPOCHS, number]), int(portion.numbers[number])] = error
+
+    def _items(self, portion: Portion, shares: Sequences[Share]) -> Integers:
+        counts = np.array([share.num_documents for share in shares])
+        begins = np.cumsum(counts) - counts
+        first_positions = np.array([share.place.position for share in shares])
+        documents = np.arange(len(portion.numbers))
+        return np.stack(
+            Items(
+                numbers=portion.numbers,
+                epochs=np.repeat([share.place.epoch for share in shares], counts),
+                positions=documents + np.repeat(first_positions - begins, counts),
+                fates=portion.fates,
+                whole=portion.lengths + portion.cut_tokens,
+                given=portion.lengths,
+                first=np.zeros_like(documents),
+                lengths=portion.lengths,
+                arrays=self._keep(portion.tokens)[portion.arrays],
+                starts=portion.starts,
+            )
         )
-        new = np.stack(columns)
-        if place.offset > 0:
-            _check_inside(place.offset, int(portion.lengths[0]))
-            _use(new, 0, place.offset)
-        self._columns = np.concatenate([self._columns, new], axis=1)
-        least = int(_Items(*self._columns).arrays.min())
-        self._arrays = {number: tokens for number, tokens in self._arrays.items() if number >= least}
-        self._arrays |= dict(enumerate(portion.tokens, self._num_arrays))
-        self._num_arrays += len(portion.tokens)
-        self._errors |= {(place.epoch, int(portion.numbers[n])): error for n, error in portion.errors.items()}
-        self.num_tokens += int(_Items(*new).lengths.sum())
 
-    def cut(self, num_sequences: int) -> Iterator[Sequence]:
-        """Take so many whole sequences. What is passed over behind their last token stays."""
-        num_tokens = num_sequences * self._shape.length
-        ends = np.cumsum(_Items(*self._columns).lengths)
+    def _keep(self, arrays: Sequences[NDArray[Any]]) -> Integers:
+        """Numbers of arrays; those that no document lies in any more are let go."""
+        known = {id(tokens): number for number, tokens in self._arrays.items()}
+        if not all(id(tokens) in known for tokens in arrays):
+            used = {int(number) for columns in self._columns.values() for number in np.unique(columns[_ARRAYS])}
+            self._arrays = {number: tokens for number, tokens in self._arrays.items() if number in used}
+        numbers = []
+        for tokens in arrays:
+            if (number := known.get(id(tokens))) is None:
+                number = known[id(tokens)] = self._num_arrays
+                self._num_arrays += 1
+            self._arrays[number] = tokens
+            numbers.append(number)
+        return np.array(numbers, dtype=np.int64)
+
+    def cut(self, num_sequences: Mapping[int, int]) -> Cut:
+        """Take so many whole sequences of each lane, one lane behind the other.
+
+        What is passed over behind a lane's last token stays.
+        """
+        taken = [self._take(lane, number * self._shape.length) for lane, number in num_sequences.items() if number]
+        items = Items(*np.concatenate(taken, axis=1))
+        return Cut(items, sum(num_sequences.values()), self._shape, self._arrays, self._errors)
+
+    def _take(self, lane: int, num_tokens: int) -> Integers:
+        columns = self._columns[lane]
+        ends = np.cumsum(columns[_LENGTHS])
         last = int(np.searchsorted(ends, num_tokens))
-        taken = self._columns[:, : last + 1].copy()
         over = int(ends[last]) - num_tokens
+        taken = columns[:, : last + 1].copy()
+        taken[_LENGTHS, last] -= over
+        self._columns[lane] = columns[:, last if over else last + 1 :]
         if over:
-            _Items(*taken).lengths[last] -= over
-            _use(self._columns, last, int(_Items(*taken).lengths[last]))
-        self._columns = self._columns[:, last if over else last + 1 :]
-        self.num_tokens -= num_tokens
-        items = _Items(*taken)
-        return self._sequences(items, num_sequences, _next_places(items, num_sequences, self._shape.length))
+            _use(self._columns[lane], int(taken[_LENGTHS, last]))
+        self._num_tokens[lane] -= num_tokens
+        return taken
 
-    def rest(self) -> Sequence:
-        """Take all that is left, which is less than a sequence, and fill it up."""
-        items, length = _Items(*self._columns), self._shape.length
-        self._columns = self._columns[:, :0]
-        place = [int(items.epochs[-1])], [int(items.positions[-1]) + 1], [0]
-        (sequence,) = self._sequences(items, 1, place)
-        num_filled = length - self.num_tokens
+    def rest(self, lane: int) -> Sequence:
+        """Take all that is left of a lane, which is less than a sequence, and fill it up."""
+        length, num_tokens = self._shape.length, self._num_tokens[lane]
+        items = Items(*self._columns[lane])
+        self._columns[lane], self._num_tokens[lane] = self._columns[lane][:, :0], 0
+        sequence = Cut(items, 1, self._shape, self._arrays, self._errors).sequence(0)
         return sequence._replace(
-            parts=[*sequence.parts, filling(num_filled, self._shape)],
-            lengths=[*sequence.lengths, num_filled],
-            blanks=[*sequence.blanks, (self.num_tokens, length)],
-            num_tokens=self.num_tokens,
+            parts=[*sequence.parts, filling(length - num_tokens, self._shape)],
+            lengths=[*sequence.lengths, length - num_tokens],
+            blanks=[*sequence.blanks, (num_tokens, length)],
+            num_tokens=num_tokens,
             # As all sequences that are filled up have them: what was passed over first.
             records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
         )
-
-    def _sequences(self, items: _Items, num_sequences: int, places: _Places) -> Iterator[Sequence]:
-        """Cut items at the length, and say which tokens each sequence is made of; `places` are behind each."""
-        length = self._shape.length
-        all_pieces = _cut(items, num_sequences, length)
-        records = _records(items, all_pieces)
-        inner = np.arange(1, num_sequences) * length
-        of_records = [0, *np.searchsorted(all_pieces.starts, inner).tolist(), len(records)]
-        is_piece = all_pieces.lengths > 0
-        pieces = _Pieces(*(column[is_piece] for column in all_pieces))
-        of_pieces = [0, *np.searchsorted(pieces.starts, inner).tolist(), len(pieces.lengths)]
-        parts, lengths = self._parts(items, pieces), pieces.lengths.tolist()
-        blanks = _blanks(items, pieces, length)
-        # Each made when it is asked for: thousands that wait would be looked through by each garbage collection.
-        behind, edges, record_edges = (
-            zip(*places, strict=True),
-            itertools.pairwise(of_pieces),
-            itertools.pairwise(of_records),
-        )
-        for number, (place, (start, stop), (first, last)) in enumerate(zip(behind, edges, record_edges, strict=True)):
-            own = records[first:last]
-            yield Sequence(
-                parts[start:stop],
-                lengths[start:stop],
-                blanks.get(number, ()),
-                Place._make(place),
-                length,
-                own,
-                self._problems(own) if self._errors else (),
-            )
-
-    def _parts(self, items: _Items, pieces: _Pieces) -> list[NDArray[Any]]:
-        """Tokens of each piece, where they lie."""
-        arrays, starts = items.arrays[pieces.owners], items.starts[pieces.owners] + pieces.first
-        stops = (starts + pieces.lengths).tolist()
-        tokens, spans = self._arrays, zip(arrays.tolist(), starts.tolist(), stops, strict=True)
-        parts = [tokens[array][start:stop] for array, start, stop in spans]
-        for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
-            parts[place] = filling(len(parts[place]), self._shape)
-        return parts
-
-    def _problems(self, records: Records) -> tuple[str, ...]:
-        bad = records[records["fate"] == Fate.bad]
-        return tuple(str(self._errors.pop((int(record["epoch"]), int(record["document"])))) for record in bad)
 
 
 def _check_inside(offset: int, length: int) -> None:
@@ -215,56 +190,8 @@ def _check_inside(offset: int, length: int) -> None:
         )
 
 
-def _use(columns: Integers, place: int, num_tokens: int) -> None:
-    """Take tokens away from the beginning of an item."""
-    items = _Items(*columns)
-    items.first[place] += num_tokens
-    items.starts[place] += num_tokens
-    items.lengths[place] -= num_tokens
-
-
-def _cut(items: _Items, num_sequences: int, length: int) -> _Pieces:
-    """Cut items, of which the first begins a sequence, where sequences begin."""
-    ends = np.cumsum(items.lengths)
-    begins = ends - items.lengths
-    edges = np.arange(1, num_sequences) * length
-    holders = np.searchsorted(ends, edges, side="right")
-    is_inside = begins[holders] != edges
-    owners = np.concatenate([np.arange(len(ends)), holders[is_inside]])
-    starts = np.concatenate([begins, edges[is_inside]])
-    # Stable: what is passed over stays before the piece that begins at the same token.
-    order = np.argsort(starts, kind="stable")
-    owners, starts = owners[order], starts[order]
-    stops = np.minimum(ends[owners], (starts // length + 1) * length)
-    return _Pieces(owners, starts, starts - begins[owners], stops - starts)
-
-
-def _records(items: _Items, pieces: _Pieces) -> Records:
-    records = np.zeros(len(pieces.owners), dtype=RECORD)
-    records["document"] = items.numbers[pieces.owners]
-    records["first_token"] = items.first[pieces.owners] + pieces.first
-    records["num_tokens"] = pieces.lengths
-    records["of_tokens"] = items.whole[pieces.owners]
-    records["epoch"] = items.epochs[pieces.owners]
-    records["fate"] = items.fates[pieces.owners]
-    return records
-
-
-def _next_places(items: _Items, num_sequences: int, length: int) -> _Places:
-    """Where each sequence ends."""
-    ends, edges = np.cumsum(items.lengths), np.arange(1, num_sequences + 1) * length
-    # The item that holds the last token of each.
-    lasts = np.searchsorted(ends, edges)
-    used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
-    is_done = used == items.given[lasts]
-    positions, offsets = items.positions[lasts] + is_done, np.where(is_done, 0, used)
-    return items.epochs[lasts].tolist(), positions.tolist(), offsets.tolist()
-
-
-def _blanks(items: _Items, pieces: _Pieces, length: int) -> dict[int, list[tuple[int, int]]]:
-    """Quarantined pieces, by sequence."""
-    blanks: dict[int, list[tuple[int, int]]] = {}
-    for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
-        number, start = divmod(int(pieces.starts[place]), length)
-        blanks.setdefault(number, []).append((start, start + int(pieces.lengths[place])))
-    return blanks
+def _use(columns: Integers, num_tokens: int) -> None:
+    """Take tokens away from the beginning of the first item."""
+    columns[_FIRST, 0] += num_tokens
+    columns[_STARTS, 0] += num_tokens
+    columns[_LENGTHS, 0] -= num_tokens
