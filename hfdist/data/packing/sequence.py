@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,20 +135,17 @@ def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
         rows: filled with input_ids, position_ids and labels of all, end to end; shape [3, tokens], int32 or int64.
     """
     lengths = list(chain.from_iterable([one.lengths for one in sequences]))
-    parts = list(chain.from_iterable([one.parts for one in sequences]))
     ids, positions, labels = rows
-    if parts[0].dtype == np.uint16:
-        # Faster than to widen each by itself.
-        ids[:] = np.concatenate(parts)
+    # Together, as they lie in the files: faster than to widen each by itself.
+    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
+    ids[:] = tokens
+    if tokens.dtype.kind == "i" and tokens.min() < 0:
+        ids[:], labels[:] = ids_and_labels(tokens)
     else:
-        np.concatenate(parts, out=ids)
+        labels[:] = ids
     places = np.arange(max(lengths), dtype=rows.dtype)
     np.concatenate([places[:length] for length in lengths], out=positions)
-    labels[:] = ids
-    if ids.min() < 0:
-        ids[:], labels[:] = ids_and_labels(ids)
-    starts = np.cumsum(lengths)
-    labels[0] = labels[starts[:-1]] = IGNORED
+    labels[0] = labels[list(accumulate(lengths))[:-1]] = IGNORED
     first = 0
     for one in sequences if any(one.blanks for one in sequences) else ():
         for start, stop in one.blanks:
