@@ -6,7 +6,6 @@ python -m benchmarks.finetune --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
@@ -241,8 +240,7 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
         "by target tokens (as all do by default), and of TRL's defaults `bf16` and `gradient_checkpointing` are off. "
         "Times are of all steps but the first; memory is the process's largest resident size. Medians of "
         f"{options.rounds} interleaved rounds, each run in a process of its own.\n\n"
-        f"{describe_machine('torch', 'transformers', 'trl')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.finetune')}`\n\n"
+        f"{describe_run('benchmarks.finetune', 'torch', 'transformers', 'trl')}\n\n"
         f"{markdown(header, rows)}"
     )
 

@@ -6,7 +6,6 @@ python -m benchmarks.head --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.models.chunked_loss import ChunkedLoss
@@ -241,8 +240,7 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "the weights, the hidden states and the targets, and with the gradients of the first two. Limit: the three "
         "products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy "
         f"with default options. Medians of {options.rounds} interleaved rounds; on a CPU each call has a process.\n\n"
-        f"{describe_machine('torch')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.head')}`"
+        f"{describe_run('benchmarks.head', 'torch')}"
     )
 
 

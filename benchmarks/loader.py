@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import subprocess
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.data.work import BATCH_SIZE, make_work
-from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.overlay import UnavailableError, peer_environment, pinned
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 
@@ -57,7 +56,6 @@ def main() -> None:
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__))
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each reader")
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.UTC)
     megabytes, copies = (2, 2) if options.quick else (16, 4)
     lengths = LENGTHS[:1] if options.quick else LENGTHS
     with tempfile.TemporaryDirectory() as name:
@@ -68,6 +66,7 @@ def main() -> None:
         for reader in READERS
     ]
     columns = [f"Mtokens per CPU second, {length:,}" for length in lengths]
+    peers = pinned("data", "litdata", "mosaicml-streaming")
     section = (
         "## Tokenized data to batches\n\n"
         f"{copies} x {work.num_tokens / 1e6:.1f} M tokens (uint16) of Python source cut to the lengths of web pages, "
@@ -75,8 +74,7 @@ def main() -> None:
         f"process and its worker. Medians of {1 if options.quick else options.rounds} interleaved turns; the start of "
         "an epoch does not count. hfdist packs documents end to end with 48 lanes, and keeps its cursor's digests; the "
         "others read rows that were cut beforehand.\n\n"
-        f"{describe_machine('torch', 'datasets')}; litdata 0.2.76, mosaicml-streaming 0.13.0; "
-        f"{started:%Y-%m-%d}; `{described_command('benchmarks.loader')}`\n\n"
+        f"{describe_run('benchmarks.loader', 'torch', 'datasets', pinned=peers)}\n\n"
         f"{markdown(['reader', 'gives', 'workers', *columns], rows)}"
     )
     publish(options, "loader", section, [_row(length, found[length]) for length in lengths])

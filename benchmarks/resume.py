@@ -7,7 +7,6 @@ million sequences need not be read first. What an uninterrupted stream gives fro
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import tempfile
 import time
@@ -21,7 +20,7 @@ from benchmarks.data.contenders import CONTENDERS
 from benchmarks.data.ours import Tokens
 from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
@@ -38,7 +37,6 @@ def main() -> None:
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__))
     parser.add_argument("--rounds", type=int, default=5, help="resumes of each")
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.UTC)
     samples = [10**3, 10**7] if options.quick else [10**3, 10**4, 10**5, 10**6, 10**7]
     sizes = (1, 2) if options.quick else (1, 2, 4, 8)
     with tempfile.TemporaryDirectory() as name:
@@ -58,8 +56,7 @@ def main() -> None:
         "and the stream. Same batches: those that follow are compared with the uninterrupted stream's. Cursors at a "
         "sample are made by arithmetic and read on from. At 90 % of an epoch: a new process and one loader process, "
         "from the end of the imports, so that opening counts for all.\n\n"
-        f"{describe_machine('torch', 'datasets')}; {started:%Y-%m-%d}; "
-        f"`{described_command('benchmarks.resume')}`\n\n{markdown(header, rows)}\n\n{others}"
+        f"{describe_run('benchmarks.resume', 'torch', 'datasets')}\n\n{markdown(header, rows)}\n\n{others}"
     )
     slowest = max(medians)
     measures = [
