@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -59,6 +60,8 @@ def main() -> None:
     else:
         compared = [first, *_take(batches, num_compared - 1)]
     _report(figures | {"digests": _digests(compared)})
+    # What libraries do when they end is no part of it: `datasets` sleeps for 5 s.
+    os._exit(0)
 
 
 def _read_epoch(loader: Loader, batches: Iterator[Tensor], saved: Path, num_batches: int) -> dict[str, Any]:

@@ -52,15 +52,15 @@ class Row(NamedTuple):
     result: Figures | Failure
 
 
-def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int) -> list[Row]:
+def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int, *, num_resumes: int = 1) -> list[Row]:
     """Prepare all, then measure all in each round, so that a busy spell hits all alike. A failure takes one out.
 
-    Resumes are measured in the first round alone.
+    Resumes are measured in the first rounds alone: starting a process takes longer than what it does.
     """
     failures: dict[int, Failure] = {}
     whole: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
     resumed: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
-    for step in range(-1, num_rounds):
+    for step in range(-1, max(num_rounds, num_resumes)):
         for number in numbers:
             if number in failures:
                 continue
@@ -68,9 +68,9 @@ def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int) -> list[Ro
                 if step < 0:
                     _run("prepare", number, folder)
                     continue
-                whole[number].append(_run("whole", number, folder))
-                if step == 0:
-                    # Once: starting its process takes longer than what it does.
+                if step < num_rounds:
+                    whole[number].append(_run("whole", number, folder))
+                if step < num_resumes:
                     resumed[number].append(_run("resume", number, folder))
             except RuntimeError as error:
                 failures[number] = Failure(str(error))
@@ -104,7 +104,7 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             [*arguments, str(time.monotonic())],
             cwd=_ROOT,
-            env=_peer_paths(CONTENDERS[number]) | _environment(folder),
+            env=_peer_paths(CONTENDERS[number]) | environment(folder),
             stdout=out,
             stderr=log,
             start_new_session=True,
@@ -116,7 +116,7 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{phase}: not done after {_RUN_SECONDS} s") from None
         finally:
-            _end_session(process.pid)
+            end_session(process.pid)
             process.wait()
             sampler.join()
         out.seek(0)
@@ -144,7 +144,7 @@ def _peer_paths(contender: Contender) -> dict[str, str]:
         raise RuntimeError(str(error)) from error
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """One thread a process, no network, and caches inside the benchmark's folder."""
     return {
         "OMP_NUM_THREADS": "1",
@@ -155,7 +155,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _end_session(pid: int) -> None:
+def end_session(pid: int) -> None:
     """End the process and the workers that it has left: all that is in its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.data.served LOADER OPTIONS FOLDER
 
-Prints `ready` when it has read the first batches, then for each line with CPU seconds one with tokens a CPU second.
+Answers `ready` when it has read the first batches, then each line of CPU seconds with tokens a CPU second.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from benchmarks.data.contenders import Contender
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
+ANSWER = "benchmark: "
+"""Before each answer, as libraries write to the same place."""
 _WARM_UP_BATCHES = 30
-_BATCHES_TOGETHER = 20
+_BATCHES_TOGETHER = 40
 
 
 def main() -> None:
@@ -30,13 +33,15 @@ def main() -> None:
     torch.set_num_threads(1)
     loader = Contender("", "", "", True, loader_name, options).load()
     work = load_work(folder)
-    loader.prepare(work)
+    # Readers that start together share what one of them writes.
+    with FileLock(folder / f"{loader_name.split(':')[0]}.lock"):
+        loader.prepare(work)
     loader.reset(work)
     batches = loader.batches(work, None)
     for _ in range(_WARM_UP_BATCHES):
         if next(batches, None) is None:
             batches = loader.batches(work, None)
-    print("ready", flush=True)
+    print(f"{ANSWER}ready", flush=True)
     for line in sys.stdin:
         spent, num_batches = 0.0, 0
         while spent < float(line):
@@ -47,7 +52,7 @@ def main() -> None:
                 # What the next epoch takes to begin is nobody's rate.
                 batches = loader.batches(work, None)
                 next(batches)
-        print(num_batches * BATCH_SIZE * SEQUENCE_LENGTH / spent, flush=True)
+        print(f"{ANSWER}{num_batches * BATCH_SIZE * SEQUENCE_LENGTH / spent}", flush=True)
 
 
 def _take(batches: Iterator[Any], taken: list[Any]) -> None:
