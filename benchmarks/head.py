@@ -6,8 +6,11 @@ python -m benchmarks.head --write
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.overlay import UnavailableError
 from benchmarks.report import describe_run, markdown
-from benchmarks.rounds import interleave, medians
+from benchmarks.rounds import medians_or_reasons
 from benchmarks.table import Measure, add_options, publish
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.deferred import SumOfLosses, deferring
@@ -28,6 +32,7 @@ OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch
 LIGER, CUT = "liger-kernel", "cut-cross-entropy"
 PACKAGES = {LIGER: "liger_kernel", CUT: "cut_cross_entropy"}
 MIB = 2**20
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Size(NamedTuple):
@@ -74,16 +79,41 @@ def _measure_all(size: Size, num_rounds: int, is_quick: bool) -> tuple[dict[str,
 
     def contender(name: str) -> Callable[[], float]:
         def call() -> float:
-            # A process of its own, in which nothing is left of the others; a GPU's memory is counted by itself.
-            seconds, peak = measure(name, size) if is_gpu else run_ranks(measure, 1, name, size, group=False)[0]
+            try:
+                # A process of its own, in which nothing is left of the others; a GPU's memory is counted by itself.
+                seconds, peak = measure(name, size) if is_gpu else run_ranks(measure, 1, name, size, group=False)[0]
+            except Exception as error:
+                if name in (OURS, EAGER, LIMIT):
+                    raise
+                raise UnavailableError(_said_last(error)) from error
             peaks[name] = peak
             return seconds
 
         return call
 
     names = [name for name in (OURS, EAGER, COMPILED, TORCH, LIGER, CUT, LIMIT) if name not in reasons]
-    figures = interleave({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
-    return medians(figures) | reasons, peaks
+    with _cache_of_its_own():
+        figures = medians_or_reasons({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
+    return {**figures, **reasons}, peaks
+
+
+@contextmanager
+def _cache_of_its_own() -> Iterator[None]:
+    """For what inductor compiles: one that another program has left may be damaged, or spare it the work."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get(_CACHE)
+        os.environ[_CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_CACHE]
+            if before is not None:
+                os.environ[_CACHE] = before
+
+
+def _said_last(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _refusal(name: str, is_gpu: bool) -> str | None:
