@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -112,8 +113,10 @@ def _cache_of_its_own() -> Iterator[None]:
 
 
 def _said_last(error: Exception) -> str:
+    """The line that names the error: the last that does, as torch's hints follow it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return [type(error).__name__, *lines[-1:], *named][-1]
 
 
 def _refusal(name: str, is_gpu: bool) -> str | None:
