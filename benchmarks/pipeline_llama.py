@@ -200,7 +200,7 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each layout, interleaved")
-    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of one run")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of one run")
     options = add_options(parser).parse_args()
     if options.quick:
         options.rounds = options.steps = 1

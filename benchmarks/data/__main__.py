@@ -34,7 +34,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = make_work(Path(folder), text_bytes=text_megabytes * 10**6, token_copies=copies)
-        rows = run_rounds(Path(folder), numbers, num_rounds)
+        rows = run_rounds(Path(folder), numbers, num_rounds, at_once=len(numbers) if options.quick else 1)
     section = "\n\n".join([_preamble(work, text_megabytes, num_rounds), tables(rows), _NOTES])
     publish(options, "data", section, _measures(rows))
     if any(row.contender.library == "hfdist" and isinstance(row.result, Failure) for row in rows):

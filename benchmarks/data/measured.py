@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.data.contenders import CONTENDERS, Loader
+from benchmarks.data.contenders import CONTENDERS, Loader, alone
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
@@ -36,7 +37,8 @@ def main() -> None:
     work = load_work(folder)
     saved = folder / f"state-{number}.json"
     if phase == "prepare":
-        loader.prepare(work)
+        with alone(folder, contender.loader):
+            loader.prepare(work)
         _report({})
         return
     before_reset = time.monotonic()
@@ -67,13 +69,19 @@ def main() -> None:
 def _read_epoch(loader: Loader, batches: Iterator[Tensor], saved: Path, num_batches: int) -> dict[str, Any]:
     """Time the middle of an epoch, then keep the state at 90 % of it."""
     first, last = max(int(_WARM_UP * num_batches), 1), int(_STOP * num_batches)
-    _take(batches, first - 1)
+    _pass(batches, first - 1)
     start_seconds = time.monotonic()
-    cpu_seconds = cpu_seconds_of(lambda: [next(batches) and None for _ in range(first, last)])
+    cpu_seconds = cpu_seconds_of(partial(_pass, batches, last - first))
     wall_seconds = time.monotonic() - start_seconds
     saved.write_text(json.dumps(loader.state()))
     tokens = (last - first) * BATCH_SIZE * SEQUENCE_LENGTH
     return {"tokens": tokens, "wall_seconds": wall_seconds, "cpu_seconds": cpu_seconds}
+
+
+def _pass(batches: Iterator[Tensor], count: int) -> None:
+    """Each batch is gone when the next comes, as in a training."""
+    for _ in range(count):
+        next(batches)
 
 
 def _take(batches: Iterator[Tensor], count: int) -> list[Tensor]:

@@ -75,7 +75,7 @@ class Tokens(_Stream):
         if folders[-1].exists():
             return
         sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
-        config = _config(work, sources, work.folder / "cold")
+        config = _config(work, sources, _cache_of_tokens(work))
         shards = open_corpus(config).shards
         first, *others = folders
         pretokenize(shards, work.tokenizer, first, workers=config.workers, on_bad_rows=config.on_bad_rows)
@@ -88,7 +88,11 @@ class Tokens(_Stream):
     def config(self, work: Work) -> DataConfig:
         """Settings of the stream."""
         sources = {folder.name: SourceConfig(kind=SourceKind.tokens, path=str(folder)) for folder in _copies(work)}
-        return _config(work, sources, work.folder / "cold")
+        return _config(work, sources, _cache_of_tokens(work))
+
+
+def _cache_of_tokens(work: Work) -> Path:
+    return work.folder / "index"
 
 
 def _copies(work: Work) -> list[Path]:

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,28 +54,38 @@ class Row(NamedTuple):
     result: Figures | Failure
 
 
-def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int, *, num_resumes: int = 1) -> list[Row]:
+def run_rounds(
+    folder: Path, numbers: Sequence[int], num_rounds: int, *, num_resumes: int = 1, at_once: int = 1
+) -> list[Row]:
     """Prepare all, then measure all in each round, so that a busy spell hits all alike. A failure takes one out.
 
-    Resumes are measured in the first rounds alone: starting a process takes longer than what it does.
+    Args:
+        folder: of the work.
+        numbers: of the contenders.
+        num_rounds: of reading an epoch.
+        num_resumes: in how many of the first rounds to resume: starting a process takes longer than what it does.
+        at_once: how many contenders run side by side; with more than one, figures say little.
     """
     failures: dict[int, Failure] = {}
     whole: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
     resumed: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+
+    def take_turn(step: int, number: int) -> None:
+        try:
+            if step < 0:
+                _run("prepare", number, folder)
+                return
+            if step < num_rounds:
+                whole[number].append(_run("whole", number, folder))
+            if step < num_resumes:
+                resumed[number].append(_run("resume", number, folder))
+        except RuntimeError as error:
+            failures[number] = Failure(str(error))
+
     for step in range(-1, max(num_rounds, num_resumes)):
-        for number in numbers:
-            if number in failures:
-                continue
-            try:
-                if step < 0:
-                    _run("prepare", number, folder)
-                    continue
-                if step < num_rounds:
-                    whole[number].append(_run("whole", number, folder))
-                if step < num_resumes:
-                    resumed[number].append(_run("resume", number, folder))
-            except RuntimeError as error:
-                failures[number] = Failure(str(error))
+        # What is prepared is not timed.
+        with ThreadPoolExecutor(os.cpu_count() if step < 0 else at_once) as pool:
+            list(pool.map(partial(take_turn, step), [number for number in numbers if number not in failures]))
     return [Row(CONTENDERS[n], failures.get(n) or _figures(whole[n], resumed[n])) for n in numbers]
 
 

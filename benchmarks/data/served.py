@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
-from benchmarks.data.contenders import Contender
+from benchmarks.data.contenders import Contender, alone
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
@@ -36,7 +35,7 @@ def main() -> None:
     loader = Contender("", "", "", True, loader_name, options).load()
     work = load_work(folder)
     # Readers that start together share what one of them writes.
-    with FileLock(folder / f"{loader_name.split(':')[0]}.lock"):
+    with alone(folder, loader_name):
         loader.prepare(work)
     loader.reset(work)
     batches = loader.batches(work, None)
