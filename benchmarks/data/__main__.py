@@ -26,7 +26,7 @@ from benchmarks.table import Measure, add_options, publish
 def main() -> None:
     """Measure, show the tables, and write them down if asked to."""
     options = _options()
-    text_megabytes, copies, num_rounds = (2, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
+    text_megabytes, copies, num_rounds = (1, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
     numbers = [
         number
         for number, contender in enumerate(CONTENDERS)
