@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.data", description=description))
     parser.add_argument("--megabytes", type=int, default=12, help="of text; few would lie in the peers' buffers whole")
-    parser.add_argument("--rounds", type=int, default=1, help="timed runs of every contender")
+    parser.add_argument("--rounds", type=int, default=2, help="timed runs of every contender")
     parser.add_argument("--all", action="store_true", help="other ways to use the peers as well, which takes long")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     return parser.parse_args()

@@ -47,7 +47,9 @@ def main() -> None:
     imported_seconds = time.monotonic()
     state = json.loads(saved.read_text()) if phase == "resume" else None
     batches = loader.batches(work, state)
-    first = next(batches)
+    first = next(batches, None)
+    if first is None:
+        raise RuntimeError("nothing is left to read, not even what a buffer held when the state was kept")
     ready_seconds = time.monotonic()
     figures = {
         "first_seconds": ready_seconds - imported_seconds,
