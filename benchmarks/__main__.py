@@ -6,14 +6,13 @@ python -m benchmarks --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import RESULTS, describe_machine, described_command, write_section
+from benchmarks.report import RESULTS, describe_run, write_section
 from benchmarks.table import Measure, read_measures, remember, table
 
 LINES = {
@@ -38,7 +37,6 @@ _SHOWN_LINES = 2
 def main() -> None:
     """Run all lines or those that are named; one that fails does not stop the others, but the exit status tells."""
     options = _options()
-    started = datetime.datetime.now(datetime.UTC)
     lines: dict[str, list[Measure] | str] = {}
     failed = []
     for name, module in LINES.items():
@@ -51,8 +49,7 @@ def main() -> None:
                 failed.append(name)
         if options.write and name not in failed:
             lines[name] = remember(short, lines.get(name, "not in this run, nor in one before"))
-    command = described_command("benchmarks")
-    section = f"## All lines\n\n{describe_machine('torch')}; {started:%Y-%m-%d}; `{command}`\n\n{table(lines)}"
+    section = f"## All lines\n\n{describe_run('benchmarks', 'torch')}\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
     if options.write:
         write_section(RESULTS, "table", section)

@@ -6,7 +6,6 @@ python -m benchmarks.checkpoint --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
 import os
 import shutil
@@ -37,7 +36,7 @@ from benchmarks.checkpoint_savers import (
     sharded,
     sizes,
 )
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 from hfdist.checkpoint.exchange import gather_json
@@ -154,9 +153,7 @@ def _section(
         "`save_checkpoint`, ZeRO-2). `os.sync` before each; wall clock, one thread a process; the slowest rank counts. "
         "Medians of "
         f"{rounds} interleaved rounds after one to warm up.",
-        f"{describe_machine('torch', 'deepspeed', 'transformers', 'safetensors')}; "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.checkpoint')}`",
+        f"{describe_run('benchmarks.checkpoint', 'torch', 'deepspeed', 'transformers', 'safetensors')}",
         "One process:",
         _table(one, one),
     ]

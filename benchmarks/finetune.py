@@ -6,7 +6,6 @@ python -m benchmarks.finetune --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -16,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
@@ -47,12 +48,14 @@ def main() -> None:
         for turn in range(options.rounds):
             names = list(measured)
             # Each follows each: what is first in a round meets another machine than what is last.
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                measured[name].append(_in_process(name, folder))
+            names = names[turn % len(names) :] + names[: turn % len(names)]
+            with ThreadPoolExecutor(len(names) if options.quick else 1) as pool:
+                for name, run in zip(names, pool.map(partial(_in_process, folder), names), strict=True):
+                    measured[name].append(run)
     publish(options, "finetune", _section(options, measured), _measures(measured))
 
 
-def _in_process(name: str, folder: str) -> Run:
+def _in_process(folder: str, name: str) -> Run:
     command = [sys.executable, "-m", "benchmarks.finetune", *sys.argv[1:], "--child", name, "--folder", folder]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -62,16 +65,21 @@ def _in_process(name: str, folder: str) -> Run:
 
 
 def _write_model(folder: Path, options: argparse.Namespace) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    """The model, converted once for all runs that have the same cache."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tests.smollm2 import write_smollm2
+    from hfdist.config.data import DataConfig
+    from hfdist.data.corpus import cache_dir
+    from hfdist.models.gguf import convert_gguf
+    from tests.smollm2 import find_smollm2
 
-    write_smollm2(folder)
-    if options.blocks is not None:
-        config = AutoConfig.from_pretrained(folder, num_hidden_layers=options.blocks)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="float32").save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    converted = convert_gguf(find_smollm2(), cache_dir(DataConfig()), key="model.name")
+    if options.blocks is None:
+        folder.symlink_to(converted)
+        return
+    cut = AutoModelForCausalLM.from_pretrained(converted, num_hidden_layers=options.blocks, dtype="float32")
+    cut.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(converted).save_pretrained(folder)
 
 
 def _train(options: argparse.Namespace) -> Run:
@@ -241,17 +249,16 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
         "by target tokens (as all do by default), and of TRL's defaults `bf16` and `gradient_checkpointing` are off. "
         "Times are of all steps but the first; memory is the process's largest resident size. Medians of "
         f"{options.rounds} interleaved rounds, each run in a process of its own.\n\n"
-        f"{describe_machine('torch', 'transformers', 'trl')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.finetune')}`\n\n"
+        f"{describe_run('benchmarks.finetune', 'torch', 'transformers', 'trl')}\n\n"
         f"{markdown(header, rows)}"
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="of one run")
+    parser.add_argument("--steps", type=int, default=4, help="of one run")
     parser.add_argument("--batch-size", type=int, default=2, help="examples of a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of the longest example")
+    parser.add_argument("--length", type=int, default=128, help="tokens of the longest example")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
     parser.add_argument("--blocks", type=int, help="keep so many blocks of the model, to try this script")
     parser.add_argument("--child", help=argparse.SUPPRESS)

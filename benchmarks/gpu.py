@@ -6,7 +6,6 @@ python -m benchmarks.gpu --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish, publish_reason
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
@@ -150,8 +149,7 @@ def _section(options: argparse.Namespace, shape: Shape, found: dict[str, Any]) -
         f"largest relative difference from the HF Trainer's, means of {shape.steps_of_a_mean} steps; equal is under "
         f"{LOSS_BOUND}. "
         "hfdist, KEY=VALUE: its defaults but for this key.\n\n"
-        f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.gpu')}`\n\n"
+        f"{describe_run('benchmarks.gpu', 'torch', 'transformers')}\n\n"
         f"{markdown(header, rows)}"
     )
 

@@ -6,9 +6,12 @@ python -m benchmarks.head --write
 from __future__ import annotations
 
 import argparse
-import datetime
+import os
+import re
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.report import describe_machine, described_command, markdown
-from benchmarks.rounds import interleave, medians
+from benchmarks.overlay import UnavailableError
+from benchmarks.report import describe_run, markdown
+from benchmarks.rounds import medians_or_reasons
 from benchmarks.table import Measure, add_options, publish
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.deferred import SumOfLosses, deferring
@@ -29,6 +33,7 @@ OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch
 LIGER, CUT = "liger-kernel", "cut-cross-entropy"
 PACKAGES = {LIGER: "liger_kernel", CUT: "cut_cross_entropy"}
 MIB = 2**20
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Size(NamedTuple):
@@ -75,16 +80,43 @@ def _measure_all(size: Size, num_rounds: int, is_quick: bool) -> tuple[dict[str,
 
     def contender(name: str) -> Callable[[], float]:
         def call() -> float:
-            # A process of its own, in which nothing is left of the others; a GPU's memory is counted by itself.
-            seconds, peak = measure(name, size) if is_gpu else run_ranks(measure, 1, name, size, group=False)[0]
+            try:
+                # A process of its own, in which nothing is left of the others; a GPU's memory is counted by itself.
+                seconds, peak = measure(name, size) if is_gpu else run_ranks(measure, 1, name, size, group=False)[0]
+            except Exception as error:
+                if name in (OURS, EAGER, LIMIT):
+                    raise
+                raise UnavailableError(_said_last(error)) from error
             peaks[name] = peak
             return seconds
 
         return call
 
     names = [name for name in (OURS, EAGER, COMPILED, TORCH, LIGER, CUT, LIMIT) if name not in reasons]
-    figures = interleave({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
-    return medians(figures) | reasons, peaks
+    with _cache_of_its_own():
+        figures = medians_or_reasons({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
+    return {**figures, **reasons}, peaks
+
+
+@contextmanager
+def _cache_of_its_own() -> Iterator[None]:
+    """For what inductor compiles: one that another program has left may be damaged, or spare it the work."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get(_CACHE)
+        os.environ[_CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_CACHE]
+            if before is not None:
+                os.environ[_CACHE] = before
+
+
+def _said_last(error: Exception) -> str:
+    """The line that names the error: the last that does, as torch's hints follow it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return [type(error).__name__, *lines[-1:], *named][-1]
 
 
 def _refusal(name: str, is_gpu: bool) -> str | None:
@@ -241,8 +273,7 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "the weights, the hidden states and the targets, and with the gradients of the first two. Limit: the three "
         "products alone. eager: what a model of transformers does. torch's chunks: its linear_cross_entropy "
         f"with default options. Medians of {options.rounds} interleaved rounds; on a CPU each call has a process.\n\n"
-        f"{describe_machine('torch')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.head')}`"
+        f"{describe_run('benchmarks.head', 'torch')}"
     )
 
 

@@ -21,6 +21,13 @@ class UnavailableError(RuntimeError):
     """A peer cannot run here; the message is the reason that the table shows."""
 
 
+def pinned(name: str, *packages: str) -> list[str]:
+    """`PACKAGE VERSION` of each of these, as `benchmarks/peers/NAME.txt` pins it."""
+    lines = (_PINS / f"{name}.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines)
+    return [f"{package} {versions[package]}" for package in packages]
+
+
 @cache
 def peer_environment(name: str) -> dict[str, str]:
     """Environment variables with which a Python process sees the packages of `benchmarks/peers/NAME.txt`.

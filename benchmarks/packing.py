@@ -6,7 +6,6 @@ python -m benchmarks.packing --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import re
 import sysconfig
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
@@ -304,8 +303,7 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
         f"at a time. `{LANES} lanes`: the same documents in as many windows side by side as `data.lanes` has by "
         f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
         f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"
-        f"{describe_machine(*versions)}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.packing')}`\n\n"
+        f"{describe_run('benchmarks.packing', *versions)}\n\n"
         f"{markdown(header, rows)}"
     )
 

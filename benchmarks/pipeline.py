@@ -6,7 +6,6 @@ python -m benchmarks.pipeline --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import statistics
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Contender, Work
 from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.testing.launch import run_ranks
 
@@ -46,13 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, and write them down if asked to."""
     options = _options(arguments)
     durations = Durations(options.forward / 1e3, options.input / 1e3, options.weight / 1e3)
-    started = datetime.datetime.now(datetime.UTC)
     timings: dict[int, list[Timing]] = {}
     for num_ranks in options.ranks:
         work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
         timings[num_ranks] = measure(work, options.rounds)
-    command = described_command("benchmarks.pipeline")
-    section = "\n\n".join([_preamble(options, started, command), times_table(timings), breakdown_table(timings)])
+    section = "\n\n".join([_preamble(options), times_table(timings), breakdown_table(timings)])
     publish(options, "pipeline", section, measures_of(timings))
 
 
@@ -183,7 +180,7 @@ def _length_seconds(runs: Sequence[Run]) -> float:
     return max(run.end_seconds for run in runs) - min(run.start_seconds for run in runs)
 
 
-def _preamble(options: argparse.Namespace, started: datetime.datetime, command: str) -> str:
+def _preamble(options: argparse.Namespace) -> str:
     return (
         "## Pipeline schedules, emulated stages\n\n"
         f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
@@ -192,7 +189,7 @@ def _preamble(options: argparse.Namespace, started: datetime.datetime, command: 
         f"last rank's end, median of {options.rounds} interleaved rounds; v stages a rank. "
         "Bound: m(F+B+W) + (p-1)F/v. "
         "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
-        f"{describe_machine('torch', 'deepspeed')}; {started:%Y-%m-%d}; `{command}`"
+        f"{describe_run('benchmarks.pipeline', 'torch', 'deepspeed')}"
     )
 
 

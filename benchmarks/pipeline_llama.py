@@ -6,7 +6,6 @@ python -m benchmarks.pipeline_llama --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import tempfile
 import time
@@ -17,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
@@ -194,15 +193,14 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
         f"busy. Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
-        f"{describe_machine('torch', 'transformers')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.pipeline_llama')}`"
+        f"{describe_run('benchmarks.pipeline_llama', 'torch', 'transformers')}"
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each layout, interleaved")
-    parser.add_argument("--steps", type=int, default=5, help="timed optimizer steps of one run")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of one run")
     options = add_options(parser).parse_args()
     if options.quick:
         options.rounds = options.steps = 1

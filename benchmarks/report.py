@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,16 +20,23 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def describe_machine(*packages: str) -> str:
-    """Versions, cores, and what else is running, which all times depend on."""
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
-    return (
-        f"{versions}; gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
+def describe_run(module: str, *packages: str, pinned: Sequence[str] = ()) -> str:
+    """What stands above each table: versions, this machine and what else it does, the day and the command.
+
+    Args:
+        module: the benchmark's.
+        packages: of this environment, that took part.
+        pinned: `NAME VERSION` of peers that are not in it, as `benchmarks.overlay.pinned` gives them.
+    """
+    versions = ", ".join([*(f"{name} {version(name)}" for name in packages), *pinned])
+    machine = (
+        f"gloo, Python {platform.python_version()}, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f} at the end, this benchmark's ranks included"
     )
+    return f"{versions}; {machine}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; `{_command(module)}`"
 
 
-def described_command(module: str) -> str:
+def _command(module: str) -> str:
     """How this process was started, without options that name a place on this machine."""
     given = iter(sys.argv[1:])
     kept = [word for word in given if not (word in _PLACES and next(given, None))]

@@ -1,19 +1,21 @@
 """From a saved cursor to the first batch, at any sample and any number of ranks: `python -m benchmarks.resume`.
 
-The cursor at a sample is made by arithmetic, a place in an epoch that such a sample lies in, and read on from: so ten
-million sequences need not be read first. What an uninterrupted stream gives from there is what each resume must give.
+The cursor at a sample is made by arithmetic, at about the place in the epoch at which such a sample lies and at others
+spread over that epoch, and read on from: so ten million sequences need not be read first. What an uninterrupted stream
+gives from there is what each resume must give.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,141 +23,243 @@ from benchmarks.data.contenders import CONTENDERS
 from benchmarks.data.ours import Tokens
 from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.overlay import pinned
+from benchmarks.report import describe_run, markdown
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
+from hfdist.testing.launch import run_ranks
 
 GOAL_MILLISECONDS = 10
 OURS = "hfdist"
 BATCH = 8
 """Of the run, whatever the number of ranks."""
+SHARES = (0.02, 0.25, 0.5, 0.75, 0.98)
+"""Of an epoch: where in it the places are from which is resumed."""
 _COMPARED_BATCHES = 4
+_MOST_BATCHES_BEFORE = 7
+_NUM_PEER_RESUMES = 2
+
+
+class Cost(NamedTuple):
+    """Of the slowest rank, from the cursor to the first batch."""
+
+    wall_milliseconds: float
+    cpu_milliseconds: float
+
+
+class FirstTouch(NamedTuple):
+    """What a process takes that has not seen the corpus."""
+
+    opening_milliseconds: float
+    resume: Cost
+    again: Cost
+
+
+class Resumes(NamedTuple):
+    """At one sample."""
+
+    sample: int
+    epoch: int
+    slowest: dict[int, Cost]
+    """By the number of ranks: of all places in the epoch, the slowest median."""
+
+
+class Settings(NamedTuple):
+    """What is resumed."""
+
+    work: Work
+    config: DataConfig
+    samples: Sequence[int]
+    sizes: Sequence[int]
+    num_rounds: int
 
 
 def main() -> None:
     """Measure hfdist at all samples and ranks, and the peers at 90 % of an epoch."""
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__))
-    parser.add_argument("--rounds", type=int, default=5, help="resumes of each")
+    parser.add_argument("--rounds", type=int, default=3, help="resumes of each")
     options = parser.parse_args()
-    started = datetime.datetime.now(datetime.UTC)
-    samples = [10**3, 10**7] if options.quick else [10**3, 10**4, 10**5, 10**6, 10**7]
-    sizes = (1, 2) if options.quick else (1, 2, 4, 8)
+    options.rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work = make_work(folder, text_bytes=(1 if options.quick else 4) * 10**6, token_copies=1)
         ours = Tokens()
         ours.prepare(work)
-        config = replace(ours.config(work), workers=0)
-        rows, medians = _resumes(work, config, samples, sizes, 1 if options.quick else options.rounds)
-        peers = {} if options.quick else _peers(folder, options.rounds)
-    header = ["sample", *(f"{size} ranks ms" for size in sizes), "opening ms", "same batches"]
-    others = markdown(["at 90 % of an epoch", "ms"], [[name, _cell(figure)] for name, figure in peers.items()])
-    section = (
-        "## Resuming\n\n"
-        f"Sequences of {SEQUENCE_LENGTH}, batches of {BATCH} over all ranks, from token files, `data.workers=0`, the "
-        "corpus open; from the cursor to the first batch of the slowest rank, wall time, medians. Opening: the corpus "
-        "and the stream. Same batches: those that follow are compared with the uninterrupted stream's. Cursors at a "
-        "sample are made by arithmetic and read on from. At 90 % of an epoch: a new process and one loader process, "
-        "from the end of the imports, so that opening counts for all.\n\n"
-        f"{describe_machine('torch', 'datasets')}; {started:%Y-%m-%d}; "
-        f"`{described_command('benchmarks.resume')}`\n\n{markdown(header, rows)}\n\n{others}"
-    )
-    slowest = max(medians)
-    measures = [
-        Measure(
-            what="saved cursor to the first batch, at 1e3 to 1e7 samples and any ranks, the slowest",
-            unit="ms",
-            ours=slowest,
-            goal=f"at most {GOAL_MILLISECONDS}",
-            is_met=slowest <= GOAL_MILLISECONDS,
+        settings = Settings(
+            work,
+            replace(ours.config(work), workers=0),
+            samples=(10**3, 10**7) if options.quick else (10**3, 10**4, 10**5, 10**6, 10**7),
+            sizes=(1, 2) if options.quick else (1, 2, 4, 8),
+            num_rounds=options.rounds,
         )
-    ]
-    ours_opened = next((figure for name, figure in peers.items() if name.startswith(OURS)), None)
-    if isinstance(ours_opened, float):
-        others_opened = {name: figure for name, figure in peers.items() if not name.startswith(OURS)}
-        measures.append(
-            Measure(
-                what="the same in a new process, opening included", unit="ms", ours=ours_opened, peers=others_opened
-            )
-        )
-    publish(options, "resume", section, measures)
+        # Forks, so that this process has not seen the corpus when it makes those that must not have, either.
+        ((resumes, state),) = run_ranks(measure, 1, settings, group=False, timeout_seconds=300)
+        touches = [run_ranks(first_touch, 1, settings, state, group=False)[0] for _ in range(options.rounds)]
+        peers = {} if options.quick else _peers(folder)
+    publish(options, "resume", _section(options, resumes, touches, peers), _measures(resumes, touches, peers))
 
 
-def _resumes(
-    work: Work, config: DataConfig, samples: list[int], sizes: tuple[int, ...], num_rounds: int
-) -> tuple[list[list[str]], list[float]]:
-    """Rows of the table, and all medians in milliseconds."""
-    rows, every = [], []
-    for sample in samples:
-        began = time.perf_counter()
-        corpus = open_corpus(config)
+def measure(settings: Settings) -> tuple[list[Resumes], dict[str, Any]]:
+    """All samples, ranks and places with the corpus open, and the last of the cursors.
+
+    Raises:
+        RuntimeError: a resume gives other batches than the uninterrupted stream.
+    """
+    work, config = settings.work, settings.config
+    corpus = open_corpus(config)
+    # A first resume sets up what all share.
+    _resume(corpus, settings, _stream(corpus, work, config, 0, 1).state_dict(), 1)
+    resumes = []
+    for sample in settings.samples:
         stream = _stream(corpus, work, config, 0, 1)
-        opening = time.perf_counter() - began
-        stream.load_state_dict(_cursor_at(stream, sample))
-        before = stream.loader(micro_batch_size=BATCH).__iter__()
-        for _ in range(sample // BATCH % 32 + 1):
-            next(before)
-        state = stream.state_dict()
-        expected = [next(before)["input_ids"] for _ in range(_COMPARED_BATCHES)]
-        found, is_same = [], True
-        for size in sizes:
-            turns = [_resume(corpus, work, config, state, size, expected) for _ in range(num_rounds)]
-            found.append(1e3 * statistics.median(seconds for seconds, _ in turns))
-            is_same &= all(same for _, same in turns)
-        every += found
-        if not is_same:
-            raise SystemExit(f"other batches after a resume at sample {sample}")
-        rows.append([f"{sample:,}", *(f"{ms:.1f}" for ms in found), f"{1e3 * opening:.0f}", "yes"])
-    return rows, every
+        epoch = sample // max(work.num_tokens // SEQUENCE_LENGTH, 1)
+        medians: dict[int, list[Cost]] = {size: [] for size in settings.sizes}
+        for number, share in enumerate(SHARES):
+            state, expected = _interrupted(stream, sample, epoch, share, number * _MOST_BATCHES_BEFORE // len(SHARES))
+            for size in settings.sizes:
+                turns = []
+                for _ in range(settings.num_rounds):
+                    cost, found = _resume(corpus, settings, state, size)
+                    turns.append(cost)
+                    if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
+                        raise RuntimeError(f"other batches after a resume at sample {sample}, {share} of epoch {epoch}")
+                medians[size].append(_median(turns))
+        resumes.append(Resumes(sample, epoch, {size: _slowest(costs) for size, costs in medians.items()}))
+    return resumes, state
 
 
-def _cursor_at(stream: TokenStream, sample: int) -> dict[str, Any]:
-    """A cursor behind `sample` sequences, at the start of the epoch in which it lies."""
+def first_touch(settings: Settings, state: dict[str, Any]) -> FirstTouch:
+    """In a process of its own, with the files of tokens no longer in the page cache."""
+    for file in settings.work.folder.glob("tokens*/**/*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    corpus = open_corpus(settings.config)
+    _stream(corpus, settings.work, settings.config, 0, 1)
+    opening = time.perf_counter() - began
+    return FirstTouch(1e3 * opening, *(_resume(corpus, settings, state, 1)[0] for _ in range(2)))
+
+
+def _interrupted(
+    stream: TokenStream, sample: int, epoch: int, share: float, num_batches: int
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A cursor of a stream that has read a few batches from a place, and the batches that come next."""
+    stream.load_state_dict(_cursor_at(stream, sample, epoch, share))
+    batches = iter(stream.loader(micro_batch_size=BATCH))
+    for _ in range(num_batches):
+        next(batches)
+    state = stream.state_dict()
+    return state, [next(batches)["input_ids"] for _ in range(_COMPARED_BATCHES)]
+
+
+def _cursor_at(stream: TokenStream, sample: int, epoch: int, share: float) -> dict[str, Any]:
+    """A cursor behind `sample` sequences, at a share of an epoch of each lane."""
     state = Cursor.from_json(stream.state_dict())
-    lanes = state.num_lanes
-    per_epoch = max(stream.corpus.num_documents // 2 // lanes, 1)
-    rounds = sample // lanes
+    (order,) = stream.plan.orders
+    rounds = sample // state.num_lanes
     places = {}
     for lane, own in state.lanes.items():
         (progress,) = own.pools
-        place = progress.place._replace(epoch=rounds // per_epoch)
+        position = int(share * order.lane_length(epoch, lane))
+        place = progress.place._replace(epoch=epoch, position=position, offset=0)
         places[lane] = own._replace(pools=(progress._replace(place=place, sequences=rounds),))
-    return replace(state, samples=rounds * lanes, lanes=places).to_json()
+    return replace(state, samples=rounds * state.num_lanes, lanes=places).to_json()
 
 
-def _resume(
-    corpus: Corpus, work: Work, config: DataConfig, state: dict[str, Any], size: int, expected: list[torch.Tensor]
-) -> tuple[float, bool]:
-    """Seconds of the slowest rank, and whether all ranks together give what was to come."""
-    slowest, shares = 0.0, []
+def _resume(corpus: Corpus, settings: Settings, state: dict[str, Any], size: int) -> tuple[Cost, list[torch.Tensor]]:
+    """What the slowest rank takes, and what all ranks together give."""
+    costs, shares = [], []
     for rank in range(size):
-        stream = _stream(corpus, work, config, rank, size)
-        began = time.perf_counter()
+        stream = _stream(corpus, settings.work, settings.config, rank, size)
+        began, began_cpu = time.perf_counter(), time.process_time()
         stream.load_state_dict(state)
         batches = iter(stream.loader(micro_batch_size=BATCH // size))
         first = next(batches)
-        slowest = max(slowest, time.perf_counter() - began)
-        shares.append([first["input_ids"], *(next(batches)["input_ids"] for _ in expected[1:])])
-    together = [torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shares, strict=True)]
-    return slowest, all(torch.equal(ours, theirs) for ours, theirs in zip(together, expected, strict=True))
+        costs.append(Cost(1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - began_cpu)))
+        shares.append([first["input_ids"], *(next(batches)["input_ids"] for _ in range(1, _COMPARED_BATCHES))])
+    return _slowest(costs), [torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shares, strict=True)]
 
 
 def _stream(corpus: Corpus, work: Work, config: DataConfig, rank: int, size: int) -> TokenStream:
     return TokenStream(corpus, work.tokenizer, config, data_rank=rank, data_size=size)
 
 
-def _peers(folder: Path, num_rounds: int) -> dict[str, float | str]:
+def _slowest(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(max(figures) for figures in zip(*costs, strict=True)))
+
+
+def _median(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(statistics.median(figures) for figures in zip(*costs, strict=True)))
+
+
+def _peers(folder: Path) -> dict[str, float | str]:
     """Milliseconds, or the reason why there are none; hfdist's among them."""
     numbers = [n for n, one in enumerate(CONTENDERS) if one.tokenized]
     peers: dict[str, float | str] = {}
-    for contender, result in run_rounds(folder, numbers, min(num_rounds, 2)):
+    for contender, result in run_rounds(folder, numbers, 1, num_resumes=_NUM_PEER_RESUMES):
         name = f"{contender.library}, {contender.variant}, {contender.resumes_by}"
         if isinstance(result, Failure):
             peers[name] = result.reason
         else:
             peers[name if result.resumes_exactly else f"{name}, inexact"] = 1e3 * result.resume_seconds
     return peers
+
+
+def _section(
+    options: argparse.Namespace, resumes: list[Resumes], touches: list[FirstTouch], peers: dict[str, float | str]
+) -> str:
+    sizes = list(resumes[0].slowest)
+    rows = [
+        [f"{sample:,}", f"{epoch:,}", *(f"{wall:.1f} ({cpu:.1f})" for wall, cpu in slowest.values())]
+        for sample, epoch, slowest in resumes
+    ]
+    first, again = _median([touch.resume for touch in touches]), _median([touch.again for touch in touches])
+    opening = statistics.median(touch.opening_milliseconds for touch in touches)
+    parts = [
+        f"## Resuming\n\nSequences of {SEQUENCE_LENGTH}, batches of {BATCH} over all ranks, from token files, "
+        "`data.workers=0`, the corpus open; from the cursor to the first batch of the slowest rank, milliseconds of "
+        f"wall time, in brackets of CPU time. Medians of {options.rounds} resumes, of which the slowest of the places "
+        f"at {', '.join(f'{share:.0%}' for share in SHARES)} of the epoch counts. Cursors are made by arithmetic and "
+        "read on from; the batches that follow were the same as the uninterrupted stream's at every place.",
+        describe_run("benchmarks.resume", "torch", "datasets", pinned=pinned("data", "litdata", "mosaicml-streaming")),
+        markdown(["sample", "epoch", *(f"{size} rank{'s' * (size > 1)}" for size in sizes)], rows),
+        "In a process that has not seen the corpus, its files no longer in the page cache, one rank: opening corpus "
+        f"and stream {opening:.0f}, the first resume {first.wall_milliseconds:.1f} ({first.cpu_milliseconds:.1f}), the "
+        f"next {again.wall_milliseconds:.1f} ({again.cpu_milliseconds:.1f}).",
+    ]
+    if peers:
+        parts += [
+            "Beside the peers: a new process and one loader process, from the end of the imports to the first batch, "
+            "at 90 % of an epoch, so that opening and starting the loader process count for all. Medians of "
+            f"{_NUM_PEER_RESUMES}, wall time.",
+            markdown(["at 90 % of an epoch", "ms"], [[name, _cell(figure)] for name, figure in peers.items()]),
+        ]
+    return "\n\n".join(parts)
+
+
+def _measures(resumes: list[Resumes], touches: list[FirstTouch], peers: dict[str, float | str]) -> list[Measure]:
+    slowest = _slowest([cost for at_sample in resumes for cost in at_sample.slowest.values()])
+    touched = statistics.median(touch.resume.wall_milliseconds for touch in touches)
+    where = "saved cursor to the first batch"
+    figures = {
+        f"{where}, at 1e3 to 1e7 samples and any ranks, the slowest": slowest.wall_milliseconds,
+        f"{where}, CPU time of it": slowest.cpu_milliseconds,
+        f"{where}, the first in a process, files not in memory": touched,
+    }
+    goal = f"at most {GOAL_MILLISECONDS}"
+    measures = [
+        Measure(what=what, unit="ms", ours=value, goal=goal, is_met=value <= GOAL_MILLISECONDS)
+        for what, value in figures.items()
+    ]
+    ours = next((figure for name, figure in peers.items() if name.startswith(OURS)), None)
+    if isinstance(ours, float):
+        others = {name: figure for name, figure in peers.items() if not name.startswith(OURS)}
+        what = f"{where}, in a new process, opening and a loader process included"
+        measures.append(Measure(what=what, unit="ms", ours=ours, peers=others))
+    return measures
 
 
 def _cell(figure: float | str) -> str:

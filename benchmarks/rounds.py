@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import psutil
+
+from benchmarks.overlay import UnavailableError
 
 
 def interleave(
@@ -24,6 +27,27 @@ def interleave(
                 figures[name].append(figure)
         names = [*names[1:], names[0]]
     return figures
+
+
+def medians_or_reasons(
+    contenders: Mapping[str, Callable[[], float]], num_rounds: int, *, num_warm_up: int = 1
+) -> dict[str, float | str]:
+    """Medians of `interleave`; of one that raises an `UnavailableError` at any turn, its message."""
+    reasons: dict[str, str] = {}
+
+    def guarded(name: str) -> Callable[[], float]:
+        def run() -> float:
+            if name not in reasons:
+                try:
+                    return contenders[name]()
+                except UnavailableError as error:
+                    reasons[name] = str(error)
+            return math.nan
+
+        return run
+
+    figures = interleave({name: guarded(name) for name in contenders}, num_rounds, num_warm_up=num_warm_up)
+    return {**medians(figures), **reasons}
 
 
 def medians(figures: Mapping[str, list[float]]) -> dict[str, float]:

@@ -6,7 +6,6 @@ python -m benchmarks.start --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 
@@ -182,8 +181,7 @@ def _section(
         "sequences of token ids that are there, and read nothing: the HF Trainer, a loop with accelerate, and "
         "lightning, each in a plain script. CPU time of the process, files in the page cache; wall clock beside it. "
         f"Medians of {rounds} interleaved rounds, after one to warm up.",
-        f"{describe_machine('torch', 'transformers', 'accelerate')}; {datetime.datetime.now(datetime.UTC):%Y-%m-%d}; "
-        f"`{described_command('benchmarks.start')}`",
+        f"{describe_run('benchmarks.start', 'torch', 'transformers', 'accelerate')}",
         markdown(["start", "CPU s", "wall s", "CPU s of its stages"], rows),
     ]
     if compiled:

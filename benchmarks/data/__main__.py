@@ -9,7 +9,6 @@ The peers' packages are those of `benchmarks/peers/data.txt`. `--all` takes othe
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,16 +18,15 @@ from benchmarks.data.contenders import CONTENDERS
 from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
-from benchmarks.report import describe_machine, described_command
+from benchmarks.overlay import pinned
+from benchmarks.report import describe_run
 from benchmarks.table import Measure, add_options, publish
 
 
 def main() -> None:
     """Measure, show the tables, and write them down if asked to."""
     options = _options()
-    command = described_command("benchmarks.data")
-    started = datetime.datetime.now(datetime.UTC)
-    text_megabytes, copies, num_rounds = (2, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
+    text_megabytes, copies, num_rounds = (1, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
     numbers = [
         number
         for number, contender in enumerate(CONTENDERS)
@@ -36,14 +34,15 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = make_work(Path(folder), text_bytes=text_megabytes * 10**6, token_copies=copies)
-        rows = run_rounds(Path(folder), numbers, num_rounds)
-    section = "\n\n".join([_preamble(work, text_megabytes, num_rounds, started, command), tables(rows), _NOTES])
+        rows = run_rounds(Path(folder), numbers, num_rounds, at_once=len(numbers) if options.quick else 1)
+    section = "\n\n".join([_preamble(work, text_megabytes, num_rounds), tables(rows), _NOTES])
     publish(options, "data", section, _measures(rows))
     if any(row.contender.library == "hfdist" and isinstance(row.result, Failure) for row in rows):
         sys.exit("hfdist failed: see the tables")
 
 
-def _preamble(work: Work, text_megabytes: int, num_rounds: int, started: datetime.datetime, command: str) -> str:
+def _preamble(work: Work, text_megabytes: int, num_rounds: int) -> str:
+    peers = pinned("data", "mosaicml-streaming", "litdata", "torchdata")
     return (
         "## Reading data, beside the peers\n\n"
         f"{text_megabytes} MB of Python source, cut to the lengths of web pages, in 8 parquet shards of uneven size, "
@@ -54,8 +53,7 @@ def _preamble(work: Work, text_megabytes: int, num_rounds: int, started: datetim
         "workers. `first batch` and `resume at 90 %` (of one run) count from the end of the imports to the "
         "first batch. In brackets: as a multiple of the table's first row; more is better in the two columns of "
         "rates, less in the others.\n\n"
-        f"{describe_machine('torch', 'datasets')}; mosaicml-streaming 0.13.0, litdata 0.2.76, torchdata 0.11.0; "
-        f"{started:%Y-%m-%d}; `{command}`"
+        f"{describe_run('benchmarks.data', 'torch', 'datasets', pinned=peers)}"
     )
 
 
@@ -104,7 +102,7 @@ def _options() -> argparse.Namespace:
     description = (__doc__ or "").splitlines()[0]
     parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.data", description=description))
     parser.add_argument("--megabytes", type=int, default=12, help="of text; few would lie in the peers' buffers whole")
-    parser.add_argument("--rounds", type=int, default=1, help="timed runs of every contender")
+    parser.add_argument("--rounds", type=int, default=2, help="timed runs of every contender")
     parser.add_argument("--all", action="store_true", help="other ways to use the peers as well, which takes long")
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     return parser.parse_args()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock
 from torch import Tensor
 
 from benchmarks.data.work import Work
@@ -16,7 +19,7 @@ class Loader(Protocol):
     """A way to read the corpus, with one process that reads ahead."""
 
     def prepare(self, work: Work) -> None:
-        """Write the format that it reads best. Runs once, untimed."""
+        """Write the format that it reads best, if it is not there: untimed, beside those of other modules."""
 
     def reset(self, work: Work) -> None:
         """Take away what an earlier run has left and this one must not find. Runs before each, untimed."""
@@ -58,6 +61,13 @@ class Contender:
         module, name = self.loader.split(":")
         loader: Loader = getattr(importlib.import_module(f"benchmarks.data.{module}"), name)(**self.options)
         return loader
+
+
+@contextmanager
+def alone(folder: Path, loader: str) -> Iterator[None]:
+    """Wait for other processes that prepare for a loader of the same module, as these share what they write."""
+    with FileLock(folder / f"{loader.split(':')[0]}.lock"):
+        yield
 
 
 _REPLAYS = {"shuffled": True, "stateful": False}

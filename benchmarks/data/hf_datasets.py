@@ -113,14 +113,16 @@ class MapStyle(Tokens):
 
     def __init__(self) -> None:
         super().__init__(shuffled=True, stateful=False)
+        self._rows: Any = None
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """See `Loader`."""
-        files = sorted(str(path) for path in (work.folder / f"sequences-{SEQUENCE_LENGTH}").glob("*.parquet"))
-        dataset = load_dataset("parquet", data_files=files, split="train").with_format("arrow")
-        order = np.random.default_rng(SEED).permutation(len(dataset))
+        if self._rows is None:
+            files = sorted(str(path) for path in (work.folder / f"sequences-{SEQUENCE_LENGTH}").glob("*.parquet"))
+            self._rows = load_dataset("parquet", data_files=files, split="train").with_format("arrow")
+        order = np.random.default_rng(SEED).permutation(len(self._rows))
         for start in range(0, len(order) - BATCH_SIZE + 1, BATCH_SIZE):
-            yield _to_tensor(dataset[order[start : start + BATCH_SIZE]])
+            yield _to_tensor(self._rows[order[start : start + BATCH_SIZE]])
 
 
 def _to_tensor(batch: pa.Table) -> Tensor:

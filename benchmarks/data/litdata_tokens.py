@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,9 +21,10 @@ class Tokens:
         self._loader: Any = None
 
     def prepare(self, work: Work) -> None:
-        """Write the chunks."""
+        """Write the chunks, which are the same for all lengths."""
         folder = work.folder / "litdata"
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            return
         optimize(
             fn=_documents,
             inputs=[str(work.folder)],

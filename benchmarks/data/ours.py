@@ -70,21 +70,33 @@ class Tokens(_Stream):
     """Token files."""
 
     def prepare(self, work: Work) -> None:
-        """Write them."""
-        folder = work.folder / "tokens"
-        shutil.rmtree(folder, ignore_errors=True)
+        """Write them, and as many copies as the others have of the corpus."""
+        folders = _copies(work)
+        if folders[-1].exists():
+            return
         sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
-        config = _config(work, sources, work.folder / "cold")
+        config = _config(work, sources, _cache_of_tokens(work))
         shards = open_corpus(config).shards
-        pretokenize(shards, work.tokenizer, folder, workers=config.workers, on_bad_rows=config.on_bad_rows)
+        first, *others = folders
+        pretokenize(shards, work.tokenizer, first, workers=config.workers, on_bad_rows=config.on_bad_rows)
+        for folder in others:
+            shutil.copytree(first, folder)
 
     def reset(self, work: Work) -> None:
         """Nothing is left by a run."""
 
     def config(self, work: Work) -> DataConfig:
         """Settings of the stream."""
-        source = SourceConfig(kind=SourceKind.tokens, path=str(work.folder / "tokens"))
-        return _config(work, {f"copy{number}": source for number in range(work.token_copies)}, work.folder / "cold")
+        sources = {folder.name: SourceConfig(kind=SourceKind.tokens, path=str(folder)) for folder in _copies(work)}
+        return _config(work, sources, _cache_of_tokens(work))
+
+
+def _cache_of_tokens(work: Work) -> Path:
+    return work.folder / "index"
+
+
+def _copies(work: Work) -> list[Path]:
+    return [work.folder / f"tokens{number}" for number in range(work.token_copies)]
 
 
 def _config(work: Work, sources: dict[str, SourceConfig], cache: Path) -> DataConfig:

@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,28 +54,38 @@ class Row(NamedTuple):
     result: Figures | Failure
 
 
-def run_rounds(folder: Path, numbers: Sequence[int], num_rounds: int) -> list[Row]:
+def run_rounds(
+    folder: Path, numbers: Sequence[int], num_rounds: int, *, num_resumes: int = 1, at_once: int = 1
+) -> list[Row]:
     """Prepare all, then measure all in each round, so that a busy spell hits all alike. A failure takes one out.
 
-    Resumes are measured in the first round alone.
+    Args:
+        folder: of the work.
+        numbers: of the contenders.
+        num_rounds: of reading an epoch.
+        num_resumes: in how many of the first rounds to resume: starting a process takes longer than what it does.
+        at_once: how many contenders run side by side; with more than one, figures say little.
     """
     failures: dict[int, Failure] = {}
     whole: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
     resumed: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
-    for step in range(-1, num_rounds):
-        for number in numbers:
-            if number in failures:
-                continue
-            try:
-                if step < 0:
-                    _run("prepare", number, folder)
-                    continue
+
+    def take_turn(step: int, number: int) -> None:
+        try:
+            if step < 0:
+                _run("prepare", number, folder)
+                return
+            if step < num_rounds:
                 whole[number].append(_run("whole", number, folder))
-                if step == 0:
-                    # Once: starting its process takes longer than what it does.
-                    resumed[number].append(_run("resume", number, folder))
-            except RuntimeError as error:
-                failures[number] = Failure(str(error))
+            if step < num_resumes:
+                resumed[number].append(_run("resume", number, folder))
+        except RuntimeError as error:
+            failures[number] = Failure(str(error))
+
+    for step in range(-1, max(num_rounds, num_resumes)):
+        # What is prepared is not timed.
+        with ThreadPoolExecutor(os.cpu_count() if step < 0 else at_once) as pool:
+            list(pool.map(partial(take_turn, step), [number for number in numbers if number not in failures]))
     return [Row(CONTENDERS[n], failures.get(n) or _figures(whole[n], resumed[n])) for n in numbers]
 
 
@@ -104,7 +116,7 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         process = subprocess.Popen(
             [*arguments, str(time.monotonic())],
             cwd=_ROOT,
-            env=_peer_paths(CONTENDERS[number]) | _environment(folder),
+            env=_peer_paths(CONTENDERS[number]) | environment(folder),
             stdout=out,
             stderr=log,
             start_new_session=True,
@@ -116,7 +128,7 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{phase}: not done after {_RUN_SECONDS} s") from None
         finally:
-            _end_session(process.pid)
+            end_session(process.pid)
             process.wait()
             sampler.join()
         out.seek(0)
@@ -144,7 +156,7 @@ def _peer_paths(contender: Contender) -> dict[str, str]:
         raise RuntimeError(str(error)) from error
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """One thread a process, no network, and caches inside the benchmark's folder."""
     return {
         "OMP_NUM_THREADS": "1",
@@ -155,7 +167,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _end_session(pid: int) -> None:
+def end_session(pid: int) -> None:
     """End the process and the workers that it has left: all that is in its own session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.data.served LOADER OPTIONS FOLDER
 
-Prints `ready` when it has read the first batches, then for each line with CPU seconds one with tokens a CPU second.
+Answers `ready` when it has read the first batches, then each line of CPU seconds with tokens a CPU second.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.data.contenders import Contender
+from benchmarks.data.contenders import Contender, alone
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
+ANSWER = "benchmark: "
+"""Before each answer, as libraries write to the same place."""
 _WARM_UP_BATCHES = 30
-_BATCHES_TOGETHER = 20
+_ENOUGH = 0.25
+"""Of what was asked for: then an epoch's end ends the turn, as one of `datasets` takes 5 s of waiting."""
 
 
 def main() -> None:
@@ -30,30 +34,43 @@ def main() -> None:
     torch.set_num_threads(1)
     loader = Contender("", "", "", True, loader_name, options).load()
     work = load_work(folder)
-    loader.prepare(work)
+    # Readers that start together share what one of them writes.
+    with alone(folder, loader_name):
+        loader.prepare(work)
     loader.reset(work)
     batches = loader.batches(work, None)
     for _ in range(_WARM_UP_BATCHES):
         if next(batches, None) is None:
             batches = loader.batches(work, None)
-    print("ready", flush=True)
+    print(f"{ANSWER}ready", flush=True)
     for line in sys.stdin:
-        spent, num_batches = 0.0, 0
-        while spent < float(line):
-            taken: list[Any] = []
-            spent += cpu_seconds_of(partial(_take, batches, taken))
-            num_batches += len(taken)
-            if len(taken) < _BATCHES_TOGETHER:
+        wanted, spent, num_batches = float(line), 0.0, 0
+        while spent < _ENOUGH * wanted:
+            taken = _Taken()
+            spent += cpu_seconds_of(partial(taken.read, batches, wanted - spent))
+            num_batches += taken.num_batches
+            if taken.is_epoch_over:
                 # What the next epoch takes to begin is nobody's rate.
                 batches = loader.batches(work, None)
                 next(batches)
-        print(num_batches * BATCH_SIZE * SEQUENCE_LENGTH / spent, flush=True)
+        print(f"{ANSWER}{num_batches * BATCH_SIZE * SEQUENCE_LENGTH / spent}", flush=True)
 
 
-def _take(batches: Iterator[Any], taken: list[Any]) -> None:
-    """Read batches until they end; each is gone when the next comes, as in a training."""
-    while len(taken) < _BATCHES_TOGETHER and next(batches, None) is not None:
-        taken.append(None)
+class _Taken:
+    """How much was read at a stretch, so that what threads and workers read ahead meanwhile is counted, too."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.is_epoch_over = False
+
+    def read(self, batches: Iterator[Any], cpu_seconds: float) -> None:
+        """Read for so long in this process, or to the end; each batch is gone when the next comes, as in a training."""
+        end_seconds = time.process_time() + cpu_seconds
+        while time.process_time() < end_seconds:
+            if next(batches, None) is None:
+                self.is_epoch_over = True
+                return
+            self.num_batches += 1
 
 
 if __name__ == "__main__":

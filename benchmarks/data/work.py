@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
 
-from hfdist.models.tokenizer import train_bpe
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SEQUENCE_LENGTH = int(os.environ.get("BENCHMARK_SEQUENCE_LENGTH", "1024"))
 NUM_WORKERS = int(os.environ.get("BENCHMARK_WORKERS", "1"))
@@ -50,7 +51,9 @@ class Work:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The tokenizer of all contenders."""
+        """The tokenizer of all contenders; those that need none do not import transformers, which takes seconds."""
+        from transformers import PreTrainedTokenizerFast
+
         return PreTrainedTokenizerFast.from_pretrained(self.folder / "tokenizer")
 
     def documents(self) -> Iterator[NDArray[np.uint16]]:
@@ -72,6 +75,8 @@ class Work:
 
 def make_work(folder: Path, *, text_bytes: int, token_copies: int) -> Work:
     """Write the corpus and the tokenizer into an empty folder."""
+    from hfdist.models.tokenizer import train_bpe
+
     texts = _collect(text_bytes)
     tokenizer = train_bpe(_up_to(texts, _TOKENIZER_BYTES), VOCAB_SIZE)
     tokenizer.save_pretrained(folder / "tokenizer")

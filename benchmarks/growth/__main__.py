@@ -6,14 +6,13 @@ python -m benchmarks.growth --write
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.growth import plots, runs
 from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
-from benchmarks.report import describe_machine, described_command
+from benchmarks.report import describe_run
 from benchmarks.table import Measure, add_options, publish
 
 _PICTURES = Path(__file__).parent
@@ -53,16 +52,15 @@ PARTS = {
 def main() -> None:
     """Measure all parts, or those that are named; each has a section and a picture of its own."""
     options = _options()
-    command = described_command("benchmarks.growth")
     measures: list[Measure] = []
     for name in options.parts:
-        part, started = PARTS[name], datetime.datetime.now(datetime.UTC)
+        part = PARTS[name]
         measured = part.run(options)
         text, rows = part.describe(measured)
         if options.write:
             part.draw(measured, _PICTURES / f"{name}.png")
-        machine = f"{describe_machine('torch', 'deepspeed', 'transformers')}; {started:%Y-%m-%d}; `{command}`"
-        section = f"## Growth with {name}\n\n{text}\n\n{machine}\n\n![growth with {name}](growth/{name}.png)"
+        run = describe_run("benchmarks.growth", "torch", "deepspeed", "transformers")
+        section = f"## Growth with {name}\n\n{text}\n\n{run}\n\n![growth with {name}](growth/{name}.png)"
         measures += rows
         publish(options, f"growth_{name}", section, measures)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from benchmarks.growth import corpora, runs, theory
 from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
@@ -13,6 +14,8 @@ from benchmarks.table import Measure
 _MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
 _MB = 1e6
 
+Of = TypeVar("Of")
+"""What was measured at one size."""
 Described = tuple[str, list[Measure]]
 
 
@@ -50,18 +53,13 @@ def ranks_section(costs: runs.ByRanks) -> Described:
 
 def layers_section(costs: runs.ByLayers) -> Described:
     """By the number of layers."""
-    figures: dict[str, Callable[[Costs], float]] = {
-        "a step": lambda rank: rank.step_cpu_seconds,
-        "the start": lambda rank: rank.start_cpu_seconds,
+    figures: dict[str, Callable[[list[Costs]], float]] = {
+        "a step": lambda ranks: mean(ranks, lambda rank: rank.step_cpu_seconds),
+        "the start": lambda ranks: mean(ranks, lambda rank: rank.start_cpu_seconds),
     }
     layers = list(next(iter(costs.values())))
-    rows, measures = [], []
-    for name, by_layers in costs.items():
-        for what, value in figures.items():
-            points = {num_layers: mean(ranks, value) for num_layers, ranks in by_layers.items()}
-            slope = theory.exponent({num_layers: points[num_layers] for num_layers in layers[-2:]})
-            rows.append([name, what, *(f"{seconds:.3f}" for seconds in points.values()), f"{slope:.2f}"])
-            measures.append(_slope(f"CPU time of {what} by layers, {name}", slope, _MOST_EXPONENT_OF_LAYERS))
+    judged = {what: f"CPU time of {what} by layers" for what in figures}
+    rows, measures = _growths(costs, figures, judged, _MOST_EXPONENT_OF_LAYERS, digits=".3f", fitted=layers[-2:])
     text = (
         f"Llamas of {layers[0]} to {layers[-1]} thin layers (hidden size {runs.THIN_SIZES['hidden_size']}) on "
         f"{runs.NUM_LAYER_RANKS} ranks: CPU seconds of a rank, of the median step, and of the start: from before the "
@@ -84,14 +82,9 @@ def corpora_section(costs: runs.ByTimes) -> Described:
         "heap, MB": lambda one: one.heap_bytes / _MB,
     }
     times = list(next(iter(costs.values())))
-    rows, measures = [], []
-    for name, by_times in costs.items():
-        for what, value in figures.items():
-            points = {factor: value(one) for factor, one in by_times.items()}
-            slope = theory.exponent(points)
-            rows.append([name, what, *(f"{figure:.3g}" for figure in points.values()), f"{slope:.2f}"])
-            if what.startswith(("first batch", "later", "resume", "cursor")):
-                measures.append(_slope(f"{what} by corpus size, {name}", slope, _MOST_EXPONENT_OF_CORPUS))
+    bounded = ("first batch", "later", "resume", "cursor")
+    judged = {what: f"{what} by corpus size" for what in figures if what.startswith(bounded)}
+    rows, measures = _growths(costs, figures, judged, _MOST_EXPONENT_OF_CORPUS, digits=".3g", fitted=times)
     text = (
         "Corpora of one size, and of 10 and 100 times as many documents: token files (8, of 2,500 documents of 50 "
         "tokens each, and larger), parquet (2 files of 100 rows, and more of them), JSON lines (2 files of 100 rows, "
@@ -146,5 +139,23 @@ def _rank_measures(name: str, num_ranks: int, ranks: list[Costs], alone: Costs) 
     ]
 
 
-def _slope(what: str, slope: float, most: float) -> Measure:
-    return Measure(what=f"exponent: {what}", unit="", ours=slope, goal=f"<= {most:g}", is_met=slope <= most)
+def _growths(
+    costs: Mapping[str, Mapping[int, Of]],
+    figures: Mapping[str, Callable[[Of], float]],
+    judged: Mapping[str, str],
+    most: float,
+    *,
+    digits: str,
+    fitted: Sequence[int],
+) -> tuple[list[list[str]], list[Measure]]:
+    """Rows of a table with the exponent of each figure, fitted at these sizes, and measures of those to be judged."""
+    rows, measures = [], []
+    for name, by_size in costs.items():
+        for what, value in figures.items():
+            points = {size: value(one) for size, one in by_size.items()}
+            slope = theory.exponent({size: points[size] for size in fitted})
+            rows.append([name, what, *(f"{figure:{digits}}" for figure in points.values()), f"{slope:.2f}"])
+            if what in judged:
+                exponent = f"exponent: {judged[what]}, {name}"
+                measures.append(Measure(what=exponent, unit="", ours=slope, goal=f"<= {most:g}", is_met=slope <= most))
+    return rows, measures

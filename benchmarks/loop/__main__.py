@@ -6,7 +6,6 @@ python -m benchmarks.loop --write
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import multiprocessing
@@ -28,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.loop.contenders import BARE, LIGHTNING, LOOPS, OURS, RECIPE, Train, recipe_config, recipe_data
 from benchmarks.loop.work import BATCHES, LOG_EVERY, MICRO_BATCH_SIZE, MODEL, SEQUENCE_LENGTH, Gate, Work
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_machine, described_command, markdown
+from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.testing.launch import forget_parent
@@ -183,14 +182,13 @@ def main() -> None:
     options = _options()
     logging.getLogger("hfdist").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    started = datetime.datetime.now(datetime.UTC)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for accumulation in options.accumulation:
             num_steps = _num_steps(accumulation, options)
             work = prepare(Path(folder) / str(accumulation), accumulation, options.rounds, num_steps)
             results[accumulation] = measure(work, options.rounds, with_lightning=not options.quick)
-    section = _section(results, options, started)
+    section = _section(results, options)
     publish(options, "loop", section, [_measure(accumulation, result) for accumulation, result in results.items()])
 
 
@@ -216,7 +214,7 @@ def _measure(accumulation: int, result: Result) -> Measure:
     )
 
 
-def _section(results: dict[int, Result], options: argparse.Namespace, started: datetime.datetime) -> str:
+def _section(results: dict[int, Result], options: argparse.Namespace) -> str:
     header = ["loop"]
     for accumulation in results:
         header += [f"{accumulation} micro: ms a step", "x bare"]
@@ -242,8 +240,7 @@ def _section(results: dict[int, Result], options: argparse.Namespace, started: d
         f"{' and '.join(str(_num_steps(one, options)) for one in results)} steps of each in turn, medians of "
         f"{options.rounds} rounds after one to warm up. All loops gave the same losses to a relative {difference:.1g}."
         "\n\n"
-        f"{describe_machine('torch', 'transformers', 'accelerate')}; {started:%Y-%m-%d}; "
-        f"`{described_command('benchmarks.loop')}`\n\n"
+        f"{describe_run('benchmarks.loop', 'torch', 'transformers', 'accelerate')}\n\n"
         f"{markdown(header, rows)}"
     )
 

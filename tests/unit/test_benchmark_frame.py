@@ -11,8 +11,9 @@ import pytest
 from benchmarks import __main__ as everything
 from benchmarks import overlay
 from benchmarks import table as frame
+from benchmarks.data.readers import Reader
 from benchmarks.report import write_section
-from benchmarks.rounds import cpu_seconds_of, interleave, medians
+from benchmarks.rounds import cpu_seconds_of, interleave, medians, medians_or_reasons
 from benchmarks.table import Measure, add_options, publish, read_measures, table
 
 
@@ -31,6 +32,37 @@ def test_each_contender_follows_each_and_warming_up_does_not_count():
     assert "".join(calls) == "abcbcacab"
     assert figures == {"a": [6.0, 8.0], "b": [4.0, 9.0], "c": [5.0, 7.0]}
     assert medians(figures) == {"a": 7.0, "b": 6.5, "c": 6.0}
+
+
+def test_a_contender_that_fails_in_a_turn_is_a_reason_and_the_others_go_on():
+    turns = iter([1.0, 2.0, overlay.UnavailableError("it has died"), 4.0])
+
+    def failing():
+        figure = next(turns)
+        if isinstance(figure, Exception):
+            raise figure
+        return figure
+
+    found = medians_or_reasons({"failing": failing, "steady": lambda: 3.0}, 3)
+
+    assert found == {"failing": "it has died", "steady": 3.0}
+    assert next(turns) == 4.0
+
+
+def test_a_reader_that_dies_before_it_is_ready_says_why(tmp_path):
+    reader = Reader("absent:Tokens", {}, tmp_path, tmp_path / "log", {})
+    try:
+        with pytest.raises(overlay.UnavailableError, match=r"No module named 'benchmarks\.data\.absent'"):
+            reader.wait()
+    finally:
+        reader.end()
+
+
+def test_versions_of_peers_are_those_that_are_pinned(tmp_path, monkeypatch):
+    (tmp_path / "some.txt").write_text("one-peer==1.2.3\nother==4.5\n")
+    monkeypatch.setattr(overlay, "_PINS", tmp_path)
+
+    assert overlay.pinned("some", "other", "one-peer") == ["other 4.5", "one-peer 1.2.3"]
 
 
 def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
