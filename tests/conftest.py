@@ -1,5 +1,6 @@
 """One thread a process, no Hub, and a cache that lives as long as the test session."""
 
+import gc
 import os
 
 # Before torch is imported anywhere: its thread pool is sized at import.
@@ -9,6 +10,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Modules and tests stay until the end: no collection need look through those millions of objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

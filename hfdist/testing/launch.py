@@ -7,6 +7,7 @@ milliseconds. The ranks meet at a store on a free port.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -115,6 +116,8 @@ def _rank_main(
         if port is not None:
             os.environ[name] = value
     os.environ["OMP_NUM_THREADS"] = "1"
+    # What a rank inherits is no garbage: its collections need not look through it.
+    gc.freeze()
     # A rank that hangs shows where, before it is killed.
     faulthandler.dump_traceback_later(0.9 * timeout_seconds, file=2)
     try:

@@ -29,7 +29,7 @@ def single(tmp_path_factory, cache_dir):
 
 
 @pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
-def test_same_losses_as_one_process(single, tmp_path, strategy, num_processes, record_property):
+def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes, record_property):
     run = pretrain(tmp_path, num_processes, f"strategy={strategy}", "train.eval_every=10")
     ours, reference = losses(run), losses(single)
     assert len(ours) == len(reference) == 20
@@ -38,20 +38,15 @@ def test_same_losses_as_one_process(single, tmp_path, strategy, num_processes, r
     assert worst < 1e-5
     assert reference[-1] < reference[0] - 0.3
     assert eval_losses(run) == pytest.approx(eval_losses(single), rel=1e-5)
+    assert_same_weights(run, single)
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
-def test_same_weights_by_name_after_five_steps(single_five_steps, tmp_path, strategy, num_processes):
-    ours = weights(pretrain(tmp_path, num_processes, f"strategy={strategy}", "train.max_steps=5"))
-    assert ours.keys() == single_five_steps.keys()
-    for name, reference in single_five_steps.items():
-        difference = (ours[name] - reference).norm() / reference.norm()
-        assert difference < 1e-5, name
-
-
-@pytest.fixture(scope="module")
-def single_five_steps(tmp_path_factory, cache_dir):
-    return weights(pretrain(tmp_path_factory.mktemp("five"), 1, "strategy=single", "train.max_steps=5"))
+def assert_same_weights(run, single):
+    """By name, after all steps."""
+    theirs, references = weights(run), weights(single)
+    assert theirs.keys() == references.keys()
+    for name, reference in references.items():
+        assert (theirs[name] - reference).norm() / reference.norm() < 1e-5, name
 
 
 def test_the_comparison_can_fail(single, tmp_path):

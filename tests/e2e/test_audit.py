@@ -3,6 +3,7 @@
 import pytest
 
 from hfdist.data.records import RECORD
+from tests.e2e.forked import run_forked
 from tests.e2e.test_command_line import ROOT, run, watched  # noqa: F401
 from tests.e2e.test_pretokenize import SMALL
 from tests.unit.data.corpora import texts
@@ -20,22 +21,24 @@ def test_a_run_is_audited(tmp_path):
     settings = [setting for setting in SMALL if not setting.startswith(("checkpoint", "train.max_steps"))]
     corpus = ["data=files", "data.sources.files.path=texts"]
     cache = {"HFDIST_CACHE": str(tmp_path / "cache")}
-    trained = run(*settings, *corpus, "train.max_steps=4", "checkpoint.every=2", "run.name=x", cwd=tmp_path, **cache)
+    trained = run_forked(
+        *settings, *corpus, "train.max_steps=4", "checkpoint.every=2", "run.name=x", cwd=tmp_path, **cache
+    )
     assert trained.returncode == 0, trained.stderr
 
-    passed = run("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
+    passed = run_forked("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
     assert passed.returncode == 0, passed.stderr
     assert "steps 1 to 4, 16 sequences of 12 lanes, 1,024 tokens\ncheckpoints compared: steps 2, 4" in passed.stdout
     assert passed.stdout.endswith("AUDIT: passed: every document was seen exactly as often as planned\n")
 
-    shown = run("run=runs/x", "step=4", "text=full", cwd=tmp_path, script=RECIPE, **cache)
+    shown = run_forked("run=runs/x", "step=4", "text=full", cwd=tmp_path, script=RECIPE, **cache)
     assert shown.returncode == 0, shown.stderr
     assert "sequence 12 of the run: lane 0, sequence 1 of it, from all\n  files:" in shown.stdout
     assert "'data.quarantine=[\"files:" in shown.stdout
 
     path = tmp_path / "runs" / "x" / "ledger" / "lane-00003.records"
     path.write_bytes(path.read_bytes()[: -RECORD.itemsize])
-    failed = run("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
+    failed = run_forked("run=runs/x", cwd=tmp_path, script=RECIPE, **cache)
     assert failed.returncode == 3
     assert failed.stdout.endswith("AUDIT: failed\n")
     assert "sequences missing or out of turn: 1\n  lane 3, sequence 1\n" in failed.stdout

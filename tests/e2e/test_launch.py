@@ -52,9 +52,10 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
     assert wanted <= set(lines(run_dir)[0])
     assert (run_dir / "config.yaml").is_file()
 
-    code, output = run([*command, "train.max_steps=6"], tmp_path)
-    assert code != 0
-    assert output.count("train.max_steps: 4 -> 6") == 1
+    if strategy == "pipeline":  # the refusal comes before the layout matters
+        code, output = run([*command, "train.max_steps=6"], tmp_path)
+        assert code != 0
+        assert output.count("train.max_steps: 4 -> 6") == 1
     code, output = run([*command, "train.max_steps=6", "checkpoint.allow_changes=true"], tmp_path)
     assert code == 0, output
     assert "resuming from" in output

@@ -5,7 +5,8 @@ import shlex
 
 import pytest
 
-from tests.e2e.test_command_line import ROOT, run
+from tests.e2e.forked import run_forked
+from tests.e2e.test_command_line import ROOT
 from tests.unit.data.corpora import texts
 
 pytestmark = pytest.mark.e2e
@@ -30,16 +31,16 @@ def test_a_run_on_tokens_trains_as_one_on_the_text(tmp_path):
     corpus = ["data=files", f"data.sources.files.path='{data}'", "data.on_bad_rows=skip"]
     cache = {"HFDIST_CACHE": str(tmp_path / "cache")}
 
-    made = run(*SMALL, *corpus, "run.name=made", cwd=tmp_path, script=RECIPE, **cache)
+    made = run_forked(*SMALL, *corpus, "run.name=made", cwd=tmp_path, script=RECIPE, **cache)
     assert made.returncode == 0, made.stderr
     assert f"{len(rows) + 1} documents" in made.stderr
     assert "files:two.jsonl: 1 unreadable, now empty documents: rows 20" in made.stderr
     (command,) = [line for line in made.stderr.splitlines() if "recipes/pretrain.py" in line]
     overrides = shlex.split(command.partition("recipes/pretrain.py ")[2])
 
-    text = run(*SMALL, *corpus, "run.name=text", cwd=tmp_path, **cache)
+    text = run_forked(*SMALL, *corpus, "run.name=text", cwd=tmp_path, **cache)
     assert text.returncode == 0, text.stderr
-    tokens = run(*SMALL, *overrides, "run.name=tokens", cwd=tmp_path, **cache)
+    tokens = run_forked(*SMALL, *overrides, "run.name=tokens", cwd=tmp_path, **cache)
     assert tokens.returncode == 0, tokens.stderr
     assert len(losses(tmp_path / "runs" / "text")) >= 3
     assert losses(tmp_path / "runs" / "tokens") == losses(tmp_path / "runs" / "text")

@@ -12,8 +12,8 @@ from tests.smollm2 import find_smollm2
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RECIPE = ROOT / "recipes" / "finetune.py"
-TRAIN = ("data=docstrings", "data.sequence_length=160", "data.eval_sequences=2", "data.workers=1", "train.epochs=null",
-         "train.max_steps=3", "train.global_batch_size=4", "train.micro_batch_size=1", "optimizer.lr=1e-4",
+TRAIN = ("data=docstrings", "data.sequence_length=96", "data.eval_sequences=2", "data.workers=1", "train.epochs=null",
+         "train.max_steps=3", "train.global_batch_size=2", "train.micro_batch_size=1", "optimizer.lr=1e-4",
          "checkpoint=none", "checkpoint.keep_best=false", "report=quiet")  # fmt: skip
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -7,6 +7,7 @@ import pytest
 from hfdist.config.compose import compose_config, to_yaml
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
+from hfdist.config.run import RunConfig
 from hfdist.config.sources import list_groups
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF, OPTIONS, needed_overrides, primary_for
@@ -135,6 +136,7 @@ def composed_again(config, folder):
 def test_the_saved_config_composes_to_the_same(group, option, tmp_path):
     primary = primary_for(group, option)
     config = compose_config([f"{group}={option}", *needed_overrides(group, option)], name=primary)
+    assert isinstance(config, RunConfig)
     assert composed_again(config, tmp_path) == config
 
 

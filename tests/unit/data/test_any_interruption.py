@@ -130,7 +130,7 @@ def examples(max_examples):
 
 
 class TestInterruptions(Interruptions.TestCase):
-    settings = examples(200)
+    settings = examples(80)
 
 
 @pytest.mark.many

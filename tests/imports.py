@@ -1,0 +1,26 @@
+"""What a run imports, imported once before tests fork ranks and recipes: else each of them takes seconds for it."""
+
+import importlib
+import pkgutil
+
+import hfdist
+
+# Beside all of hfdist: what transformers, accelerate and DeepSpeed import when they are first used.
+IMPORTED_LATE = (
+    "datasets",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._inductor.compile_fx",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def import_all() -> None:
+    """Import it, in the process that will fork."""
+    for module in pkgutil.walk_packages(hfdist.__path__, "hfdist."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
