@@ -7,6 +7,7 @@ Answers `ready` when it has read the first batches, then each line of CPU second
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -33,6 +34,8 @@ def main() -> None:
     loader_name, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     loader = Contender("", "", "", True, loader_name, options).load()
+    # As a training that begins with `quick_imports`: nobody's rate is that of looking through torch for garbage.
+    gc.freeze()
     work = load_work(folder)
     # Readers that start together share what one of them writes.
     with alone(folder, loader_name):
