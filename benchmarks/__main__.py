@@ -6,13 +6,16 @@ python -m benchmarks --write
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import RESULTS, describe_run, write_section
+from benchmarks.report import RESULTS, describe_run, last_said, write_section
 from benchmarks.table import Measure, read_measures, remember, table
 
 LINES = {
@@ -32,6 +35,8 @@ LINES = {
 }
 _ROOT = Path(__file__).resolve().parents[1]
 _SHOWN_LINES = 2
+_MOST_SECONDS = 1800
+"""A line that takes longer hangs."""
 
 
 def main() -> None:
@@ -47,9 +52,10 @@ def main() -> None:
             except RuntimeError as error:
                 lines[name] = str(error)
                 failed.append(name)
-        if options.write and name not in failed:
+        if options.write:
             lines[name] = remember(short, lines.get(name, "not in this run, nor in one before"))
-    section = f"## All lines\n\n{describe_run('benchmarks', 'torch')}\n\n{table(lines)}"
+    days = "Each row is of the day that it names; the versions of its peers stand in its own section."
+    section = f"## All lines\n\n{days}\n\n{describe_run('benchmarks', 'torch')}\n\n{table(lines)}"
     sys.stdout.write(f"\n{section}\n")
     if options.write:
         write_section(RESULTS, "table", section)
@@ -68,12 +74,23 @@ def _run(module: str, arguments: Sequence[str]) -> list[Measure] | str:
         command = [sys.executable, "-m", module, "--measures", str(measures), *arguments]
         sys.stdout.write(f"\n$ python -m {module} {' '.join(arguments)}\n")
         sys.stdout.flush()
-        ended = subprocess.run(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode == 0 and measures.is_file():
+        log = Path(folder) / "log"
+        # A file, not a pipe: a process that outlives its line would keep a pipe open, and this one waiting.
+        with log.open("w") as errors:
+            process = subprocess.Popen(command, cwd=_ROOT, stderr=errors, start_new_session=True)
+            try:
+                status = f"exit status {process.wait(_MOST_SECONDS)}"
+            except subprocess.TimeoutExpired:
+                status = f"not done after {_MOST_SECONDS} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode == 0 and measures.is_file():
             return read_measures(measures)
-        sys.stderr.write(ended.stderr)
-        said = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit status {ended.returncode}"]
-        raise RuntimeError(" ".join(said[-_SHOWN_LINES:]))
+        said = log.read_text()
+        sys.stderr.write(said)
+        raise RuntimeError(f"{status}: {last_said(said, _SHOWN_LINES)}")
 
 
 def _passed_on(options: argparse.Namespace) -> list[str]:

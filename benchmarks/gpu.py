@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
-from benchmarks.report import describe_run, markdown
+from benchmarks.report import describe_run, last_said, markdown
 from benchmarks.table import Measure, add_options, publish, publish_reason
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
@@ -77,8 +77,8 @@ def _run_one(name: str, shape: Shape, end: float) -> Any:
             return f"not done after {seconds:.0f} s"
         if ended.returncode == 0 and out.is_file():
             return json.loads(out.read_text())
-        lines = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit status {ended.returncode}"]
-        return lines[-1][:200]
+        said = last_said(ended.stderr) or f"exit status {ended.returncode}"
+        return said[:200]
 
 
 _ROOT = Path(__file__).resolve().parents[1]

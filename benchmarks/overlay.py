@@ -12,6 +12,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock
+
+from benchmarks.report import last_said
+
 _ROOT = Path(__file__).resolve().parents[1]
 _PINS = Path(__file__).parent / "peers"
 _FOLDER = _ROOT / ".peers"
@@ -40,12 +44,19 @@ def peer_environment(name: str) -> dict[str, str]:
     pins = _PINS / f"{name}.txt"
     folder = _FOLDER / name
     installed = folder / "installed.txt"
-    if not installed.is_file() or installed.read_text() != pins.read_text():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
-        ended = subprocess.run([*command, "-r", str(pins)], capture_output=True, text=True, check=False)
-        if ended.returncode != 0:
-            said = [line for line in ended.stderr.splitlines() if line.strip()]
-            raise UnavailableError(f"pip could not install {pins.name}: {said[-1] if said else ended.returncode}")
-        installed.write_text(pins.read_text())
+    _FOLDER.mkdir(exist_ok=True)
+    # Contenders that are prepared side by side ask at the same time.
+    with FileLock(_FOLDER / f"{name}.lock"):
+        if not installed.is_file() or installed.read_text() != pins.read_text():
+            _install(pins, folder)
+            installed.write_text(pins.read_text())
     paths = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _install(pins: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder)]
+    ended = subprocess.run([*command, "-r", str(pins)], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        said = last_said(ended.stderr) or f"exit status {ended.returncode}"
+        raise UnavailableError(f"pip could not install {pins.name}: {said}")

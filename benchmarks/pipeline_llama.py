@@ -9,6 +9,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from benchmarks.report import describe_run, markdown
+from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
@@ -63,9 +65,12 @@ def main() -> None:
     options = _options()
     costs: dict[str, list[Cost]] = {name: [] for name in LAYOUTS}
     sizes = QUICK_SIZES if options.quick else SIZES
-    for _ in range(options.rounds):
-        for name in LAYOUTS:
-            costs[name].append(measure(name, options.steps, sizes))
+
+    def turn(name: str) -> float:
+        costs[name].append(measure(name, options.steps, sizes))
+        return costs[name][-1].cpu_seconds
+
+    interleave({name: partial(turn, name) for name in LAYOUTS}, options.rounds, num_warm_up=0)
     section = "\n\n".join([_preamble(options, sizes), table(costs)])
     publish(options, "pipeline_llama", section, measures_of(costs))
 
@@ -76,7 +81,9 @@ def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         # Without a group the two know nothing of each other.
         num_processes = 1 if name == ALONE else NUM_RANKS
-        ranks = run_ranks(train, num_processes, folder, LAYOUTS[name], num_steps, sizes, group=is_pipeline)
+        ranks = run_ranks(
+            train, num_processes, folder, LAYOUTS[name], num_steps, sizes, group=is_pipeline, timeout_seconds=600
+        )
     if not is_pipeline:
         return _median([cost for of_process in ranks for cost in of_process])
     # All ranks end a step together.

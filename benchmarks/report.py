@@ -20,6 +20,12 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def last_said(text: str, num_lines: int = 1) -> str:
+    """The last lines of what a process has said, in one; empty: nothing."""
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(said[-num_lines:])
+
+
 def describe_run(module: str, *packages: str, pinned: Sequence[str] = ()) -> str:
     """What stands above each table: versions, this machine and what else it does, the day and the command.
 

@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_run, markdown
-from benchmarks.rounds import interleave
+from benchmarks.overlay import UnavailableError, peer_environment, pinned
+from benchmarks.report import describe_run, last_said, markdown
+from benchmarks.rounds import medians_or_reasons
 from benchmarks.table import Measure, add_options, publish
 
 OURS, HF, ACCELERATE, LIGHTNING = "hfdist", "HF Trainer", "accelerate", "lightning"
@@ -52,27 +52,37 @@ def main() -> None:
 
     contenders = {name: (lambda name=name: contender(name)) for name in environments}
     num_warm_up = 0 if options.quick else 1
-    interleave(contenders, rounds, num_warm_up=num_warm_up)
-    medians = {name: _median(runs[num_warm_up:]) for name, runs in starts.items()}
+    totals = medians_or_reasons(contenders, rounds, num_warm_up=num_warm_up)
+    missing |= {name: total for name, total in totals.items() if isinstance(total, str)}
+    if lost := set(missing) - {HF, ACCELERATE, LIGHTNING}:
+        sys.exit("; ".join(f"{name}: {missing[name]}" for name in sorted(lost)))
+    medians = {name: _median(runs[num_warm_up:]) for name, runs in starts.items() if name not in missing}
     compiled = {} if options.quick else {name: _compile(name) for name in COMPILED}
     publish(options, "start", _section(medians, missing, compiled, rounds), _measures(medians, missing, compiled))
 
 
 def _start(name: str, environment: Mapping[str, str]) -> dict[str, list[float]]:
-    """CPU and wall seconds of the stages of one start, in a fresh process."""
+    """CPU and wall seconds of the stages of one start, in a fresh process.
+
+    Raises:
+        UnavailableError: it fails.
+    """
     if name == HELP:
         return {HELP: _command([sys.executable, "recipes/pretrain.py", "--help"], environment)}
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder) / "marks.json"
         command = [sys.executable, "-m", "benchmarks.starts", name, str(marks), str(Path(folder) / "run")]
         # No network: nothing that is measured may wait for one.
-        subprocess.run(
+        ended = subprocess.run(
             command,
             cwd=_ROOT,
             env={**environment, "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path(environment), "BEGAN": str(time.time())},
-            check=True,
+            check=False,
             capture_output=True,
+            text=True,
         )
+        if ended.returncode != 0:
+            raise UnavailableError(last_said(ended.stderr) or f"exit status {ended.returncode}")
         stages: dict[str, list[float]] = json.loads(marks.read_text())
         return stages
 
@@ -104,7 +114,7 @@ def _compile(name: str) -> dict[str, float] | str:
             check=False,
         )
         if ended.returncode != 0:
-            return (ended.stderr.splitlines() or [f"exit status {ended.returncode}"])[-1]
+            return last_said(ended.stderr) or f"exit status {ended.returncode}"
         figures: dict[str, float] = json.loads(Path(f"{folder}/marks.json").read_text())
         return figures
 
@@ -132,7 +142,7 @@ def _measures(
             peers=peers,
             limits={LIBRARIES: _total(medians[LIBRARIES])},
             goal="<= HF Trainer",
-            is_met=ours <= _total(medians[HF]),
+            is_met=ours <= _total(medians[HF]) if HF in medians else None,
         ),
         Measure(what="CPU time of `import hfdist.config`", unit="s", ours=_total(medians[CONFIG])),
         Measure(what="CPU time of `recipes/pretrain.py --help`", unit="s", ours=_total(medians[HELP])),
@@ -174,14 +184,16 @@ def _section(
     rows += [[name, "-", "-", reason] for name, reason in missing.items()]
     parts = [
         "## Cold start",
-        "A fresh process each time, to the end of the first optimizer step of a Llama of 0.1 M parameters on one "
+        "A fresh process each time, to the end of the first optimizer step of a Llama of 0.14 M parameters on one "
         "process. hfdist runs the steps of `recipes/pretrain.py` with `strategy=single model=tiny`: config, the "
         "standard "
         "library's source as data with tokenizer and tokens in the cache, held-out set, model, Trainer. The peers get "
         "sequences of token ids that are there, and read nothing: the HF Trainer, a loop with accelerate, and "
         "lightning, each in a plain script. CPU time of the process, files in the page cache; wall clock beside it. "
         f"Medians of {rounds} interleaved rounds, after one to warm up.",
-        f"{describe_run('benchmarks.start', 'torch', 'transformers', 'accelerate')}",
+        describe_run(
+            "benchmarks.start", "torch", "transformers", "accelerate", pinned=pinned("lightning", "lightning")
+        ),
         markdown(["start", "CPU s", "wall s", "CPU s of its stages"], rows),
     ]
     if compiled:

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}  # fmt: skip
+"""As `model=tiny` has them."""
 NUM_SEQUENCES, SEQUENCE_TOKENS = 8, 64
 COMPILED_SIZES = SIZES | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
 NUM_STEADY_STEPS = 8

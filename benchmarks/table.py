@@ -105,11 +105,13 @@ def _row(line: str, measure: Measure) -> list[str]:
 
 
 def _ratios(ours: float, others: Mapping[str, Any]) -> str:
-    cells = [
-        f"{name}: {_cell(other)}" if isinstance(other, str) else f"{ours / other:.3g}x {name} ({_number(other)})"
-        for name, other in others.items()
-    ]
-    return "; ".join(cells) or "-"
+    return "; ".join(f"{name}: {_cell(other)}" if isinstance(other, str) else _ratio(ours, name, other)
+                     for name, other in others.items()) or "-"  # fmt: skip
+
+
+def _ratio(ours: float, name: str, other: float) -> str:
+    # Memory that was not counted, where there is no GPU.
+    return f"{ours / other:.3g}x {name} ({_number(other)})" if other else f"{name} (0)"
 
 
 def _number(value: float) -> str:

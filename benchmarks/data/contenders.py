@@ -51,6 +51,8 @@ class Contender:
     """Whether the quick mode has it."""
     extra: bool = False
     """Whether only `--all` has it."""
+    needs_peers: bool = False
+    """Whether it needs packages of `benchmarks/peers/data.txt`."""
 
     def load(self) -> Loader:
         """Import the class and make one.
@@ -78,12 +80,18 @@ CONTENDERS = (
     Contender("hfdist", "cold token cache", "cursor", False, "ours:Text", {"warm": False}, quick=True),
     Contender("hfdist", "warm token cache", "cursor", False, "ours:Text", {"warm": True}),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", False, "hf_datasets:Text", _REPLAYS),
-    Contender("datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER, extra=True),
+    Contender(
+        "datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER, extra=True, needs_peers=True
+    ),
     Contender("hfdist", "token files", "cursor", True, "ours:Tokens", quick=True),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", True, "hf_datasets:Tokens", _REPLAYS, quick=True),
-    Contender("datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES, extra=True),
-    Contender("datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER, extra=True),
-    Contender("mosaicml-streaming", "MDS, shuffled", "state_dict", True, "mosaic:Tokens"),
-    Contender("litdata", "TokensLoader, shuffled", "state_dict", True, "litdata_tokens:Tokens"),
+    Contender(
+        "datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES, extra=True, needs_peers=True
+    ),
+    Contender(
+        "datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER, extra=True, needs_peers=True
+    ),
+    Contender("mosaicml-streaming", "MDS, shuffled", "state_dict", True, "mosaic:Tokens", needs_peers=True),
+    Contender("litdata", "TokensLoader, shuffled", "state_dict", True, "litdata_tokens:Tokens", needs_peers=True),
 )
 """The first of each path is what the others are compared with."""

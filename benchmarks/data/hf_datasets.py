@@ -94,11 +94,13 @@ class Tokens(_Streaming):
         folder = work.folder / f"sequences-{SEQUENCE_LENGTH}"
         if folder.exists():
             return
-        folder.mkdir()
+        part = folder.with_suffix(".part")
+        part.mkdir(exist_ok=True)
         for number, rows in enumerate(np.array_split(work.sequences(), _NUM_SHARDS)):
             values = pa.array(rows.astype(np.int32).reshape(-1))
             table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(values, SEQUENCE_LENGTH)})
-            pq.write_table(table, folder / f"{number:05d}.parquet", row_group_size=1024)
+            pq.write_table(table, part / f"{number:05d}.parquet", row_group_size=1024)
+        part.rename(folder)
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """See `Loader`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,14 +26,17 @@ class Tokens:
         folder = work.folder / "litdata"
         if folder.exists():
             return
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
         optimize(
             fn=_documents,
             inputs=[str(work.folder)],
-            output_dir=str(folder),
+            output_dir=str(part),
             chunk_bytes=_CHUNK_BYTES,
             num_workers=1,
             item_loader=TokensLoader(),
         )
+        part.rename(folder)
 
     def reset(self, work: Work) -> None:
         """Nothing is left by a run."""

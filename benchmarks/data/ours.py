@@ -72,15 +72,18 @@ class Tokens(_Stream):
     def prepare(self, work: Work) -> None:
         """Write them, and as many copies as the others have of the corpus."""
         folders = _copies(work)
+        # The last one gets its name when all are whole.
         if folders[-1].exists():
             return
+        part = work.folder / "tokens.part"
         sources = {"text": SourceConfig(path=str(work.folder / "text"), text=TEXT)}
         config = _config(work, sources, _cache_of_tokens(work))
         shards = open_corpus(config).shards
-        first, *others = folders
-        pretokenize(shards, work.tokenizer, first, workers=config.workers, on_bad_rows=config.on_bad_rows)
-        for folder in others:
-            shutil.copytree(first, folder)
+        shutil.rmtree(part, ignore_errors=True)
+        pretokenize(shards, work.tokenizer, part, workers=config.workers, on_bad_rows=config.on_bad_rows)
+        for folder in folders[:-1]:
+            shutil.copytree(part, folder, dirs_exist_ok=True)
+        part.rename(folders[-1])
 
     def reset(self, work: Work) -> None:
         """Nothing is left by a run."""

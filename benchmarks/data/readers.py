@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.data.rounds import end_session, environment
 from benchmarks.data.served import ANSWER
 from benchmarks.overlay import UnavailableError
+from benchmarks.report import last_said
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_SECONDS, _TURN_SECONDS = 240, 60
@@ -98,5 +99,4 @@ class Reader:
         raise UnavailableError(f"no answer after {most_seconds} s" if is_late.is_set() else self._said_last())
 
     def _said_last(self) -> str:
-        said = [line.strip() for line in self._log.read_text().splitlines() if line.strip()]
-        return said[-1] if said else "it ended, and said nothing"
+        return last_said(self._log.read_text()) or "it ended, and said nothing"

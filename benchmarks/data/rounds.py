@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ import psutil
 
 from benchmarks.data.contenders import CONTENDERS, Contender
 from benchmarks.overlay import UnavailableError, peer_environment
+from benchmarks.report import last_said
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN_SECONDS = 600
 _SAMPLE_SECONDS = 0.2
 _SHOWN_LINES = 3
+_SHARED_MEMORY, _OF_STREAMING = Path("/dev/shm"), re.compile(r"\d{6}_[a-z_]+")
 
 
 class Figures(NamedTuple):
@@ -82,10 +85,11 @@ def run_rounds(
         except RuntimeError as error:
             failures[number] = Failure(str(error))
 
-    for step in range(-1, max(num_rounds, num_resumes)):
-        # What is prepared is not timed.
-        with ThreadPoolExecutor(os.cpu_count() if step < 0 else at_once) as pool:
-            list(pool.map(partial(take_turn, step), [number for number in numbers if number not in failures]))
+    with without_shared_memory():
+        for step in range(-1, max(num_rounds, num_resumes)):
+            # What is prepared is not timed.
+            with ThreadPoolExecutor(os.cpu_count() if step < 0 else at_once) as pool:
+                list(pool.map(partial(take_turn, step), [number for number in numbers if number not in failures]))
     return [Row(CONTENDERS[n], failures.get(n) or _figures(whole[n], resumed[n])) for n in numbers]
 
 
@@ -134,9 +138,9 @@ def _run(phase: str, number: int, folder: Path) -> dict[str, Any]:
         out.seek(0)
         log.seek(0)
         reported = [line for line in out if line.startswith("{")]
-        lines = [line.strip() for line in log if line.strip()] or [f"exit status {process.returncode}"]
+        said = last_said(log.read(), _SHOWN_LINES) or f"exit status {process.returncode}"
     if process.returncode != 0 or not reported:
-        raise RuntimeError(f"{phase}: {' '.join(lines[-_SHOWN_LINES:])}")
+        raise RuntimeError(f"{phase}: {said}")
     figures: dict[str, Any] = json.loads(reported[-1])
     if "missing" in figures:
         raise RuntimeError(f"not installed ({figures['missing']})")
@@ -149,22 +153,36 @@ def _peer_paths(contender: Contender) -> dict[str, str]:
     Raises:
         RuntimeError: it cannot be installed.
     """
-    # The plain contenders of --quick need nothing.
     try:
-        return dict(os.environ) if contender.quick else peer_environment("data")
+        return peer_environment("data") if contender.needs_peers else dict(os.environ)
     except UnavailableError as error:
         raise RuntimeError(str(error)) from error
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """One thread a process, no network, and caches inside the benchmark's folder."""
+    """One thread a process, no network, and caches and temporary files inside the benchmark's folder."""
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
     return {
+        "TMPDIR": str(temporary),
         "OMP_NUM_THREADS": "1",
         "RAYON_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
     }
+
+
+@contextlib.contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """Take away what peers leave in shared memory when they are ended: mosaicml-streaming does."""
+    before = set(_SHARED_MEMORY.iterdir())
+    try:
+        yield
+    finally:
+        for left in set(_SHARED_MEMORY.iterdir()) - before:
+            if _OF_STREAMING.match(left.name):
+                left.unlink(missing_ok=True)
 
 
 def end_session(pid: int) -> None:

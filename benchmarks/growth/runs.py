@@ -93,7 +93,9 @@ def run_by_times(times: Sequence[int]) -> ByTimes:
             for factor in times:
                 folder = Path(root) / f"{number}-{factor}"
                 write(folder, tokenizer, factor)
-                (costs[name][factor],) = run_ranks(corpora.measure, 1, folder, tokenizer, kind, group=False)
+                (costs[name][factor],) = run_ranks(
+                    corpora.measure, 1, folder, tokenizer, kind, group=False, timeout_seconds=_SECONDS
+                )
     return costs
 
 

@@ -129,7 +129,9 @@ def _portions(walk: Walk, documents: Documents) -> Iterator[tuple[Place, Portion
             num_documents = len(portion.numbers)
             trained = np.flatnonzero(portion.fates == Fate.trained)
             num_barren = num_documents - 1 - int(trained[-1]) if len(trained) else num_documents
-            yield walk.go_on(num_documents, num_barren), portion
+            place = walk.place
+            walk.go_on(num_documents, num_barren)
+            yield place, portion
 
 
 def _one_by_one(portions: Iterator[tuple[Place, Portion]]) -> Iterator[list[Placed]]:

@@ -131,7 +131,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def _check(self, lane: int, state: LaneState | None) -> None:
         places = [] if state is None else [progress.place for progress in state.pools]
         fits = len(places) == len(self.plan.orders) and all(
-            place.position <= order.lane_length(place.epoch, lane)
+            # At the end of an epoch there is no document to stand in.
+            place.position < (length := order.lane_length(place.epoch, lane)) or place[1:] == (length, 0)
             for place, order in zip(places, self.plan.orders, strict=True)
         )
         if not fits:
@@ -188,7 +189,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 yield {name: rows[0] for name, rows in batch.items()}
 
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
-        """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on."""
+        """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on.
+
+        Args:
+            worker: number of this one.
+            num_workers: divides the lanes of this rank.
+        """
         cache = open_token_cache(self.config)
         documents = Documents(self.corpus, self._encoders, cache, self.config)
         number = self._num_sequences + worker

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.data.documents import Documents
-from hfdist.data.packing.concat import Share, Waiting
 from hfdist.data.packing.sequence import Sequence, Shape
+from hfdist.data.packing.waiting import Share, Waiting
 from hfdist.data.records import Fate
 from hfdist.data.walk import Walk
+from hfdist.errors import HfdistError
 
 # Of each lane, and of all: twice as many lanes, then sequences, each time, so that a first batch comes soon.
 _MOST_SEQUENCES, _MOST_TOGETHER = 64, 4096
+# Of a lane, read at a time: where most documents are passed over, the guess of how many it takes is far too high.
+_MOST_DOCUMENTS = 4096
+# Of all lanes: with more in what is made together, making more would take as long for each, and all would wait longer.
+_ENOUGH_DOCUMENTS = 100_000
 
 
 class Together:
-    """Gives the sequences of lanes that take turns.
+    """Gives the sequences of lanes that take turns, and each lane's errors at its own turn.
 
     Args:
         walks: of each lane, in the order of their turns.
@@ -60,7 +67,13 @@ class Together:
         return lacking[: self._num_lanes]
 
     def _make(self, lanes: list[int]) -> None:
-        self._read(lanes)
+        before = self._num_documents
+        try:
+            self._read(lanes, self._num_sequences)
+        except HfdistError:
+            # Perhaps another lane's, and before its time: the one that is asked needs one sequence now.
+            lanes = lanes[:1]
+            self._read(lanes, 1)
         counts = {lane: min(self._waiting.num_sequences(lane), self._num_sequences) for lane in lanes}
         if any(counts.values()):
             cut = self._waiting.cut(counts)
@@ -73,7 +86,7 @@ class Together:
                 self._give(lane, iter([self._waiting.rest(lane)]), 1)
         if self._num_lanes < len(self._walks):
             self._num_lanes *= 2
-        else:
+        elif self._num_documents - before < _ENOUGH_DOCUMENTS:
             most = max(_MOST_TOGETHER // len(self._walks), 1)
             self._num_sequences = min(2 * self._num_sequences, _MOST_SEQUENCES, most)
 
@@ -81,28 +94,33 @@ class Together:
         self._ready[lane].append(sequences)
         self._num_ready[lane] += count
 
-    def _read(self, lanes: list[int]) -> None:
-        """Read until each of the lanes has the sequences that are made together now, or has come to its end."""
-        while lanes := [lane for lane in lanes if self._waiting.num_sequences(lane) < self._num_sequences]:
-            numbers = {lane: self._walks[lane].next_documents(self._num_needed(lane)) for lane in lanes}
+    def _read(self, lanes: list[int], num_sequences: int) -> None:
+        """Read until each of the lanes has so many sequences, or has come to its end."""
+        for num_passes in itertools.count():
+            lanes = [lane for lane in lanes if self._waiting.num_sequences(lane) < num_sequences]
+            numbers = {}
+            for lane in lanes:
+                guess = self._guess(num_sequences - self._waiting.num_sequences(lane))
+                # The next documents may be shorter than those before.
+                numbers[lane] = self._walks[lane].next_documents(min(max(guess, 2**num_passes), _MOST_DOCUMENTS))
             lanes = [lane for lane in lanes if len(numbers[lane])]
             if not lanes:
                 return
-            portion = self._documents.tokens_at_once(np.concatenate([numbers[lane] for lane in lanes]))
-            ends = np.cumsum([len(numbers[lane]) for lane in lanes])
-            trained = np.flatnonzero(portion.fates == Fate.trained)
-            lasts = np.searchsorted(trained, ends)
-            shares = []
-            behind = ends - 1 - np.concatenate([[-1], trained])[lasts]
-            for lane, num_barren in zip(lanes, behind.tolist(), strict=True):
-                num_documents = len(numbers[lane])
-                place = self._walks[lane].go_on(num_documents, min(num_barren, num_documents))
-                shares.append(Share(lane, place, num_documents))
-            self._waiting.add(portion, shares)
-            self._num_documents += len(portion.numbers)
-            self._num_tokens += int(portion.lengths.sum())
+            self._take({lane: numbers[lane] for lane in lanes})
 
-    def _num_needed(self, lane: int) -> int:
-        """Documents that a lane needs, by the mean of those read so far."""
-        num_sequences = self._num_sequences - self._waiting.num_sequences(lane)
+    def _take(self, numbers: Mapping[int, NDArray[np.int64]]) -> None:
+        """Read the next documents of lanes; none is taken if there is an error."""
+        portion = self._documents.tokens_at_once(np.concatenate(list(numbers.values())))
+        counts = {lane: len(own) for lane, own in numbers.items()}
+        self._waiting.add(portion, [Share(lane, self._walks[lane].place, count) for lane, count in counts.items()])
+        ends = np.cumsum(list(counts.values()))
+        trained = np.flatnonzero(portion.fates == Fate.trained)
+        lasts = np.concatenate([[-1], trained])[np.searchsorted(trained, ends)]
+        for (lane, count), num_barren in zip(counts.items(), (ends - 1 - lasts).tolist(), strict=True):
+            self._walks[lane].go_on(count, min(num_barren, count))
+        self._num_documents += len(portion.numbers)
+        self._num_tokens += int(portion.lengths.sum())
+
+    def _guess(self, num_sequences: int) -> int:
+        """Documents that sequences take, by the mean of those read so far."""
         return -(-num_sequences * self._shape.length * self._num_documents // self._num_tokens)

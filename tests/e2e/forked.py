@@ -10,7 +10,9 @@ import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -37,7 +39,9 @@ def run_forked(
     process.start()
     process.join(timeout_seconds)
     ended = process.exitcode
-    process.kill()
+    # And what it has started: it leads a session.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.join()
     texts = [path.read_text() for path in said]
     for path in said:
@@ -47,6 +51,7 @@ def run_forked(
 
 
 def _main(script: Path, arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], said: list[Path]) -> None:
+    os.setsid()
     gc.freeze()
     forget_parent()
     torch.set_num_threads(1)
@@ -55,7 +60,7 @@ def _main(script: Path, arguments: tuple[str, ...], cwd: Path, environment: dict
         os.dup2(file.fileno(), descriptor)
         setattr(sys, ("stdout", "stderr")[descriptor - 1], file)
     os.chdir(cwd)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(environment)
     sys.argv = [str(script), *arguments]

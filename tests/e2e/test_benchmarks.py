@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import LINES
-from benchmarks.table import Measure, read_measures
+from benchmarks.table import Measure, read_measures, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +52,7 @@ def test_a_line_gives_its_rows(tmp_path, name):
         others = [*row.peers.values(), *row.limits.values()]
         figures = [row.ours, *(value for value in others if not isinstance(value, str))]
         assert all(math.isfinite(figure) and figure >= 0 for figure in figures), row
+    assert table({name: rows}).count("\n") == 1 + len(rows)
     CHECKS.get(name, lambda rows: None)({row.what: row for row in rows})
 
 

@@ -60,7 +60,8 @@ def test_a_lost_machine_leaves_the_losses_as_they_are(tmp_path, cache_dir):
         return "\n".join((tmp_path / f"log-{number}").read_text() for number in range(3))
 
     try:
-        # Without a checkpoint there would be nothing to go on from; on a busy machine one is long on its way.
+        # Without a checkpoint there would be nothing to go on from, and on a busy machine one is long on its way. It
+        # gets its name when it is whole.
         checkpoints = run_dir / "checkpoints"
         while "3 processes: data 3" not in said() or not list_checkpoints(checkpoints):
             assert all(agent.poll() is None for agent in agents), said()

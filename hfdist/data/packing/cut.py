@@ -146,7 +146,7 @@ def _parts(items: Items, pieces: Pieces, shape: Shape, tokens: Mapping[int, NDAr
 def _next_places(items: Items, num_sequences: int, length: int) -> tuple[list[int], list[int], list[int]]:
     """Where each sequence ends: columns of `Place`."""
     ends, edges = np.cumsum(items.lengths), np.arange(1, num_sequences + 1) * length
-    # The item that holds the last token of each; of one that is too short, the last item.
+    # The item that holds the last token of each; of one that is too short, the last item, used and more than used.
     lasts = np.minimum(np.searchsorted(ends, edges), len(ends) - 1)
     used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
     is_done = used >= items.given[lasts]

@@ -84,7 +84,7 @@ def test_options_of_all_groups_compose_within_each_experiment(experiment):
             options = [option for other, option in OPTIONS if other == group]
             option = options[EXPERIMENTS.index(experiment) % len(options)]
             overrides += [f"{group}={option}", *needed_overrides(group, option)]
-    assert compose_config(overrides, name=primary_of(experiment)).run.name == experiment
+    assert compose_config(overrides, name=primary_of(experiment)).run.name == experiment, overrides
 
 
 @pytest.mark.parametrize(("choice", "key"), [(c, n[0].partition("=")[0]) for c, n in NEEDED.items()])

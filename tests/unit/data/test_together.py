@@ -11,15 +11,19 @@ import pytest
 
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind, TooLong
 from hfdist.data import TokenStream, open_corpus
+from hfdist.data.corpus import Pool
 from hfdist.data.cursor import Place, Progress
 from hfdist.data.documents import Documents, open_token_cache
 from hfdist.data.encoders import Encoders
 from hfdist.data.lane import open_lanes
+from hfdist.data.order import LaneOrder
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.portion import Portion
 from hfdist.data.pretokenize import pretokenize
-from hfdist.errors import DataError
+from hfdist.data.together import Together
+from hfdist.data.walk import Walk
+from hfdist.errors import DataError, HfdistError
 from tests.unit.data.corpora import texts, tokenizer
 
 NUM_LANES, NUM_SEQUENCES = 5, 400
@@ -29,8 +33,10 @@ NUM_LANES, NUM_SEQUENCES = 5, 400
 def folders(tmp_path_factory):
     """Two of token files, with documents from none to hundreds of tokens."""
     root = tmp_path_factory.mktemp("tokens")
-    for name, some in (("a", texts()[:70]), ("b", texts()[70:])):
+    for name, some in (("a", texts()[:70]), ("b", texts()[70:]), ("one", texts())):
         cut = [text[: (number * 37 % 11) * 90] for number, text in enumerate(some * 3)]
+        if name == "one":
+            cut = ["x", *["import os, sys, json, random, weakref"] * 2500]
         config = DataConfig(sources={}, cache_dir=str(root / "cache"))
         corpus = open_corpus(config, {name: datasets.Dataset.from_dict({"text": cut})})
         pretokenize(corpus.shards, tokenizer(), root / name, workers=0, on_bad_rows=BadRows.skip)
@@ -48,13 +54,17 @@ def lanes_of(config, progress, *, together):
     plan = TokenStream(corpus, tokenizer(), config).plan
     documents = Documents(corpus, Encoders(tokenizer(), config.chat), open_token_cache(config), config)
     with patch.object(documents, "are_token_files", lambda pool: together):
-        return open_lanes(plan, documents, progress or {lane: (Progress(),) * len(plan.pools) for lane in range(5)})
+        return open_lanes(
+            plan, documents, progress or {lane: (Progress(),) * len(plan.pools) for lane in range(config.lanes)}
+        )
 
 
 def same(ours, theirs):
     (lane, pool, sequence), (other_lane, other_pool, other) = ours, theirs
     assert (lane, pool) == (other_lane, other_pool)
     assert (sequence.next_place, sequence.num_tokens) == (other.next_place, other.num_tokens)
+    assert (sequence.problems, list(sequence.lengths)) == (other.problems, list(other.lengths))
+    assert list(sequence.blanks) == list(other.blanks)
     assert np.array_equal(sequence.rows, other.rows)
     assert np.array_equal(sequence.records, other.records)
 
@@ -101,10 +111,82 @@ def test_sources_that_end_and_take_turns(folders):
     assert pools[-NUM_LANES:] == [None] * NUM_LANES
 
 
-def test_nothing_to_train_on_is_said(folders):
-    config = config_of(folders, too_long=TooLong.drop, sequence_length=1)
+def outcomes(lanes, order, num_sequences=20):
+    """What each lane gives, in turns, before it fails if it does."""
+    found = {lane: [] for lane in order}
+    for number in range(num_sequences):
+        for lane in order:
+            if not found[lane] or not isinstance(found[lane][-1], str):
+                try:
+                    found[lane].append(lanes[lane].next(number))
+                except HfdistError as error:
+                    found[lane].append(str(error))
+    return found
+
+
+def test_a_lane_fails_by_itself(folders):
+    """Only one document is short enough, and in ten epochs it is not in every lane."""
+    config = config_of(folders, too_long=TooLong.drop, sequence_length=2, lanes=25)
+    config.sources = {"one": SourceConfig(kind=SourceKind.tokens, path=str(folders / "one"))}
+    ours, theirs = (outcomes(lanes_of(config, None, together=one), range(25)) for one in (True, False))
+    for lane, given in theirs.items():
+        # By itself a lane loses, with the error, what waited to be cut together with more.
+        assert len(ours[lane]) >= len(given)
+        for own, other in zip(ours[lane][: len(given) - 1], given[:-1], strict=True):
+            same(own, other)
+        assert ours[lane][-1] == given[-1]
+        assert "no training documents" in given[-1]
+    assert any(len(given) > 1 for given in theirs.values())
+
+
+def test_a_damaged_place_of_another_lane_is_its_own(folders):
+    places = {lane: [Progress(Place(0, 3, 10**6 if lane == 2 else 0))] for lane in range(NUM_LANES)}
+    found = outcomes(lanes_of(config_of(folders), places, together=True), range(NUM_LANES))
+    assert {lane: len(given) for lane, given in found.items()} == {0: 20, 1: 20, 2: 1, 3: 20, 4: 20}
+    assert "behind the end of a document" in found[2][0]
+
+
+@pytest.mark.parametrize(("num_epochs", "num_documents"), [(10, 1000), (11, 999), (250, 4)])
+def test_when_a_lane_is_barren(num_epochs, num_documents):
+    """After 10 epochs and 1,000 documents at the least."""
+    per_epoch = -(-num_documents // num_epochs)
+    pool = Pool("a", 0, (), None)
+    walk = Walk(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
+    seen = 0
     with pytest.raises(DataError, match="no training documents"):
-        lanes_of(config, None, together=True)[0].next(0)
+        while True:
+            count = len(walk.next_documents(1000))
+            walk.go_on(count, count)
+            seen += count
+    assert seen >= 1000
+    assert seen >= 10 * per_epoch
+    assert seen - per_epoch < 1000 or seen == 10 * per_epoch
+    with pytest.raises(DataError, match="no training documents"):
+        walk.next_documents(1)
+
+
+def test_short_documents_behind_long_ones_are_read_in_few_passes():
+    """The mean of those before says nothing of them."""
+    lengths = [5000] * 50 + [3] * 20_000
+    reads = []
+
+    class Given:
+        """Documents of token files, in order."""
+
+        def tokens_at_once(self, numbers):
+            reads.append(len(numbers))
+            own = np.array(lengths, dtype=np.int64)[numbers]
+            zeros = np.zeros_like(own)
+            return Portion(numbers, [np.zeros(5000, dtype=np.uint16)], zeros, zeros, own, zeros, zeros, {})
+
+    def in_order(self, epoch, lane, start, most):
+        return np.arange(start, len(lengths))
+
+    order = LaneOrder([[len(lengths)]], lanes=1, key=("a",))
+    together = Together({0: Walk(Pool("a", 0, (), 1), order, 0, Place())}, Given(), Shape(512, 0))
+    with patch.object(LaneOrder, "rest_of_blocks", in_order):
+        assert sum(1 for _ in iter(lambda: together.next(0), None)) == -(-sum(lengths) // 512)
+    assert len(reads) < 100
 
 
 def test_tokens_that_are_used_up_are_let_go():
