@@ -17,8 +17,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hfdist.config.data import BadRows, Packing, WeightChange
+from hfdist.config.data import BadRows, Packing, SourceKind, WeightChange
+from hfdist.data import open_corpus
 from hfdist.data.ledger import Ledger, read_records
+from hfdist.data.pretokenize import pretokenize
+from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import Run, assert_equal, memory_config, memory_corpus
 
 LANES = GLOBAL_BATCH = 12
@@ -28,11 +31,13 @@ SIZES_AND_WORKERS = [(1, 0), (2, 0), (3, 0), (4, 0), (6, 0)] * 4 + [(1, 1), (1, 
 _CACHE = tempfile.TemporaryDirectory(prefix="hfdist-test-")
 
 
+TOKENS = "token files"
 MIXTURES = {
     "as they are": {},
     "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=20, weights={"a": 1.0, "b": 3.0})]},
     # Lanes finish the first two at different times, and then share out differently.
     "limits": {"weights": {"a": 1.0, "b": 2.0, "c": 3.0}, "epochs": {"a": 1, "b": 2}},
+    TOKENS: {"weights": {"a": 2.0, "b": 1.0}, "epochs": {"b": 2}},
 }
 TEXTS = {
     "a": [f"{n} " * (1 + n % 23) for n in range(90)],
@@ -46,11 +51,24 @@ def setting(packing, mixture):
     """Config, corpus and the uninterrupted run of it."""
     config = memory_config(_CACHE.name, packing=packing, sequence_length=64, **MIXTURES[mixture])
     corpus = memory_corpus(config, **{name: TEXTS[name] for name in MIXTURES[mixture].get("weights", "ab")})
+    if mixture == TOKENS:
+        corpus = as_token_files(config, corpus)
     folder = Path(_CACHE.name) / f"reference-{packing.value}-{mixture}"
     run = Run(corpus, config, 1, ledger=lambda: Ledger(folder, corpus, BadRows.error))
     batches = [run.step() for _ in range(STEPS)]
     run.flush()
     return config, corpus, batches, folder
+
+
+def as_token_files(config, corpus):
+    """The same documents, tokenized beforehand; the config's sources are now these."""
+    for name, source in config.sources.items():
+        folder = Path(_CACHE.name) / "tokens" / name
+        if not folder.exists():
+            shards = [shard for shard in corpus.shards if shard[0] == name]
+            pretokenize(shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error)
+        source.kind, source.path = SourceKind.tokens, str(folder)
+    return open_corpus(config)
 
 
 class Interruptions(RuleBasedStateMachine):
