@@ -33,7 +33,7 @@ finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrin
 test: $(READY)  ## Run all tests.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (about 40 minutes).
+bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (32 minutes, and a network the first time).
 	$(BIN)/python -m benchmarks --write
 
 zoo: $(READY)  ## Split every causal language model of transformers at its blocks, and write docs/zoo.md.
