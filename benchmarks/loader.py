@@ -14,7 +14,7 @@ from benchmarks.data.readers import Reader
 from benchmarks.data.rounds import without_shared_memory
 from benchmarks.data.work import BATCH_SIZE, make_work
 from benchmarks.overlay import UnavailableError, peer_environment, pinned
-from benchmarks.report import describe_run, markdown
+from benchmarks.report import describe_run, markdown, rounded
 from benchmarks.rounds import medians_or_reasons
 from benchmarks.table import Measure, add_options, publish
 
@@ -61,7 +61,7 @@ def main() -> None:
         work = make_work(Path(name), text_bytes=megabytes * 10**6, token_copies=copies)
         found = {length: _measure(Path(name), length, options) for length in lengths}
     rows = [
-        [row.name, row.gives, str(row.workers), *(_cell(found[length][row.name]) for length in lengths)] for row in ROWS
+        [row.name, row.gives, str(row.workers), *(rounded(found[length][row.name]) for length in lengths)] for row in ROWS
     ]
     columns = [f"Mtokens per CPU second, {length:,}" for length in lengths]
     peers = pinned("data", "litdata", "mosaicml-streaming")
@@ -115,10 +115,6 @@ def _start(row: Row, folder: Path, length: int, is_quick: bool) -> Reader:
 
 def _turn(reader: Reader, cpu_seconds: float) -> float:
     return reader.read(cpu_seconds) / 1e6
-
-
-def _cell(figure: float | str) -> str:
-    return figure if isinstance(figure, str) else f"{figure:.0f}"
 
 
 def _row_of_table(length: int, found: dict[str, float | str]) -> Measure:

@@ -20,6 +20,11 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def rounded(figure: float | str) -> str:
+    """A cell of a table: a figure without decimals, or the reason why there is none."""
+    return figure if isinstance(figure, str) else f"{figure:.0f}"
+
+
 def last_said(text: str, num_lines: int = 1) -> str:
     """The last lines of what a process has said, in one; empty: nothing."""
     said = [line.strip() for line in text.splitlines() if line.strip()]

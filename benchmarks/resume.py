@@ -24,7 +24,7 @@ from benchmarks.data.ours import Tokens
 from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
 from benchmarks.overlay import pinned
-from benchmarks.report import describe_run, markdown
+from benchmarks.report import describe_run, markdown, rounded
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
@@ -243,7 +243,7 @@ def _section(
             f"at 90 % of an epoch of {_PEER_COPIES} times the tokens of {_PEER_MEGABYTES} MB of text, so that opening "
             "and starting the loader process count for all. `datasets` mixes shards and a buffer of 1,000 rows, whose "
             f"contents its state_dict leaves out: it fills it anew. Medians of {_NUM_PEER_RESUMES}, wall time.",
-            markdown(["at 90 % of an epoch", "ms"], [[name, _cell(figure)] for name, figure in peers.items()]),
+            markdown(["at 90 % of an epoch", "ms"], [[name, rounded(figure)] for name, figure in peers.items()]),
         ]
     return "\n\n".join(parts)
 
@@ -269,10 +269,6 @@ def _measures(resumes: list[Resumes], touches: list[FirstTouch], peers: dict[str
         what = f"{where}, in a new process, opening and a loader process included"
         measures.append(Measure(what=what, unit="ms", ours=ours, peers=others))
     return measures
-
-
-def _cell(figure: float | str) -> str:
-    return figure if isinstance(figure, str) else f"{figure:.0f}"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,9 +60,18 @@ class Contender:
         Raises:
             ImportError: the peer is not installed.
         """
-        module, name = self.loader.split(":")
-        loader: Loader = getattr(importlib.import_module(f"benchmarks.data.{module}"), name)(**self.options)
-        return loader
+        return load(self.loader, self.options)
+
+
+def load(name: str, options: Mapping[str, Any]) -> Loader:
+    """Import MODULE:CLASS of this package and make one.
+
+    Raises:
+        ImportError: the peer is not installed.
+    """
+    module, class_name = name.split(":")
+    loader: Loader = getattr(importlib.import_module(f"benchmarks.data.{module}"), class_name)(**options)
+    return loader
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.data.contenders import Contender, alone
+from benchmarks.data.contenders import alone, load
 from benchmarks.data.work import BATCH_SIZE, SEQUENCE_LENGTH, load_work
 from benchmarks.rounds import cpu_seconds_of
 
@@ -33,7 +33,7 @@ def main() -> None:
     """See above."""
     loader_name, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    loader = Contender("", "", "", True, loader_name, options).load()
+    loader = load(loader_name, options)
     # As a training that begins with `quick_imports`: nobody's rate is that of looking through torch for garbage.
     gc.freeze()
     work = load_work(folder)

@@ -14,7 +14,7 @@ from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.cache.tokens import TokenCache, shard_key
 from hfdist.data.corpus import Corpus, Pool, cache_dir
 from hfdist.data.encoders import Encoders
-from hfdist.data.portion import Document, ManyColumns, Portion, TokenColumns
+from hfdist.data.portion import Document, ManyColumns, Portion
 from hfdist.data.records import Fate
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
 from hfdist.data.tokenize import text_digest
@@ -69,10 +69,8 @@ class Documents:
             first = 0
             for rows in self._tokenized(shard, (together - first_document).tolist()):
                 bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
-                places = np.arange(len(rows))
-                columns = ManyColumns.join([_columns(rows)], places)
-                examples = places if shard.gives_examples else places[:0]
-                yield self._judge(together[first : first + len(rows)], columns, bad, examples)
+                examples = np.arange(len(rows) if shard.gives_examples else 0)
+                yield self._judge(together[first : first + len(rows)], _columns(rows), bad, examples)
                 first += len(rows)
 
     def are_token_files(self, pool: Pool) -> bool:
@@ -172,12 +170,13 @@ class Documents:
         return made
 
 
-def _columns(rows: Sequence[TokenRow | BadRow]) -> TokenColumns:
+def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:
     """Rows end to end; bad ones are empty."""
     tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
     lengths = np.array([len(one) for one in tokens], dtype=np.int64)
     digests = np.array([0 if isinstance(row, BadRow) else row.text_digest for row in rows], dtype=np.uint64)
-    return TokenColumns(np.concatenate(tokens), np.cumsum(lengths) - lengths, lengths, digests)
+    starts = np.cumsum(lengths) - lengths
+    return ManyColumns([np.concatenate(tokens)], np.zeros_like(starts), starts, lengths, digests)
 
 
 def _have_target(

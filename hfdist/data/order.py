@@ -81,30 +81,20 @@ class LaneOrder:
         ends = self._lane_blocks(epoch, lane)[1]
         return int(ends[-1]) if len(ends) else 0
 
-    def document(self, epoch: int, lane: int, position: int) -> int:
-        """Canonical number of the document at `position` of a lane's epoch."""
-        return self.neighbours(epoch, lane, position)[0]
-
     def documents(self, epoch: int, lane: int) -> NDArray[np.int64]:
         """Canonical numbers of all documents of a lane in an epoch, in the lane's order."""
         blocks, _ = self._lane_blocks(epoch, lane)
         return np.concatenate([self._rows(epoch, int(block)) for block in blocks] or [np.empty(0, dtype=np.int64)])
 
-    def neighbours(self, epoch: int, lane: int, position: int) -> list[int]:
-        """Canonical numbers of the documents from `position` to the end of its block, in the lane's order."""
-        rest: list[int] = self.rest_of_block(epoch, lane, position).tolist()
-        return rest
-
-    def rest_of_block(self, epoch: int, lane: int, position: int) -> NDArray[np.int64]:
-        """Give `neighbours` as an array."""
-        blocks, ends = self._lane_blocks(epoch, lane)
-        place = int(np.searchsorted(ends, position, side="right"))
-        block = int(blocks[place])
-        first = position - (int(ends[place]) - int(self._sizes[block]))
-        return self._rows(epoch, block)[first:]
-
     def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> NDArray[np.int64]:
-        """Give `rest_of_block` for this block and for those behind it, as far as they have `most_rows` together."""
+        """Canonical numbers from `position` on, to the end of its block or of one behind it.
+
+        Args:
+            epoch: of the lane.
+            lane: its number.
+            position: of the first document; the lane must have it.
+            most_rows: blocks behind its own are given as far as all have so many documents together.
+        """
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
         chosen = blocks[place : max(place + 1, int(np.searchsorted(ends, position + most_rows, side="right")))]

@@ -137,7 +137,7 @@ def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
     lengths = list(chain.from_iterable([one.lengths for one in sequences]))
     ids, positions, labels = rows
     # Together, as they lie in the files: faster than to widen each by itself.
-    tokens = np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
+    tokens = _tokens(sequences)
     ids[:] = tokens
     if tokens.dtype.kind == "i" and tokens.min() < 0:
         ids[:], labels[:] = ids_and_labels(tokens)
@@ -151,6 +151,11 @@ def write_rows(sequences: Sequences[Sequence], rows: NDArray[Any]) -> None:
         for start, stop in one.blanks:
             labels[first + start : first + stop] = IGNORED
         first += sum(one.lengths)
+
+
+def _tokens(sequences: Sequences[Sequence]) -> NDArray[Any]:
+    """Of all, end to end: a copy."""
+    return np.concatenate(list(chain.from_iterable([one.parts for one in sequences])))
 
 
 class Bundle(NamedTuple):
@@ -168,7 +173,7 @@ class Bundle(NamedTuple):
 def bundle(sequences: Sequences[Sequence]) -> Bundle:
     """Copy the tokens and the records of sequences, one or more."""
     return Bundle(
-        np.concatenate(list(chain.from_iterable([one.parts for one in sequences]))),
+        _tokens(sequences),
         np.concatenate([one.records for one in sequences]),
         [len(one.records) for one in sequences],
         [(one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.problems) for one in sequences],

@@ -30,6 +30,15 @@ def lane_order(*shards, lanes, key=0):
     return LaneOrder(shards, lanes=lanes, key=(key,))
 
 
+def neighbours(order, epoch, lane, position):
+    """From a position to the end of its block."""
+    return order.rest_of_blocks(epoch, lane, position, 1).tolist()
+
+
+def document(order, epoch, lane, position):
+    return neighbours(order, epoch, lane, position)[0]
+
+
 shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=5)
 
 
@@ -38,13 +47,13 @@ shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size
 def test_each_epoch_of_the_lanes_visits_each_document_once(shards, lanes, seed, epoch):
     order = lane_order(*shards, lanes=lanes, key=seed)
     seen = collections.Counter(
-        order.document(epoch, lane, position)
+        document(order, epoch, lane, position)
         for lane in range(lanes)
         for position in range(order.lane_length(epoch, lane))
     )
     assert seen == dict.fromkeys(range(sum(map(sum, shards))), 1)
     for lane in range(lanes):
-        alone = [order.document(epoch, lane, position) for position in range(order.lane_length(epoch, lane))]
+        alone = [document(order, epoch, lane, position) for position in range(order.lane_length(epoch, lane))]
         assert order.documents(epoch, lane).tolist() == alone
 
 
@@ -56,8 +65,8 @@ def test_neighbours_are_the_next_documents_of_the_lane_and_lie_in_one_run(runs, 
     order = lane_order(runs, lanes=lanes, key=5)
     if position >= order.lane_length(1, 0):
         return
-    together = order.neighbours(1, 0, position)
-    assert together == [order.document(1, 0, position + step) for step in range(len(together))]
+    together = neighbours(order, 1, 0, position)
+    assert together == [document(order, 1, 0, position + step) for step in range(len(together))]
     ends = np.cumsum(runs)
     assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
 
@@ -84,7 +93,7 @@ def test_blocks_lie_inside_their_run_and_lanes_are_as_long_as_each_other():
     assert max(lengths) - min(lengths) < 1107 / 16
     # A million rows in one run: at most 1,024 are read together.
     large = lane_order([1_000_000], lanes=4)
-    assert max(len(large.neighbours(0, lane, 0)) for lane in range(4)) == 1024
+    assert max(len(neighbours(large, 0, lane, 0)) for lane in range(4)) == 1024
 
 
 def test_each_lane_has_a_document_where_there_are_as_many():
@@ -112,7 +121,7 @@ class TestLargeCorpora:
 
     def test_any_place_is_found_at_once(self):
         start = time.perf_counter()
-        lane_order(*([[1000] * 100] * 100), lanes=48).neighbours(7, 20, 150_000)
+        neighbours(lane_order(*([[1000] * 100] * 100), lanes=48), 7, 20, 150_000)
         # Without reading a table of ten million rows: milliseconds.
         assert time.perf_counter() - start < 1
 
@@ -139,7 +148,7 @@ def test_blocks_together_are_the_blocks_one_by_one(most_rows):
         numbers = order.rest_of_blocks(1, 1, position, most_rows)
         expected, num_blocks = [], 0
         while len(expected) < len(numbers):
-            expected += order.neighbours(1, 1, position + len(expected))
+            expected += neighbours(order, 1, 1, position + len(expected))
             num_blocks += 1
         assert numbers.tolist() == expected
         assert num_blocks == 1 or len(expected) <= most_rows
