@@ -23,8 +23,11 @@ from hfdist.models.deferred import Cast, Rows
 
 logger = logging.getLogger(__name__)
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 """Logits of a chunk: on a CPU few enough for its cache, on a GPU enough for a full-speed product."""
+
+LEAST_ROWS = 128
+"""Of a chunk, however large the vocabulary: each reads and writes the gradient of the whole head."""
 
 _LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 _Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -36,11 +39,12 @@ class ChunkedLoss:
 
     Args:
         device: where it runs.
-        chunk_logits: logits that may exist at a time; None: by the kind of device.
+        chunk_logits: logits that may exist at a time; None: by the kind of device, and of `LEAST_ROWS` at least.
     """
 
     def __init__(self, device: torch.device, *, chunk_logits: int | None = None) -> None:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
+        self._least_rows = LEAST_ROWS if chunk_logits is None else 1
         self._loss_and_gradient: _LossAndGradient = _loss_and_gradient
         self._accumulate: _Accumulate = _accumulate
         self._multiply: _Multiply = _multiply
@@ -59,9 +63,7 @@ class ChunkedLoss:
             kept = targets != rows.ignore_index
             hidden, targets = hidden[kept], targets[kept]
         parameters = [p for p in module.parameters() if p.requires_grad]
-        # A GPU runs all of a chunk before the next, so that chunks of one size need the least memory.
-        num_chunks = max(1, -(-len(hidden) * rows.head.vocabulary // self._chunk_logits))
-        chunk_rows = max(1, -(-len(hidden) // num_chunks))
+        chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary)
         given = rows._replace(hidden=hidden.detach(), targets=targets)
         with torch.no_grad():
             run = self._linear if type(module) is nn.Linear else self._any
@@ -71,6 +73,11 @@ class ChunkedLoss:
         if parameters:
             total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
         return total
+
+    def _chunk_rows(self, num_rows: int, vocabulary: int) -> int:
+        """Of each chunk; chunks of one size, since a GPU keeps the memory of each size."""
+        num_chunks = max(1, -(-num_rows // max(self._chunk_logits // vocabulary, self._least_rows)))
+        return max(1, -(-num_rows // num_chunks))
 
     def _linear(
         self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
@@ -85,10 +92,13 @@ class ChunkedLoss:
             sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
             of_rows = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
             total = rows.hidden.new_zeros((), dtype=torch.float32)
+            # One for all chunks: the system clears large memory each time that it gives it.
+            memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
                 hidden = rows.hidden[part].to(dtype)
-                loss, gradient = self._of_logits(functional.linear(hidden, weight, bias), rows, rows.targets[part])
+                logits = _logits(hidden, weight, bias, memory[: len(hidden)])
+                loss, gradient = self._of_logits(logits, rows, rows.targets[part])
                 total += loss
                 if of_rows is not None:
                     of_rows[part] = self._multiply(gradient, weight)
@@ -96,7 +106,7 @@ class ChunkedLoss:
                     self._accumulate(sums[id(module.weight)], gradient.T, hidden)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
-                # Before the next chunk's logits are made, not after.
+                # Before the next chunk's is made, not after.
                 del gradient
         return total, of_rows, [sums[id(p)] for p in parameters]
 
@@ -145,18 +155,32 @@ def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tens
     )
 
 
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor
+) -> torch.Tensor:
+    """Give what a linear layer gives, in memory of that shape."""
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=memory)
+    return torch.addmm(bias, hidden, weight.T, out=memory)
+
+
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type."""
+    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type and place."""
     is_target = targets != ignore_index
     places = targets.masked_fill(~is_target, 0)[:, None]
-    log_shares = functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+    wide = logits.float()
+    own, largest = wide.gather(1, places), wide.amax(-1, keepdim=True)
+    gradient = wide.sub_(largest).exp_()
+    sums = gradient.sum(-1, keepdim=True)
     # Chosen, not multiplied by zero: an ignored row need not be finite.
-    loss = -log_shares.gather(1, places)[:, 0].masked_fill(~is_target, 0).sum()
-    gradient = log_shares.exp_()
+    loss = (largest + sums.log() - own)[:, 0].masked_fill(~is_target, 0).sum()
+    gradient.div_(sums)
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
-    gradient.masked_fill_(~is_target[:, None], 0)
+    # A pass over all of it, which a CPU can spare, where nothing waits for an answer.
+    if logits.device.type != "cpu" or not is_target.all():
+        gradient.masked_fill_(~is_target[:, None], 0)
     return loss, gradient.to(logits.dtype)
 
 

@@ -30,6 +30,7 @@ def whole(tmp_path_factory, cache_dir):
 def small_chunks(monkeypatch):
     """Several chunks of a micro batch, of which the last is smaller."""
     monkeypatch.setitem(chunked_loss.CHUNK_LOGITS, "cpu", 50 * 1024)
+    monkeypatch.setattr(chunked_loss, "LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize(

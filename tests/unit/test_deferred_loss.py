@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models.chunked_loss import ChunkedLoss, _fusable, _loss_and_gradient
+from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
 from hfdist.models.deferred import Apply, Cast, DeferredLogits, deferring
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
@@ -152,25 +152,39 @@ def test_the_head_is_itself_again_afterwards_and_without_gradients():
     assert "forward" not in vars(head)
 
 
+class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most logits that a call gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        # The transposed weight is none.
+        if isinstance(value, torch.Tensor) and value.shape[-1:] == (VOCABULARY,) and value.shape[0] != WIDTH:
+            self.most = max(self.most, value.numel())
+        return value
+
+
+def most_logits(loss, num_rows=ROWS):
+    head = nn.Linear(WIDTH, VOCABULARY)
+    with Watch() as watch, deferring(head, VOCABULARY, loss):
+        plain(head(torch.randn(2, num_rows // 2, WIDTH)), torch.zeros(num_rows).long()).backward()
+    return watch.most
+
+
 def test_no_more_logits_exist_at_a_time_than_a_chunk_holds():
-    most = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal most
-            value = function(*args, **(kwargs or {}))
-            # The transposed weight is none.
-            if isinstance(value, torch.Tensor) and value.shape[-1:] == (VOCABULARY,) and value.shape[0] != WIDTH:
-                most = max(most, value.numel())
-            return value
-
-    with Watch():
+    with Watch() as watch:
         losses(nn.Linear(WIDTH, VOCABULARY), plain)
-    assert most == ROWS * VOCABULARY
-    most, head = 0, nn.Linear(WIDTH, VOCABULARY)
-    with Watch(), deferring(head, VOCABULARY, ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)):
-        plain(head(torch.randn(2, ROWS // 2, WIDTH)), torch.zeros(ROWS).long()).backward()
-    assert 0 < most <= 5 * VOCABULARY
+    assert watch.most == ROWS * VOCABULARY
+    assert 0 < most_logits(ChunkedLoss(CPU, chunk_logits=5 * VOCABULARY)) <= 5 * VOCABULARY
+
+
+def test_however_large_the_vocabulary_a_chunk_has_rows_enough(monkeypatch):
+    """Each reads and writes the gradient of the whole head."""
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 1)
+    assert most_logits(ChunkedLoss(CPU), 4 * LEAST_ROWS) == LEAST_ROWS * VOCABULARY
 
 
 def test_the_form_that_is_compiled_for_gpus_computes_the_same():
