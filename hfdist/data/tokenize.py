@@ -69,10 +69,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
-    backend = plain_backend(tokenizer)
+    # Some classes do more than their vocabulary or their backend says. The call also switches truncation and padding
+    # off, which must not tell two tokenizers apart: no copy without them is needed.
+    sample = _call(tokenizer, _SAMPLE)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    # Some classes do more than their vocabulary or their backend says.
-    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, _call(tokenizer, _SAMPLE)])
+    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
@@ -93,10 +95,7 @@ def text_digest(text: str) -> int:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Give a copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None.
-
-    The first call of a tokenizer switches both off: they must not tell two tokenizers apart.
-    """
+    """Give a copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
