@@ -22,7 +22,7 @@ class Loader(Protocol):
         """Write the format that it reads best, if it is not there: untimed, beside those of other modules."""
 
     def reset(self, work: Work) -> None:
-        """Take away what an earlier run has left and this one must not find. Runs before each, untimed."""
+        """Take away what an earlier run has left, and load what any training has. Runs before each, untimed."""
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:
         """Give batches of an epoch, int64, shape [BATCH_SIZE, SEQUENCE_LENGTH].

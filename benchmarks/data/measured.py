@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -34,6 +35,8 @@ def main() -> None:
     except ImportError as error:
         _report({"missing": str(error)})
         return
+    # As a training that begins with `quick_imports`: whom a look through torch for garbage hits is chance.
+    gc.freeze()
     work = load_work(folder)
     saved = folder / f"state-{number}.json"
     if phase == "prepare":

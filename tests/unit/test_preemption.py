@@ -3,15 +3,19 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 
+import psutil
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from hfdist.data import TokenStream, open_corpus
 from hfdist.data.signals import forward_to_rank
 from hfdist.trainer import preemption
 from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.preemption import Preemption
+from tests.unit.data.corpora import files_config, tokenizer, write_txt
 
 FORK = get_context("fork")
 
@@ -111,3 +115,29 @@ def test_a_loader_process_passes_signals_on_and_ends_by_its_ranks():
     assert received.get() == signal.SIGTERM
     assert received.get() == 0
     rank.join()
+
+
+def read_and_wait(folder, pids):
+    """A rank whose loader process reads more ahead than a pipe holds."""
+    config = files_config(write_txt(folder), folder / "cache", sequence_length=4096, workers=1)
+    batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(micro_batch_size=1))
+    next(batches)
+    (loader,) = psutil.Process().children()
+    pids.put(loader.pid)
+    time.sleep(60)
+
+
+def test_a_loader_process_does_not_outlive_a_rank_that_is_killed(tmp_path):
+    pids = FORK.SimpleQueue()
+    rank = FORK.Process(target=read_and_wait, args=(tmp_path, pids))
+    rank.start()
+    loader = psutil.Process(pids.get())
+    # Until it waits for its rank to take what it has read.
+    time.sleep(1)
+    rank.kill()
+    rank.join()
+    with suppress(psutil.NoSuchProcess):
+        try:
+            loader.wait(20)
+        finally:
+            loader.kill()
