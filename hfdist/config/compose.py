@@ -48,7 +48,11 @@ def compose_config(
 
 def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
     """Parse the overrides, find the folders, and tell Hydra the schema."""
-    ConfigStore.instance().store(name=SCHEMA, node=RunConfig)
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA, node=RunConfig)
+    # Hydra copies all of it, the schema of each key included, for each group that --help lists: half of the time that an
+    # answer takes. It is the same for all, and `load` gives copies of what is in it.
+    vars(store)["__deepcopy__"] = lambda memo: store
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
         own = Path(extra_dir).expanduser().absolute()

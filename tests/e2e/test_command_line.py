@@ -32,8 +32,8 @@ def report():
 atexit.register(report)
 profiler.enable()
 """
-# Not seconds, which a busy machine stretches threefold: about a second on one that is not. Most are Hydra's.
-MOST_CALLS = 10_000_000
+# Not seconds, which a busy machine stretches threefold. Two million, most of them Hydra's, take about half a second.
+MOST_CALLS = 4_000_000
 
 
 def environment(**extra):
