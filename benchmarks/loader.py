@@ -61,7 +61,8 @@ def main() -> None:
         work = make_work(Path(name), text_bytes=megabytes * 10**6, token_copies=copies)
         found = {length: _measure(Path(name), length, options) for length in lengths}
     rows = [
-        [row.name, row.gives, str(row.workers), *(rounded(found[length][row.name]) for length in lengths)] for row in ROWS
+        [row.name, row.gives, str(row.workers), *(rounded(found[length][row.name]) for length in lengths)]
+        for row in ROWS
     ]
     columns = [f"Mtokens per CPU second, {length:,}" for length in lengths]
     peers = pinned("data", "litdata", "mosaicml-streaming")

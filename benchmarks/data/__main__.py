@@ -52,8 +52,8 @@ def _preamble(work: Work, text_megabytes: int, num_rounds: int) -> str:
         "process. Rates are those between 10 % and 90 % of an epoch; CPU seconds are those of the process and its "
         "workers. `first batch` and `resume at 90 %` (of one run) count from the end of the imports to the "
         "first batch; what was imported is kept out of garbage collections, and of token files hfdist has the "
-        "tokenizer loaded, which the peers do not ask for. In brackets: as a multiple of the table's first row; more is better in the two columns of "
-        "rates, less in the others.\n\n"
+        "tokenizer loaded, which the peers do not ask for. In brackets: as a multiple of the table's first row; more "
+        "is better in the two columns of rates, less in the others.\n\n"
         f"{describe_run('benchmarks.data', 'torch', 'datasets', pinned=peers)}"
     )
 

@@ -12,9 +12,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def forward_to_rank() -> None:
     """Send on what this process is sent by others; a SIGTERM of the rank itself ends it. Call it in a loader process.
 
-    A thread waits for them, because it sees who has sent one, and handlers do not. It also ends the process some seconds
-    after a rank that was killed: by itself a loader process of torch waits then, for ever, until what it has read ahead
-    is taken.
+    A thread waits for them, because it sees who has sent one, and handlers do not. It also ends the process some
+    seconds after a rank that was killed: by itself a loader process of torch then waits for ever until what it has read
+    ahead is taken.
     """
     rank = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)

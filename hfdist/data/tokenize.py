@@ -95,7 +95,7 @@ def text_digest(text: str) -> int:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Give a copy of the fast tokenizer behind, without truncation and padding, which documents never use; else None."""
+    """Give a copy of the fast tokenizer behind, if any, without truncation and padding, which documents never use."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
