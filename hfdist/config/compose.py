@@ -50,8 +50,8 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
     """Parse the overrides, find the folders, and tell Hydra the schema."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=RunConfig)
-    # Hydra copies all of it, the schema of each key included, for each group that --help lists: two thirds of it.
-    # It is the same for all, and `load` gives copies of what is in it.
+    # Hydra copies the store, the schema of each key included, for each group that --help lists: two thirds of all calls
+    # of --help. Nothing writes into such a copy, and `load` gives copies of what is in it.
     vars(store)["__deepcopy__"] = lambda memo: store
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:

@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase
 # Text of every kind that tokenizers treat in their own ways: to see whether two ways of calling one agree.
 _SAMPLE = " Hello  world!\n\n\tdef f(x): return x**2  # naïve 日本語 🙂 e\u0301 <|endoftext|></s><s> 12345\r\n"
 
+_WITHOUT_SCORES = ("BPE", "WordPiece", "WordLevel")
+"""Kinds of models of `tokenizers` of which a copy has the same text."""
+
 _BARE: dict[str, Any] = {"verbose": False, "split_special_tokens": True, "add_special_tokens": False}
 
 
@@ -69,13 +72,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of everything that decides which tokens a text becomes."""
-    # Some classes do more than their vocabulary or their backend says. The call also switches truncation and padding
-    # off, which must not tell two tokenizers apart: no copy without them is needed.
+    # Some classes do more than their vocabulary or their backend says.
     sample = _call(tokenizer, _SAMPLE)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    identity = json.dumps([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
+    identity = json.dumps([_rules(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
     return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # A copy takes four times as long as its text. It is made where that could differ: most classes switch truncation
+    # and padding off in a call, and scores of other kinds of models lose their last digits when they are read.
+    if backend.truncation or backend.padding or type(backend.model).__name__ not in _WITHOUT_SCORES:
+        backend = plain_backend(tokenizer)
+    rules: str = backend.to_str()
+    return rules
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase, *, examples: bool) -> str:

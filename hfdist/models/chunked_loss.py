@@ -24,7 +24,7 @@ from hfdist.models.deferred import Cast, Rows
 logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
-"""Logits of a chunk: on a CPU few enough for its cache, on a GPU enough for a full-speed product."""
+"""Logits of a chunk: on a CPU little memory, on a GPU enough for a full-speed product."""
 
 LEAST_ROWS = 128
 """Of a chunk, however large the vocabulary: each reads and writes the gradient of the whole head."""
@@ -167,7 +167,10 @@ def _logits(
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type and place."""
+    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type.
+
+    If that is float32, also in their place.
+    """
     is_target = targets != ignore_index
     places = targets.masked_fill(~is_target, 0)[:, None]
     wide = logits.float()
@@ -175,7 +178,7 @@ def _loss_and_gradient(
     gradient = wide.sub_(largest).exp_()
     sums = gradient.sum(-1, keepdim=True)
     # Chosen, not multiplied by zero: an ignored row need not be finite.
-    loss = (largest + sums.log() - own)[:, 0].masked_fill(~is_target, 0).sum()
+    loss = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0).sum()
     gradient.div_(sums)
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
     # A pass over all of it, which a CPU can spare, where nothing waits for an answer.

@@ -81,7 +81,7 @@ def test_questions_are_answered_quickly_without_torch(arguments, words, tmp_path
     for word in words:
         assert word in done.stdout
     assert done.stderr == "HEAVY=[]\n"
-    assert 10**6 < int((tmp_path / "watch" / "calls").read_text()) < MOST_CALLS
+    assert 10**4 < int((tmp_path / "watch" / "calls").read_text()) < MOST_CALLS
     assert [path.name for path in tmp_path.iterdir()] == ["watch"]
 
 

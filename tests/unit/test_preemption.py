@@ -128,10 +128,10 @@ def read_and_wait(folder, pids):
 
 
 def test_a_loader_process_does_not_outlive_a_rank_that_is_killed(tmp_path):
-    pids = FORK.SimpleQueue()
+    pids = FORK.Queue()
     rank = FORK.Process(target=read_and_wait, args=(tmp_path, pids))
     rank.start()
-    loader = psutil.Process(pids.get())
+    loader = psutil.Process(pids.get(timeout=60))
     # Until it waits for its rank to take what it has read.
     time.sleep(1)
     rank.kill()

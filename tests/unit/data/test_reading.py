@@ -5,6 +5,7 @@ import gzip
 import itertools
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from hfdist.config.data import BadRows, SourceConfig, SourceKind
 from hfdist.data import Cursor, TokenStream, open_corpus, order
@@ -23,7 +24,7 @@ from hfdist.data.encoders import Encoders
 from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.hub import open_hub
-from hfdist.data.tokenize import encode, tokenizer_digest
+from hfdist.data.tokenize import encode, plain_backend, tokenizer_digest
 from hfdist.errors import CheckpointError, DataError, ResourceError
 from tests.unit.data.corpora import (
     files_config,
@@ -152,6 +153,18 @@ def test_a_tokenizer_keeps_its_identity_when_it_is_used():
     assert before == tokenizer_digest(tokenizer())
     assert len(encode(other, texts()[40])) > 16
     assert tokenizer_digest(other) == before
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_tokenizer_and_its_saved_copy_have_one_identity(tmp_path, kind):
+    """Scores of a Unigram model lose their last digits when they are read."""
+    draw = random.Random(0)
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((chr(97 + n), -20 * draw.random()) for n in range(26))]
+    made = tokenizer() if kind == "bpe" else T5Tokenizer(vocab=pieces, unk_token="<unk>", eos_token="</s>", extra_ids=0)
+    backend = plain_backend(made)
+    copy = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=made.bos_token, eos_token=made.eos_token)
+    assert (made.backend_tokenizer.to_str() == backend.to_str()) == (kind == "bpe")
+    assert tokenizer_digest(made) == tokenizer_digest(copy)
 
 
 def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(folders):
