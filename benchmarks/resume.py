@@ -241,8 +241,10 @@ def _section(
         parts += [
             "Beside the peers: a new process and one loader process, from the end of the imports to the first batch, "
             f"at 90 % of an epoch of {_PEER_COPIES} times the tokens of {_PEER_MEGABYTES} MB of text, so that opening "
-            "and starting the loader process count for all. `datasets` mixes shards and a buffer of 1,000 rows, whose "
-            f"contents its state_dict leaves out: it fills it anew. Medians of {_NUM_PEER_RESUMES}, wall time.",
+            "and starting the loader process count for all; what was imported is kept out of garbage collections, and "
+            "hfdist has the tokenizer loaded, which the peers do not ask for. `datasets` mixes shards and a buffer of "
+            "1,000 rows, whose contents its state_dict leaves out: it fills it anew. Medians of "
+            f"{_NUM_PEER_RESUMES}, wall time.",
             markdown(["at 90 % of an epoch", "ms"], [[name, rounded(figure)] for name, figure in peers.items()]),
         ]
     return "\n\n".join(parts)

@@ -32,7 +32,7 @@ def report():
 atexit.register(report)
 profiler.enable()
 """
-# Not seconds, which a busy machine stretches threefold. Two million, most of them Hydra's, take about half a second.
+# Not seconds, which a busy machine stretches threefold. About two million are made, most of them by Hydra.
 MOST_CALLS = 4_000_000
 
 

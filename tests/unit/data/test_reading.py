@@ -156,7 +156,7 @@ def test_a_tokenizer_keeps_its_identity_when_it_is_used():
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_tokenizer_and_its_saved_copy_have_one_identity(tmp_path, kind):
+def test_a_tokenizer_and_its_copy_have_one_identity(kind):
     """Scores of a Unigram model lose their last digits when they are read."""
     draw = random.Random(0)
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((chr(97 + n), -20 * draw.random()) for n in range(26))]
