@@ -45,8 +45,9 @@ class Watcher:
         self._silent: set[int] = set()
         self._wake, self._sent = threading.Event(), threading.Event()
         self._over, self._closed = threading.Event(), threading.Event()
-        for name, loop in (("watch-beats", self._beat), ("watch-judge", self._judge)):
-            threading.Thread(target=loop, name=name, daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, name="watch-beats", daemon=True)
+        self._beats.start()
+        threading.Thread(target=self._judge, name="watch-judge", daemon=True).start()
 
     def broke(self) -> None:
         """Tell that a connection to another rank broke, so that whoever is silent is found sooner."""
@@ -58,13 +59,16 @@ class Watcher:
         self._left = exit_code
         self._over.set()
         self._wake.set()
-        self._sent.wait(_LAST_WORDS_SECONDS)
         if self._store.rank == 0:
+            self._sent.wait(_LAST_WORDS_SECONDS)
             # The store ends with this process: the others must have read it, or be leaving as well.
             deadline = time.monotonic() + 1.5 * self._beat_seconds
             while time.monotonic() < deadline and not self._have_all_left():
                 time.sleep(_HURRIED_BEAT_SECONDS)
         self._closed.set()
+        # A thread that comes back from the store while the interpreter ends aborts the process ("terminate called
+        # without an active exception"): Python 3.11 ends it in the middle of torch's C++.
+        self._beats.join(_LAST_WORDS_SECONDS)
 
     # ---- the thread that beats: in a store that does not answer it may hang for ever ----
 

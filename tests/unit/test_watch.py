@@ -10,7 +10,9 @@ import torch.distributed as dist
 from hfdist.watch import stacks
 from hfdist.watch.beat import EVALUATING, SAVING, STARTING, Beat, Progress
 from hfdist.watch.callback import is_broken_connection
+from hfdist.watch.store import BeatStore
 from hfdist.watch.verdict import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
+from hfdist.watch.watcher import Watcher
 
 HEARTBEAT_SECONDS = 60.0
 
@@ -109,6 +111,12 @@ def test_progress_does_not_measure_what_may_take_long():
     progress.mark("a slow one")
     assert progress.longest_idle_seconds >= 0.05
     assert (progress.marks, progress.step) == (7, 13)
+
+
+def test_who_has_left_beats_no_more(tmp_path):
+    """A beat during the interpreter's end, in the C++ of torch's store, aborts a process whose run ended well."""
+    Watcher(Progress(), BeatStore(), tmp_path, HEARTBEAT_SECONDS).leave(0)
+    assert "watch-beats" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_what_travels_comes_back():
