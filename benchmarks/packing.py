@@ -6,6 +6,7 @@ python -m benchmarks.packing --write
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import sysconfig
 import time
@@ -24,15 +25,16 @@ from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
 from hfdist.data.collate import collate
+from hfdist.data.cursor import Place
 from hfdist.data.packing import sequence
-from hfdist.data.packing.sequence import INPUT_IDS, NAMES, Placed, Shape, write_rows
+from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
 from hfdist.data.packing.windows import best_fit
-from hfdist.data.portion import Document
+from hfdist.data.portion import Portion
 from hfdist.data.records import Fate
 
 LENGTHS = (2048, 8192)
 LANES = 48
-OURS, OURS_FROM_ARRAYS = "hfdist best_fit", "hfdist best_fit, from arrays"
+OURS = "hfdist best_fit"
 OURS_IN_LANES, OURS_COLLATED = f"hfdist best_fit, {LANES} lanes", "hfdist best_fit, collated"
 COPIES = "bare copies"
 TRL, TRL_AT_ONCE, TRL_SPLIT = "TRL bfd", "TRL bfd, all at once", "TRL bfd_split, all at once"
@@ -44,6 +46,7 @@ _FILL_ID = 2**31 - 1
 _PORTION = 32
 # Sequences of a batch.
 _TOGETHER = 8
+_ALL = slice(None)
 
 Packed = list[NDArray[Any]]
 """Tokens of each sequence, without filling or with `_FILL_ID`."""
@@ -53,14 +56,19 @@ class Work(NamedTuple):
     """Documents whose tokens are all the document's own number, so that sequences tell where each one went."""
 
     name: str
-    documents: list[Placed]
     dataset: datasets.Dataset
-    """The same, as a table in memory with a column `input_ids`."""
+    """A table in memory with a column `input_ids`."""
+
+    @property
+    def column(self) -> pa.ListArray:
+        """All tokens of the table, and where each document begins."""
+        (array,) = self.dataset.data["input_ids"].chunks
+        return array
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Tokens of each; shape [documents]."""
-        return np.array([len(placed.document.tokens) for placed in self.documents])
+        return self.column.value_lengths().to_numpy().astype(np.int64)
 
 
 class Kept(NamedTuple):
@@ -81,6 +89,9 @@ def main() -> None:
     datasets.disable_progress_bars()
     works = [_web(num_documents)] if options.quick else [_web(num_documents), _files()]
     rows, measures = [], []
+    # Looking through the imports for garbage takes tenths of a second, in whoever's turn it comes.
+    gc.collect()
+    gc.freeze()
     for work in works:
         for length in LENGTHS:
             kept, rates = _measure(work, length, num_rounds)
@@ -97,7 +108,7 @@ def _measure(work: Work, length: int, num_rounds: int) -> tuple[dict[str, Kept],
     timers = {name: _timer(pack) for name, pack in (quick | slow | {COPIES: lambda: _copy(work)}).items()}
     seconds = interleave({name: timer for name, timer in timers.items() if name not in slow}, num_rounds)
     seconds |= interleave({name: timers[name] for name in slow}, 1 + num_rounds // 4, num_warm_up=0)
-    return kept, {name: len(work.documents) / spent for name, spent in medians(seconds).items()}
+    return kept, {name: len(work.sizes) / spent for name, spent in medians(seconds).items()}
 
 
 def _timer(pack: Callable[[], Any]) -> Callable[[], float]:
@@ -111,14 +122,13 @@ def _timer(pack: Callable[[], Any]) -> Callable[[], float]:
 
 def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]], dict[str, Callable[[], Packed]]]:
     """Those that are timed in all rounds, and those that take a hundred times as long."""
-    lanes = [work.documents[lane::LANES] for lane in range(LANES)]
+    lanes = [slice(lane, None, LANES) for lane in range(LANES)]
     quick = {
-        OURS: lambda: list(_ours(work.documents, length)),
-        OURS_FROM_ARRAYS: lambda: list(_ours(_placed(_arrays(work)), length)),
-        OURS_IN_LANES: lambda: [ids for own in lanes for ids in _ours(own, length)],
+        OURS: lambda: list(_ours(work, length)),
+        OURS_IN_LANES: lambda: [ids for lane in lanes for ids in _ours(work, length, lane)],
         OURS_COLLATED: lambda: [
             ids
-            for batch in _batches(work.documents, length)
+            for batch in _batches(work, length)
             for ids in collate(batch, Packing.best_fit, Shape(length, _FILL_ID))["input_ids"].numpy()
         ],
     }
@@ -146,33 +156,32 @@ def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]
     return quick, slow
 
 
-def _ours(documents: Sequence[Placed], length: int) -> Iterator[NDArray[np.int32]]:
+def _ours(work: Work, length: int, which: slice = _ALL) -> Iterator[NDArray[np.int32]]:
     """Make rows with tokens, positions and labels; give the tokens."""
-    for batch in _batches(documents, length):
-        rows = np.empty((len(NAMES), len(batch) * length), dtype=np.int32)
-        write_rows(batch, rows)
-        yield from rows[INPUT_IDS].reshape(-1, length)
+    for batch in _batches(work, length, which):
+        yield from make_rows(batch, np.int32)[INPUT_IDS].reshape(-1, length)
 
 
-def _batches(documents: Sequence[Placed], length: int) -> Iterator[list[sequence.Sequence]]:
-    portions = (list(documents[start : start + _PORTION]) for start in range(0, len(documents), _PORTION))
-    sequences = best_fit(portions, 0, Shape(length, _FILL_ID), ("benchmark",))
+def _batches(work: Work, length: int, which: slice = _ALL) -> Iterator[list[sequence.Sequence]]:
+    sequences = best_fit(_portions(work, which), 0, Shape(length, _FILL_ID), ("benchmark",))
     while batch := list(islice(sequences, _TOGETHER)):
         yield batch
 
 
-def _placed(arrays: Sequence[NDArray[np.int32]]) -> list[Placed]:
-    return [Placed(0, number, Document(number, tokens, Fate.trained)) for number, tokens in enumerate(arrays)]
-
-
-def _arrays(work: Work) -> list[NDArray[np.int32]]:
-    return [placed.document.tokens for placed in work.documents]
+def _portions(work: Work, which: slice) -> Iterator[tuple[Place, Portion]]:
+    """Documents of the table, as a lane reads them: their tokens stay where they are."""
+    tokens, offsets = work.column.values.to_numpy(), work.column.offsets.to_numpy().astype(np.int64)
+    numbers = np.arange(len(offsets) - 1)[which]
+    starts, lengths, nothing = offsets[numbers], np.diff(offsets)[numbers], np.zeros_like(numbers)
+    everything = Portion(numbers, [tokens], nothing, starts, lengths, nothing, nothing + Fate.trained, {})
+    for start in range(0, len(numbers), _PORTION):
+        yield Place(0, start), everything.part(start, start + _PORTION)
 
 
 def _copy(work: Work) -> None:
     """All tokens, positions and labels, written once, with no thought of what goes where."""
     counting = np.arange(int(work.sizes.max()), dtype=np.int32)
-    arrays = _arrays(work)
+    arrays = np.split(work.column.values.to_numpy(), work.column.offsets.to_numpy()[1:-1])
     for start in range(0, len(arrays), _PORTION):
         own = arrays[start : start + _PORTION]
         block = np.empty((3, sum(map(len, own))), dtype=np.int32)
@@ -225,7 +234,7 @@ def _work(name: str, sizes: NDArray[np.int64]) -> Work:
     tokens = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     ends = np.cumsum(sizes)
     column = pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), pa.array(tokens))
-    return Work(name, _placed(np.split(tokens, ends[:-1])), datasets.Dataset(pa.table({"input_ids": column})))
+    return Work(name, datasets.Dataset(pa.table({"input_ids": column})))
 
 
 def _web(num_documents: int) -> Work:
@@ -271,18 +280,18 @@ def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> li
         Measure(
             what=f"documents packed a CPU-second, sequences of {length:,}",
             unit="",
-            ours=rates[OURS_FROM_ARRAYS],
+            ours=rates[OURS],
             peers=missing | {name: rates[name] for name in [*shown, TRL_COLLATED] if name in rates},
             limits={COPIES: rates[COPIES]},
             goal=f">= {GOAL_SPEED:g}x TRL",
-            is_met=rates[OURS_FROM_ARRAYS] >= GOAL_SPEED * rates[TRL] if TRL in rates else None,
+            is_met=rates[OURS] >= GOAL_SPEED * rates[TRL] if TRL in rates else None,
         ),
     ]
 
 
 def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> str:
     described = "; ".join(
-        f"{work.name}: {len(work.documents):,} documents, {work.sizes.sum() / 1e6:.1f} M tokens, median "
+        f"{work.name}: {len(work.sizes):,} documents, {work.sizes.sum() / 1e6:.1f} M tokens, median "
         f"{np.median(work.sizes):,.0f}, longest {work.sizes.max():,}"
         for work in works
     )
@@ -293,13 +302,12 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
         f"{described}. Filled: places of all sequences at their full length that hold a token of a document. Cut "
         "without need: documents that would fit into a sequence, and are in two or in part. Lost: tokens that are in "
         "no sequence. All three are counted in what each gives. Documents per second of CPU time, without tokenizing, "
-        "from what each has in memory: hfdist's objects of documents (`from arrays`: they are made in that time, too), "
-        "or a table of Arrow. hfdist gives tokens, positions that restart and labels; TRL's `pack_dataset` gives "
-        "tokens and lengths, and its collator in `padding_free` mode, one sequence a batch, the rest (collated: both "
-        "to int64 tensors); group_texts gives tokens twice, and no positions. Bare copies: tokens, positions and "
-        "labels written once, in the order in which documents come. hfdist packs windows of at most 1,024 documents "
-        "while it reads, and can go on at each sequence; the others pack the data before the training, TRL's Trainer "
-        "and group_texts 1,000 documents "
+        "from a table of Arrow in memory, what was imported kept out of garbage collections. hfdist gives tokens, "
+        "positions that restart and labels; TRL's `pack_dataset` gives tokens and lengths, and its collator in "
+        "`padding_free` mode, one sequence a batch, the rest (collated: both to int64 tensors); group_texts gives "
+        "tokens twice, and no positions. Bare copies: tokens, positions and labels written once, in the order in which "
+        "documents come. hfdist packs windows of at most 1,024 documents while it reads, and can go on at each "
+        "sequence; the others pack the data before the training, TRL's Trainer and group_texts 1,000 documents "
         f"at a time. `{LANES} lanes`: the same documents in as many windows side by side as `data.lanes` has by "
         f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
         f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"

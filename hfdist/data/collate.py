@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hfdist.config.data import Packing
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, NAMES, Sequence, Shape, write_rows
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, NAMES, Sequence, Shape, make_rows
 
 
 def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
@@ -22,9 +22,8 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
         position_ids, filled up to the longest.
     """
     if packing is not Packing.none:
-        rows = np.empty((len(NAMES), len(sequences) * shape.length), dtype=np.int64)
-        write_rows(sequences, rows)
-        return dict(zip(NAMES, torch.from_numpy(rows).view(len(NAMES), -1, shape.length).unbind(), strict=True))
+        rows = make_rows(sequences, np.int64)
+        return {name: torch.from_numpy(row.reshape(-1, shape.length)) for name, row in zip(NAMES, rows, strict=True)}
     own = [sequence.rows for sequence in sequences]
     length = max(row.shape[1] for row in own)
     input_ids = torch.full((len(own), length), shape.fill_id)

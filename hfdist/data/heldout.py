@@ -19,7 +19,7 @@ from hfdist.data.encoders import Encoders, check_token_sources
 from hfdist.data.files import digest_of, write_once
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.fit import RULE
-from hfdist.data.packing.sequence import LABELS, NAMES, Placed, Shape
+from hfdist.data.packing.sequence import LABELS, NAMES, Shape
 from hfdist.data.packing.windows import best_fit
 from hfdist.errors import DataError
 
@@ -92,11 +92,11 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     portions = (portion for block in corpus.mixed_blocks() for portion in documents.portions(np.array(block)))
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
+    placed = ((Place(0, int(portion.numbers[0])), portion) for portion in portions)
     if corpus.has_examples:
-        placed = ([Placed(0, one.number, one) for one in portion.documents()] for portion in portions)
         packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
     else:
-        ends = concat(((Place(0, int(portion.numbers[0])), portion) for portion in portions), shape)
+        ends = concat(placed, shape)
         packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
     sequences = list(islice(packed, config.eval_sequences))
     if not sequences and takes_all:

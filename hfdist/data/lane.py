@@ -16,7 +16,7 @@ from hfdist.data.mixture import Mixture
 from hfdist.data.order import LaneOrder
 from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import Placed, Shape, assemble
+from hfdist.data.packing.sequence import Shape, without_tokens
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.portion import Portion
 from hfdist.data.records import Fate
@@ -75,7 +75,7 @@ class Lane:
         """
         pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
-            return self._lane, None, assemble([], [], self._plan.shape, Place())
+            return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
         packed = next(self._sequences[pool])
         # With its last sequence, not when more is asked for: a lane that goes on from here must pick as this one does.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
@@ -117,9 +117,9 @@ def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) 
         case Packing.concat:
             return concat(portions, plan.shape)
         case Packing.best_fit:
-            return best_fit(_one_by_one(portions), place.offset, plan.shape, (*key, lane))
+            return best_fit(portions, place.offset, plan.shape, (*key, lane))
         case Packing.none:
-            return one_each(_one_by_one(portions), place.offset, plan.shape, key)
+            return one_each(portions, place.offset, plan.shape, key)
 
 
 def _portions(walk: Walk, documents: Documents) -> Iterator[tuple[Place, Portion]]:
@@ -132,8 +132,3 @@ def _portions(walk: Walk, documents: Documents) -> Iterator[tuple[Place, Portion
             place = walk.place
             walk.go_on(num_documents, num_barren)
             yield place, portion
-
-
-def _one_by_one(portions: Iterator[tuple[Place, Portion]]) -> Iterator[list[Placed]]:
-    for place, portion in portions:
-        yield [Placed(place.epoch, place.position + n, document) for n, document in enumerate(portion.documents())]

@@ -84,13 +84,56 @@ class Portion:
     errors: Mapping[int, DataError]
     """Why a document is bad, by its place here."""
 
+    @classmethod
+    def join(cls, portions: Sequence[Portion]) -> Portion:
+        """Put one or more behind each other."""
+        tokens = [array for portion in portions for array in portion.tokens]
+        arrays_before = np.cumsum([0, *(len(portion.tokens) for portion in portions[:-1])]).tolist()
+        documents_before = np.cumsum([0, *(len(portion.numbers) for portion in portions[:-1])]).tolist()
+        return cls(
+            numbers=np.concatenate([portion.numbers for portion in portions]),
+            tokens=tokens,
+            arrays=np.concatenate([one.arrays + before for one, before in zip(portions, arrays_before, strict=True)]),
+            starts=np.concatenate([portion.starts for portion in portions]),
+            lengths=np.concatenate([portion.lengths for portion in portions]),
+            cut_tokens=np.concatenate([portion.cut_tokens for portion in portions]),
+            fates=np.concatenate([portion.fates for portion in portions]),
+            errors={
+                before + place: error
+                for one, before in zip(portions, documents_before, strict=True)
+                for place, error in one.errors.items()
+            },
+        )
+
+    def part(self, start: int, stop: int) -> Portion:
+        """Give neighbouring documents."""
+        return Portion(
+            numbers=self.numbers[start:stop],
+            tokens=self.tokens,
+            arrays=self.arrays[start:stop],
+            starts=self.starts[start:stop],
+            lengths=self.lengths[start:stop],
+            cut_tokens=self.cut_tokens[start:stop],
+            fates=self.fates[start:stop],
+            errors={place - start: error for place, error in self.errors.items() if start <= place < stop},
+        )
+
     def documents(self) -> list[Document]:
         """Give them one by one."""
-        starts, stops = self.starts.tolist(), (self.starts + self.lengths).tolist()
-        others = (column.tolist() for column in (self.numbers, self.arrays, self.fates, self.cut_tokens))
+        columns = (column.tolist() for column in (self.numbers, self.fates, self.cut_tokens))
+        tokens = slices(self.tokens, self.arrays, self.starts, self.lengths)
         return [
-            Document(number, self.tokens[array][start:stop], _FATES[fate], self.errors.get(place), cut_tokens)
-            for place, (start, stop, number, array, fate, cut_tokens) in enumerate(
-                zip(starts, stops, *others, strict=True)
-            )
+            Document(number, own, _FATES[fate], self.errors.get(place), cut_tokens)
+            for place, (own, number, fate, cut_tokens) in enumerate(zip(tokens, *columns, strict=True))
         ]
+
+
+def slices(
+    tokens: Sequence[NDArray[Any]] | Mapping[int, NDArray[Any]],
+    arrays: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> list[NDArray[Any]]:
+    """Views of tokens: of the array by each number, so many from each start; the columns are of one length."""
+    spans = zip(arrays.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+    return [tokens[array][start:stop] for array, start, stop in spans]

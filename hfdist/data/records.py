@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,25 +45,7 @@ Records = NDArray[np.void]
 """Shape [pieces], of dtype RECORD."""
 
 
-class Piece(NamedTuple):
-    """A record before its sequence and pool are known."""
-
-    document: int
-    epoch: int
-    fate: Fate
-    first_token: int = 0
-    num_tokens: int = 0
-    of_tokens: int = 0
-
-
-def make_records(pieces: list[Piece]) -> Records:
-    """Give records; sequence and pool are 0."""
-    records = np.zeros(len(pieces), dtype=RECORD)
-    if pieces:
-        columns = zip(*pieces, strict=True)
-        for name, column in zip(Piece._fields, columns, strict=True):
-            records[name] = column
-    return records
+NO_RECORDS: Records = np.zeros(0, dtype=RECORD)
 
 
 def chain(digest: int, records: Records) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.cursor import Place
 from hfdist.data.packing.sequence import Sequence, Shape, filling
+from hfdist.data.portion import slices
 from hfdist.data.records import RECORD, Fate, Records
 from hfdist.errors import DataError
 
@@ -135,10 +136,9 @@ def _records(items: Items, pieces: Pieces) -> Records:
 
 def _parts(items: Items, pieces: Pieces, shape: Shape, tokens: Mapping[int, NDArray[Any]]) -> list[NDArray[Any]]:
     """Tokens of each piece, where they lie."""
-    arrays, starts = items.arrays[pieces.owners], items.starts[pieces.owners] + pieces.first
-    spans = zip(arrays.tolist(), starts.tolist(), (starts + pieces.lengths).tolist(), strict=True)
-    parts = [tokens[array][start:stop] for array, start, stop in spans]
-    for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
+    owners = pieces.owners
+    parts = slices(tokens, items.arrays[owners], items.starts[owners] + pieces.first, pieces.lengths)
+    for place in np.flatnonzero(items.fates[owners] == Fate.quarantined).tolist():
         parts[place] = filling(len(parts[place]), shape)
     return parts
 

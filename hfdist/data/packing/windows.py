@@ -6,6 +6,7 @@ numbers, where the window begins and which of its sequences is next, finds the p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -13,10 +14,11 @@ import numpy as np
 
 from hfdist.data.cursor import Place
 from hfdist.data.order import permutation
-from hfdist.data.packing.fit import Pieces, fit
-from hfdist.data.packing.sequence import Placed, Sequence, Shape, assemble, passed_over, problems_of
+from hfdist.data.packing.fit import Integers, Pieces, fit
+from hfdist.data.packing.sequence import Sequence, Shape, without_tokens
 from hfdist.data.packing.whole import Arrangement, make_sequences
-from hfdist.data.records import make_records
+from hfdist.data.portion import Portion
+from hfdist.data.records import RECORD, Records
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -30,36 +32,39 @@ _ROUNDED_TOKENS = 8
 class _Window(NamedTuple):
     """Neighbouring documents of one lane and epoch."""
 
-    documents: list[Placed]
-    sizes: list[int]
-    """Their tokens."""
+    begin: Place
+    """Of the first of them."""
+    behind: Place
+    """Of the next one behind them, or of none."""
+    documents: Portion
     arrangement: Arrangement
 
 
-_Arrange = Callable[[list[int], Placed, bool], tuple[int, Arrangement] | None]
-"""From the sizes of the next documents, the first of them, and whether they are all: the number of those that are a
-window, and how; None: more are needed to tell."""
+_Arrange = Callable[[Integers, Place, bool], tuple[int, Arrangement] | None]
+"""From the sizes of the next documents, the place of the first, and whether they are all: the number of those that are
+a window, and how; None: more are needed to tell."""
 
 
 def best_fit(
-    portions: Iterator[list[Placed]], first: int, shape: Shape, key: tuple[int | str, ...]
+    portions: Iterator[tuple[Place, Portion]], first: int, shape: Shape, key: tuple[int | str, ...]
 ) -> Iterator[Sequence]:
     """Pack whole documents, each where it leaves least room; only one longer than a sequence is cut.
 
     Args:
-        portions: documents in order, from the beginning of a window on; each of one epoch.
+        portions: documents in order, from the beginning of a window on, each of one epoch, and the place of the
+            first of them; offsets do not count.
         first: sequence of that window to begin with.
         shape: of sequences.
         key: of the order of a window's sequences.
     """
     length = shape.length
 
-    def arrange(sizes: list[int], begin: Placed, is_all: bool) -> tuple[int, Arrangement] | None:
+    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, Arrangement] | None:
         most = min(max(begin.position, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
-        is_full = len(sizes) >= most or sum(sizes) >= _MOST_SEQUENCES * length
+        is_full = len(sizes) >= most or sizes.sum() >= _MOST_SEQUENCES * length
         if not is_full and not is_all:
             return None
-        tokens = np.array(sizes[:most], dtype=np.int64)
+        tokens = sizes[:most]
         last = int(np.searchsorted(np.cumsum(tokens), _MOST_SEQUENCES * length))
         num_documents, pieces, sequence, num_sequences = fit(tokens[: last + 1], length, may_end_before=is_full)
         rank = np.empty(num_sequences, dtype=np.int64)
@@ -74,23 +79,24 @@ def best_fit(
 
 
 def one_each(
-    portions: Iterator[list[Placed]], first: int, shape: Shape, key: tuple[int | str, ...]
+    portions: Iterator[tuple[Place, Portion]], first: int, shape: Shape, key: tuple[int | str, ...]
 ) -> Iterator[Sequence]:
     """Give each document by itself, cut off at the length, in an order in which all lanes have like lengths at a time.
 
     Args:
-        portions: documents in order, from the beginning of a window on; each of one epoch.
+        portions: documents in order, from the beginning of a window on, each of one epoch, and the place of the
+            first of them; offsets do not count.
         first: sequence of that window to begin with.
         shape: of sequences.
         key: of the order of lengths; the same in all lanes.
     """
 
-    def arrange(sizes: list[int], begin: Placed, is_all: bool) -> tuple[int, Arrangement] | None:
+    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, Arrangement] | None:
         with_tokens = np.flatnonzero(sizes)[:_SORTED_DOCUMENTS]
         is_full = len(with_tokens) == _SORTED_DOCUMENTS
         if not is_full and not is_all:
             return None
-        tokens = np.array(sizes, dtype=np.int64)[with_tokens]
+        tokens = sizes[with_tokens]
         by_length = np.argsort(tokens, kind="stable")
         # All lanes take the same quantile at the same time.
         slots = np.full(_SORTED_DOCUMENTS, -1)
@@ -107,30 +113,60 @@ def one_each(
     return _give(windows, first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
 
 
-def _windows(portions: Iterator[list[Placed]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
+class _Waiting:
+    """Neighbouring documents of one lane and epoch that are in no window yet."""
+
+    def __init__(self) -> None:
+        self.sizes = np.empty(0, dtype=np.int64)
+        """Their tokens."""
+        self._portions: deque[tuple[Place, Portion]] = deque()
+
+    @property
+    def begin(self) -> Place:
+        """Place of the first of them."""
+        return self._portions[0][0]
+
+    def add(self, place: Place, portion: Portion) -> None:
+        """Take some more, one at least."""
+        self._portions.append((place, portion))
+        self.sizes = np.concatenate([self.sizes, portion.lengths])
+
+    def take(self, num_documents: int) -> tuple[Portion, Place]:
+        """Give the first of them, and the place behind them."""
+        taken, behind = [], self.begin
+        while num_documents:
+            place, portion = self._portions.popleft()
+            count = min(num_documents, len(portion.numbers))
+            behind = Place(place.epoch, place.position + count)
+            if count < len(portion.numbers):
+                self._portions.appendleft((behind, portion.part(count, len(portion.numbers))))
+                portion = portion.part(0, count)
+            taken.append(portion)
+            num_documents -= count
+        joined = Portion.join(taken)
+        self.sizes = self.sizes[len(joined.numbers) :]
+        return joined, behind
+
+
+def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
     """Cut a run of documents; a window ends with its epoch, and else has at least `least` documents with tokens."""
-    waiting: list[Placed] = []
-    sizes: list[int] = []
-    with_tokens = 0
+    waiting = _Waiting()
 
     def take(*, is_all: bool) -> Iterator[_Window]:
-        nonlocal with_tokens
         # Else each portion without tokens would be looked at again with every one that follows.
-        while waiting and (is_all or with_tokens >= least):
-            if (found := arrange(sizes, waiting[0], is_all)) is None:
+        while len(waiting.sizes) and (is_all or np.count_nonzero(waiting.sizes) >= least):
+            begin = waiting.begin
+            if (found := arrange(waiting.sizes, begin, is_all)) is None:
                 return
             num_documents, arrangement = found
-            yield _Window(waiting[:num_documents], sizes[:num_documents], arrangement)
-            del waiting[:num_documents], sizes[:num_documents]
-            with_tokens = len(sizes) - sizes.count(0)
+            documents, behind = waiting.take(num_documents)
+            yield _Window(begin, behind, documents, arrangement)
 
-    for portion in portions:
-        if waiting and portion and waiting[0].epoch != portion[0].epoch:
+    for place, portion in portions:
+        if len(waiting.sizes) and waiting.begin.epoch != place.epoch:
             yield from take(is_all=True)
-        waiting += portion
-        own = [len(placed.document.tokens) for placed in portion]
-        sizes += own
-        with_tokens += len(own) - own.count(0)
+        if len(portion.numbers):
+            waiting.add(place, portion)
         yield from take(is_all=False)
     yield from take(is_all=True)
 
@@ -146,13 +182,15 @@ def _give(
         shape: of sequences.
         last_length: of a sequence without tokens, for what is passed over at the very end; None: `shape.length`.
     """
-    passed: list[Placed] = []
-    for documents, sizes, arrangement in windows:
-        epoch, position, _ = documents[0]
+    passed: list[Records] = []
+    problems: list[str] = []
+    behind = Place()
+    for begin, behind, documents, arrangement in windows:
         num_sequences = len(arrangement.ends)
-        if first == 0:
-            passed += [placed for placed, size in zip(documents, sizes, strict=True) if not size]
-        elif first >= num_sequences:
+        if first == 0 and not documents.lengths.all():
+            passed.append(_passed_over(documents, begin.epoch))
+            problems += [str(error) for _, error in sorted(documents.errors.items())]
+        elif first > 0 and first >= num_sequences:
             raise CheckpointError(
                 "the data cursor stands behind the end of a window: the data have changed, or it is damaged",
                 where="cursor.places",
@@ -161,15 +199,21 @@ def _give(
             )
         if not num_sequences:
             continue
-        for number, made in enumerate(make_sequences(documents, arrangement, shape, first), first):
-            is_last = number == num_sequences - 1
-            place = Place(epoch, documents[-1].position + 1) if is_last else Place(epoch, position, number + 1)
-            records = made.records
-            problems: tuple[str, ...] = ()
-            if number == 0 and passed:
-                before = make_records([passed_over(placed) for placed in passed])
-                records, problems, passed = np.concatenate([before, records]), problems_of(passed), []
-            yield Sequence(made.parts, made.lengths, made.blanks, place, made.num_tokens, records, problems)
+        made = make_sequences(documents, begin, behind, arrangement, shape, first)
+        if passed:
+            one = next(made)
+            yield one._replace(records=np.concatenate([*passed, one.records]), problems=tuple(problems))
+            passed, problems = [], []
+        yield from made
         first = 0
     if passed:
-        yield assemble([], passed, shape, Place(passed[-1].epoch, passed[-1].position + 1), length=last_length)
+        length = shape.length if last_length is None else last_length
+        yield without_tokens(length, shape, behind, np.concatenate(passed), tuple(problems))
+
+
+def _passed_over(documents: Portion, epoch: int) -> Records:
+    """Records of those without tokens."""
+    places = np.flatnonzero(documents.lengths == 0)
+    records = np.zeros(len(places), dtype=RECORD)
+    records["document"], records["fate"], records["epoch"] = documents.numbers[places], documents.fates[places], epoch
+    return records

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.cursor import Place
-from hfdist.data.documents import Document
 from hfdist.data.packing.fit import cut, fill, fit
-from hfdist.data.packing.sequence import Placed, Shape, assemble
+from hfdist.data.packing.sequence import IGNORED, Shape
 from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.data.portion import Document
 from hfdist.data.records import Fate
+from tests.unit.data.portions import in_portions
 
 sizes_of_documents = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 70)), min_size=1, max_size=80)
 length_of_sequences = st.sampled_from([1, 4, 16, 30])
@@ -99,52 +99,60 @@ def test_web_like_documents_fill_sequences_and_none_is_cut_that_fits(length):
     rng = np.random.default_rng(0)
     sizes = np.rint(rng.lognormal(6.05, 1.0, size=10_000)).astype(int).clip(1, 50_000).tolist()
     documents = [Document(n, np.zeros(size, np.int32), Fate.trained) for n, size in enumerate(sizes)]
-    portions = ([Placed(0, n, documents[n]) for n in range(start, start + 50)] for start in range(0, 10_000, 50))
-    sequences = list(best_fit(portions, 0, Shape(length, 0), ("key",)))
+    sequences = list(best_fit(in_portions(documents, 50), 0, Shape(length, 0), ("key",)))
     records = np.concatenate([sequence.records for sequence in sequences])
     assert not ((records["num_tokens"] < records["of_tokens"]) & (records["of_tokens"] <= length)).any()
     assert records["num_tokens"].sum() == sum(sizes)
     assert sum(sizes) >= 0.997 * length * len(sequences)
 
 
+FILL = 99
 ids = st.integers(-50, 50)
 fates = st.sampled_from([Fate.trained, Fate.trained, Fate.trained, Fate.quarantined])
 documents_with_context = st.lists(st.tuples(st.lists(ids, max_size=30), fates), min_size=1, max_size=40)
 
 
+def plain_rows(pieces, length):
+    """Token by token: input_ids, position_ids and labels of documents' pieces, filled up."""
+    columns = []
+    for document, record in pieces:
+        first, num_tokens = int(record["first_token"]), int(record["num_tokens"])
+        for position, token in enumerate(document.tokens[first : first + num_tokens].tolist()):
+            if document.fate is Fate.quarantined:
+                columns.append((FILL, position, IGNORED))
+            elif token < 0:
+                columns.append((~token, position, IGNORED))
+            else:
+                columns.append((token, position, token if position else IGNORED))
+    columns += [(FILL, position, IGNORED) for position in range(length - len(columns))]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 @given(contents=documents_with_context, length=st.sampled_from([4, 9, 16]), cut_tokens=st.integers(0, 3))
 @settings(max_examples=200, deadline=None)
 @pytest.mark.parametrize("packing", [best_fit, one_each])
-def test_sequences_made_together_are_those_made_one_by_one(packing, contents, length, cut_tokens):
+def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens):
     documents = [
         Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Fate.empty, cut_tokens=cut_tokens)
         for n, (tokens, fate) in enumerate(contents)
     ]
-    placed = [Placed(3, n, document) for n, document in enumerate(documents)]
-    shape = Shape(length, 99)
-    for made in packing(iter([placed]), 0, shape, ("key",)):
-        passed = [placed[record["document"]] for record in made.records if not record["num_tokens"]]
-        own = [
-            (placed[record["document"]], int(record["first_token"]), int(record["num_tokens"]))
-            for record in made.records
-            if record["num_tokens"]
-        ]
-        alone = assemble(own, passed, shape, Place(), length=made.rows.shape[1])
-        assert made.rows.dtype == alone.rows.dtype
-        assert np.array_equal(made.rows, alone.rows)
-        assert made.records.tolist() == alone.records.tolist()
-        assert made.num_tokens == alone.num_tokens
+    for made in packing(in_portions(documents, len(documents), epoch=3), 0, Shape(length, FILL), ("key",)):
+        rows = plain_rows([(documents[one["document"]], one) for one in made.records], made.rows.shape[1])
+        assert made.rows.tolist() == rows
+        assert made.num_tokens == sum(made.records["num_tokens"])
+        for record in made.records:
+            of = documents[record["document"]]
+            assert (record["fate"], record["epoch"]) == (of.fate, 3)
+            assert record["of_tokens"] == (len(of.tokens) + cut_tokens if record["num_tokens"] else 0)
 
 
 def test_a_window_ends_where_it_ends_however_documents_come():
     rng = np.random.default_rng(1)
     sizes = rng.integers(0, 60, size=700).tolist()
     documents = [Document(n, np.full(size, n, np.int32), Fate.trained) for n, size in enumerate(sizes)]
-    placed = [Placed(0, n, document) for n, document in enumerate(documents)]
 
     def places(portion):
-        portions = (placed[start : start + portion] for start in range(0, len(placed), portion))
-        return [one.next_place for one in best_fit(portions, 0, Shape(100, 0), ("key",))]
+        return [one.next_place for one in best_fit(in_portions(documents, portion), 0, Shape(100, 0), ("key",))]
 
     assert places(1) == places(32) == places(700)
     # What is handed out of a window does not depend on what stands behind it, but for what decides where it ends.

@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from hfdist.config.data import BadRows
 from hfdist.data.ledger import Ledger, bad_rows_file, read_records, records_file
-from hfdist.data.records import Fate, Piece, make_records
+from hfdist.data.records import RECORD, Fate
 from tests.unit.data.streams import memory_config, memory_corpus
 
 LANE = 3
@@ -19,12 +20,17 @@ def corpus(tmp_path_factory):
     return memory_corpus(memory_config(tmp_path_factory.mktemp("cache")), a=["text"] * 12)
 
 
+def piece(sequence):
+    """Record of document 1, whose 5 tokens are all in a sequence."""
+    return sequence, 1, 0, 5, 5, 0, 0, Fate.trained
+
+
 def write(folder, corpus, sequences):
     """A bad row and a piece in each sequence; the problem holds what some take for an end of a line."""
     ledger = Ledger(folder, corpus, BadRows.quarantine)
     for sequence in sequences:
-        records = make_records([Piece(sequence, 0, Fate.bad), Piece(1, 0, Fate.trained, 0, 5, 5)])
-        records["sequence"] = sequence
+        bad = (sequence, sequence, 0, 0, 0, 0, 0, Fate.bad)
+        records = np.array([bad, piece(sequence)], dtype=RECORD)
         ledger.add(LANE, records, (f"no\u2028JSON: {{{sequence}}}",))
     ledger.flush()
     return records_file(folder, LANE).read_bytes(), bad_rows_file(folder, LANE).read_bytes()
@@ -54,9 +60,7 @@ def test_what_a_save_counts_is_written_by_itself_and_in_order(tmp_path, corpus):
     ledger = Ledger(tmp_path, corpus, BadRows.error)
 
     def add(sequence):
-        records = make_records([Piece(1, 0, Fate.trained, 0, 5, 5)])
-        records["sequence"] = sequence
-        ledger.add(LANE, records, ())
+        ledger.add(LANE, np.array([piece(sequence)], dtype=RECORD), ())
 
     def sequences():
         return read_records(tmp_path, LANE)["sequence"].tolist()

@@ -7,21 +7,18 @@ from hypothesis import strategies as st
 
 from hfdist.data.cursor import Place
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Placed, Shape, ids_and_labels
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Shape, ids_and_labels
 from hfdist.data.packing.windows import best_fit, one_each
-from hfdist.data.portion import Document, Portion
+from hfdist.data.portion import Document
 from hfdist.data.records import Fate
 from hfdist.errors import CheckpointError, DataError
+from tests.unit.data.portions import in_portions
 
 FILL = 99
 
 
 def document(number, *ids, fate=Fate.trained, error=None):
     return Document(number, np.array(ids, dtype=np.int32), fate, error)
-
-
-def placed(documents, epoch=0):
-    return [Placed(epoch, position, one) for position, one in enumerate(documents)]
 
 
 def numbered(lengths, fate=lambda n: Fate.trained):
@@ -32,30 +29,13 @@ def numbered(lengths, fate=lambda n: Fate.trained):
     ]
 
 
-def columns(items):
-    """Neighbours as one portion, whose tokens begin somewhere in an array, and its place."""
-    lengths = np.array([len(one.document.tokens) for one in items])
-    tokens = np.concatenate([[7, 7, 7], *(one.document.tokens for one in items)]).astype(np.int32)
-    return Place(items[0].epoch, items[0].position), Portion(
-        numbers=np.array([one.document.number for one in items]),
-        tokens=[tokens],
-        arrays=np.zeros_like(lengths),
-        starts=3 + np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        cut_tokens=np.array([one.document.cut_tokens for one in items]),
-        fates=np.array([one.document.fate for one in items], dtype=np.int64),
-        errors={n: one.document.error for n, one in enumerate(items) if one.document.error is not None},
-    )
-
-
 def pack(packing, documents, length, offset=0, portion=3, first=0):
     """Sequences of documents from that with the number `first` on."""
-    items = placed(documents)[first:]
-    portions = [items[start : start + portion] for start in range(0, len(items), portion)]
+    placed = list(in_portions(documents[first:], portion, first=first))
     if packing is concat:
-        (place, some), *rest = (columns(items) for items in portions)
-        return list(concat(iter([(place._replace(offset=offset), some), *rest]), Shape(length, FILL)))
-    return list(packing(iter(portions), offset, Shape(length, FILL), ("key",)))
+        placed[0] = placed[0][0]._replace(offset=offset), placed[0][1]
+        return list(concat(iter(placed), Shape(length, FILL)))
+    return list(packing(iter(placed), offset, Shape(length, FILL), ("key",)))
 
 
 def test_two_documents_in_one_sequence():

@@ -1,0 +1,27 @@
+"""Documents as the columns that packing takes."""
+
+import numpy as np
+
+from hfdist.data.cursor import Place
+from hfdist.data.portion import Portion
+
+
+def in_portions(documents, size, *, epoch=0, first=0):
+    """Neighbours of one epoch, `size` at a time, with the places of the first ones; `first`: position of the first."""
+    for start in range(0, len(documents), size):
+        yield Place(epoch, first + start), columns(documents[start : start + size])
+
+
+def columns(documents):
+    """One portion, whose tokens begin somewhere in an array."""
+    lengths = np.array([len(one.tokens) for one in documents])
+    return Portion(
+        numbers=np.array([one.number for one in documents]),
+        tokens=[np.concatenate([[7, 7, 7], *(one.tokens for one in documents)]).astype(np.int32)],
+        arrays=np.zeros_like(lengths),
+        starts=3 + np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        cut_tokens=np.array([one.cut_tokens for one in documents]),
+        fates=np.array([one.fate for one in documents], dtype=np.int64),
+        errors={place: one.error for place, one in enumerate(documents) if one.error is not None},
+    )
