@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from hfdist.data.cursor import Place
-from hfdist.data.records import NO_RECORDS, Records
+from hfdist.data.records import NO_RECORDS, Records, join
 
 IGNORED = -100
 """Label of a position that is not a target."""
@@ -137,7 +137,7 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
     """Copy the tokens and the records of sequences, one or more."""
     return Bundle(
         _tokens(sequences),
-        np.concatenate([one.records for one in sequences]),
+        join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
         [(one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.problems) for one in sequences],
     )

@@ -18,7 +18,7 @@ from hfdist.data.packing.fit import Integers, Pieces, fit
 from hfdist.data.packing.sequence import Sequence, Shape, without_tokens
 from hfdist.data.packing.whole import Arrangement, make_sequences
 from hfdist.data.portion import Portion
-from hfdist.data.records import RECORD, Records
+from hfdist.data.records import RECORD, Records, join
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -202,13 +202,13 @@ def _give(
         made = make_sequences(documents, begin, behind, arrangement, shape, first)
         if passed:
             one = next(made)
-            yield one._replace(records=np.concatenate([*passed, one.records]), problems=tuple(problems))
+            yield one._replace(records=join([*passed, one.records]), problems=tuple(problems))
             passed, problems = [], []
         yield from made
         first = 0
     if passed:
         length = shape.length if last_length is None else last_length
-        yield without_tokens(length, shape, behind, np.concatenate(passed), tuple(problems))
+        yield without_tokens(length, shape, behind, join(passed), tuple(problems))
 
 
 def _passed_over(documents: Portion, epoch: int) -> Records:
