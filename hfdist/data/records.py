@@ -50,7 +50,7 @@ NO_RECORDS: Records = np.zeros(0, dtype=RECORD)
 
 
 def join(records: Sequence[Records]) -> Records:
-    """Put them one behind the other: a copy. To `numpy.concatenate` each is another type until it has compared fields."""
+    """Put them one behind the other: a copy. `numpy.concatenate` would compare their fields first."""
     return np.frombuffer(bytearray().join([one.data for one in records]), dtype=RECORD)
 
 

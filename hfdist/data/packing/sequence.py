@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +103,7 @@ def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray
         labels = ids.copy()
     places = np.arange(max(lengths), dtype=dtype).data
     positions = np.frombuffer(bytearray().join([places[:length] for length in lengths]), dtype)
-    labels[np.cumsum([0, *lengths[:-1]])] = IGNORED
+    labels[[0, *accumulate(lengths[:-1])]] = IGNORED
     first = 0
     for one in sequences if any(one.blanks for one in sequences) else ():
         for start, stop in one.blanks:
@@ -117,8 +117,9 @@ def _tokens(sequences: Sequences[Sequence]) -> NDArray[Any]:
     parts = list(chain.from_iterable([one.parts for one in sequences]))
     if len({part.dtype for part in parts}) > 1:
         return np.concatenate(parts)
-    # The same, in a third of the time for the few hundred tokens that a part has.
-    return np.frombuffer(bytearray().join([part.data for part in parts]), parts[0].dtype)
+    # The same, in half the time for the few hundred tokens that a part has.
+    joined = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers; Python 3.11 has no type for that
+    return np.frombuffer(joined, parts[0].dtype)
 
 
 class Bundle(NamedTuple):
