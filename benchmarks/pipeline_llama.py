@@ -6,7 +6,6 @@ python -m benchmarks.pipeline_llama --write
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from functools import partial
@@ -18,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from benchmarks.report import describe_run, markdown
-from benchmarks.rounds import interleave
+from benchmarks.rounds import interleave, median_fields
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
@@ -85,13 +84,13 @@ def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
             train, num_processes, folder, LAYOUTS[name], num_steps, sizes, group=is_pipeline, timeout_seconds=600
         )
     if not is_pipeline:
-        return _median([cost for of_process in ranks for cost in of_process])
+        return median_fields([cost for of_process in ranks for cost in of_process])
     # All ranks end a step together.
     steps = [
         Cost(max(cost.wall_seconds for cost in of_ranks), sum(cost.cpu_seconds for cost in of_ranks))
         for of_ranks in zip(*ranks, strict=True)
     ]
-    return _median(steps)
+    return median_fields(steps)
 
 
 def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, Any]) -> list[Cost]:
@@ -130,11 +129,11 @@ def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, 
 
 def measures_of(costs: dict[str, list[Cost]]) -> list[Measure]:
     """CPU time of each pipeline beside that of one process."""
-    alone, beside = (_median(costs[name]).cpu_seconds for name in (ALONE, BESIDE))
+    alone, beside = (median_fields(costs[name]).cpu_seconds for name in (ALONE, BESIDE))
     measures = []
     for name, of_layout in costs.items():
         if "pipeline" in LAYOUTS[name]:
-            cpu_seconds = _median(of_layout).cpu_seconds
+            cpu_seconds = median_fields(of_layout).cpu_seconds
             measures.append(
                 Measure(
                     what=f"CPU time of a step, {name}, all {NUM_RANKS} ranks together",
@@ -150,10 +149,10 @@ def measures_of(costs: dict[str, list[Cost]]) -> list[Measure]:
 
 def table(costs: dict[str, list[Cost]]) -> str:
     """CPU time beside that of one process, and wall time beside the schedule's ideal."""
-    alone, beside = _median(costs[ALONE]), _median(costs[BESIDE])
+    alone, beside = median_fields(costs[ALONE]), median_fields(costs[BESIDE])
     rows = []
     for name, of_layout in costs.items():
-        cost = _median(of_layout)
+        cost = median_fields(of_layout)
         ideal_seconds = _ideal_seconds(name, alone.wall_seconds)
         rows.append(
             [
@@ -181,11 +180,6 @@ def _ideal_seconds(name: str, single_seconds: float) -> float:
         num_microbatches=NUM_MICROBATCHES,
     )
     return single_seconds / NUM_RANKS / (1 - bubble)
-
-
-def _median(costs: list[Cost]) -> Cost:
-    walls, cpus = zip(*costs, strict=True)
-    return Cost(statistics.median(walls), statistics.median(cpus))
 
 
 def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:

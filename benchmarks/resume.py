@@ -25,6 +25,7 @@ from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
 from benchmarks.overlay import pinned
 from benchmarks.report import describe_run, markdown, rounded
+from benchmarks.rounds import median_fields
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
@@ -126,7 +127,7 @@ def measure(settings: Settings) -> tuple[list[Resumes], dict[str, Any]]:
                     turns.append(cost)
                     if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
                         raise RuntimeError(f"other batches after a resume at sample {sample}, {share} of epoch {epoch}")
-                medians[size].append(_median(turns))
+                medians[size].append(median_fields(turns))
         resumes.append(Resumes(sample, epoch, {size: _slowest(costs) for size, costs in medians.items()}))
     return resumes, state
 
@@ -193,10 +194,6 @@ def _slowest(costs: Sequence[Cost]) -> Cost:
     return Cost(*(max(figures) for figures in zip(*costs, strict=True)))
 
 
-def _median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*(statistics.median(figures) for figures in zip(*costs, strict=True)))
-
-
 def _peers() -> dict[str, float | str]:
     """Milliseconds, or the reason why there are none; hfdist's among them."""
     numbers = [n for n, one in enumerate(CONTENDERS) if one.tokenized]
@@ -223,7 +220,7 @@ def _section(
         [f"{sample:,}", f"{epoch:,}", *(f"{wall:.1f} ({cpu:.1f})" for wall, cpu in slowest.values())]
         for sample, epoch, slowest in resumes
     ]
-    first, again = _median([touch.resume for touch in touches]), _median([touch.again for touch in touches])
+    first, again = median_fields([touch.resume for touch in touches]), median_fields([touch.again for touch in touches])
     opening = statistics.median(touch.opening_milliseconds for touch in touches)
     parts = [
         f"## Resuming\n\nSequences of {SEQUENCE_LENGTH}, batches of {BATCH} over all ranks, from token files, "

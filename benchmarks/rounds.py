@@ -6,12 +6,15 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import psutil
 
 from benchmarks.overlay import UnavailableError
+
+Figures = TypeVar("Figures", bound=tuple[float, ...])
 
 
 def interleave(
@@ -53,6 +56,13 @@ def medians_or_reasons(
 def medians(figures: Mapping[str, list[float]]) -> dict[str, float]:
     """Of each contender."""
     return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def median_fields(turns: Sequence[Figures]) -> Figures:
+    """Of each field of named tuples."""
+    make: Any = type(turns[0])
+    made: Figures = make(*map(statistics.median, zip(*turns, strict=True)))
+    return made
 
 
 def cpu_seconds_of(run: Callable[[], object]) -> float:

@@ -1,6 +1,7 @@
 """The stream: one order for every number of ranks and workers, and a cursor that finds any place again."""
 
 import collections
+import gc
 import json
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hfdist.config.data import Packing, WeightChange
-from hfdist.data import Cursor, TokenStream, build_held_out, report
+from hfdist.data import Cursor, TokenStream, build_held_out, loader, report
 from hfdist.data.records import Fate
 from hfdist.data.tokenize import encode, text_digest
 from hfdist.errors import CheckpointError, ConfigError
@@ -173,6 +174,21 @@ def test_single_documents_come_with_a_mask_and_are_filled_up_to_the_longest_of_t
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     lengths = (batch["labels"] != -100).sum(dim=1) + 1
     assert lengths.max() <= batch["input_ids"].shape[1] < lengths.max() + 8
+
+
+def test_what_loader_processes_inherit_is_kept_out_of_their_garbage_collections(tmp_path, monkeypatch):
+    def count(item):
+        (tmp_path / "frozen").write_text(str(gc.get_freeze_count()))
+        return item
+
+    # torch calls it in the loader process.
+    monkeypatch.setattr(loader, "as_it_is", count)
+    config = memory_config(tmp_path, workers=1)
+    # Whatever other tests have done in this process.
+    gc.unfreeze()
+    next(iter(TokenStream(memory_corpus(config), tokenizer(), config).loader(micro_batch_size=1)))
+    # torch and transformers are some hundred thousand objects.
+    assert int((tmp_path / "frozen").read_text()) > 100_000
 
 
 def test_another_seed_is_another_order(corpus, config, reference):
