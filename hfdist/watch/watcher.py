@@ -59,8 +59,8 @@ class Watcher:
         self._left = exit_code
         self._over.set()
         self._wake.set()
+        self._sent.wait(_LAST_WORDS_SECONDS)
         if self._store.rank == 0:
-            self._sent.wait(_LAST_WORDS_SECONDS)
             # The store ends with this process: the others must have read it, or be leaving as well.
             deadline = time.monotonic() + 1.5 * self._beat_seconds
             while time.monotonic() < deadline and not self._have_all_left():

@@ -119,6 +119,34 @@ def test_who_has_left_beats_no_more(tmp_path):
     assert "watch-beats" not in {thread.name for thread in threading.enumerate()}
 
 
+class SlowStore:
+    """Of rank 1 of 2: an exchange begins before its rank leaves, and ends behind that."""
+
+    rank, world_size = 1, 2
+
+    def __init__(self):
+        self.sent, self.has_begun, self.may_end = [], threading.Event(), threading.Event()
+
+    def exchange(self, own, verdict):
+        self.has_begun.set()
+        self.may_end.wait(HEARTBEAT_SECONDS)
+        self.sent.append(own)
+        return {}, None
+
+
+def test_who_leaves_during_an_exchange_says_so_in_the_next(tmp_path):
+    store = SlowStore()
+    watcher = Watcher(Progress(), store, tmp_path, HEARTBEAT_SECONDS)
+    assert store.has_begun.wait(HEARTBEAT_SECONDS)
+    leaving = threading.Thread(target=watcher.leave, args=(3,))
+    leaving.start()
+    # Until it waits for the exchange; longer does no harm.
+    time.sleep(0.2)
+    store.may_end.set()
+    leaving.join(HEARTBEAT_SECONDS)
+    assert [beat.left for beat in store.sent] == [None, 3]
+
+
 def test_what_travels_comes_back():
     beat = Beat(number=3, marks=7, exempt=SAVING, left=0)
     assert Beat.from_json(beat.to_json().encode()) == beat

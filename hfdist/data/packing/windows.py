@@ -117,19 +117,24 @@ class _Waiting:
     """Neighbouring documents of one lane and epoch that are in no window yet."""
 
     def __init__(self) -> None:
-        self.sizes = np.empty(0, dtype=np.int64)
-        """Their tokens."""
         self._portions: deque[tuple[Place, Portion]] = deque()
+        self.num_documents = 0
+        self.num_with_tokens = 0
 
     @property
     def begin(self) -> Place:
         """Place of the first of them."""
         return self._portions[0][0]
 
+    @property
+    def sizes(self) -> Integers:
+        """Their tokens; shape [documents]."""
+        return np.concatenate([portion.lengths for _, portion in self._portions])
+
     def add(self, place: Place, portion: Portion) -> None:
         """Take some more, one at least."""
         self._portions.append((place, portion))
-        self.sizes = np.concatenate([self.sizes, portion.lengths])
+        self._count(portion, 1)
 
     def take(self, num_documents: int) -> tuple[Portion, Place]:
         """Give the first of them, and the place behind them."""
@@ -144,8 +149,12 @@ class _Waiting:
             taken.append(portion)
             num_documents -= count
         joined = Portion.join(taken)
-        self.sizes = self.sizes[len(joined.numbers) :]
+        self._count(joined, -1)
         return joined, behind
+
+    def _count(self, portion: Portion, sign: int) -> None:
+        self.num_documents += sign * len(portion.numbers)
+        self.num_with_tokens += sign * int(np.count_nonzero(portion.lengths))
 
 
 def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
@@ -154,7 +163,7 @@ def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least
 
     def take(*, is_all: bool) -> Iterator[_Window]:
         # Else each portion without tokens would be looked at again with every one that follows.
-        while len(waiting.sizes) and (is_all or np.count_nonzero(waiting.sizes) >= least):
+        while waiting.num_documents and (is_all or waiting.num_with_tokens >= least):
             begin = waiting.begin
             if (found := arrange(waiting.sizes, begin, is_all)) is None:
                 return
@@ -163,7 +172,7 @@ def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least
             yield _Window(begin, behind, documents, arrangement)
 
     for place, portion in portions:
-        if len(waiting.sizes) and waiting.begin.epoch != place.epoch:
+        if waiting.num_documents and waiting.begin.epoch != place.epoch:
             yield from take(is_all=True)
         if len(portion.numbers):
             waiting.add(place, portion)
@@ -201,8 +210,8 @@ def _give(
             continue
         made = make_sequences(documents, begin, behind, arrangement, shape, first)
         if passed:
-            one = next(made)
-            yield one._replace(records=join([*passed, one.records]), problems=tuple(problems))
+            with_passed = next(made)
+            yield with_passed._replace(records=join([*passed, with_passed.records]), problems=tuple(problems))
             passed, problems = [], []
         yield from made
         first = 0

@@ -128,21 +128,31 @@ def plain_rows(pieces, length):
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-@given(contents=documents_with_context, length=st.sampled_from([4, 9, 16]), cut_tokens=st.integers(0, 3))
+@given(
+    contents=documents_with_context,
+    length=st.sampled_from([4, 9, 16]),
+    cut_tokens=st.integers(0, 3),
+    portion=st.integers(1, 40),
+)
 @settings(max_examples=200, deadline=None)
 @pytest.mark.parametrize("packing", [best_fit, one_each])
-def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens):
+def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens, portion):
     documents = [
         Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Fate.empty, cut_tokens=cut_tokens)
         for n, (tokens, fate) in enumerate(contents)
     ]
-    for made in packing(in_portions(documents, len(documents), epoch=3), 0, Shape(length, FILL), ("key",)):
+    for made in packing(in_portions(documents, portion, epoch=3), 0, Shape(length, FILL), ("key",)):
         rows = plain_rows([(documents[one["document"]], one) for one in made.records], made.rows.shape[1])
         assert made.rows.tolist() == rows
+        assert made.rows.dtype == np.int32
         assert made.num_tokens == sum(made.records["num_tokens"])
+        # What is passed over stands first.
+        assert (np.diff(made.records["num_tokens"] > 0, prepend=False) >= 0).all()
         for record in made.records:
             of = documents[record["document"]]
             assert (record["fate"], record["epoch"]) == (of.fate, 3)
+            assert (record["sequence"], record["pool"]) == (0, 0)
+            assert record["num_tokens"] or record["first_token"] == 0
             assert record["of_tokens"] == (len(of.tokens) + cut_tokens if record["num_tokens"] else 0)
 
 

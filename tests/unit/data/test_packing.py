@@ -1,5 +1,7 @@
 """Packing on literals, and its laws on documents of any length."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.portion import Document
 from hfdist.data.records import Fate
 from hfdist.errors import CheckpointError, DataError
-from tests.unit.data.portions import in_portions
+from tests.unit.data.portions import columns, in_portions
 
 FILL = 99
 
@@ -86,6 +88,34 @@ def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
     assert first.problems == ()
     assert second.problems == ("Data error: torn",)
     assert second.records["num_tokens"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("packing", [concat, best_fit, one_each])
+def test_each_bad_row_is_told_once_with_the_sequence_that_records_it(packing):
+    rng = np.random.default_rng(0)
+    documents = [
+        document(n, fate=Fate.bad, error=DataError(f"row {n}"))
+        if n % 5 == 3
+        else document(n, *range(1, rng.integers(2, 30)))
+        for n in range(700)
+    ]
+    sequences = pack(packing, documents, 50, portion=7)
+    for sequence in sequences:
+        bad = sequence.records[sequence.records["fate"] == Fate.bad]
+        assert sequence.problems == tuple(f"Data error: row {number}" for number in bad["document"])
+    assert sum(len(sequence.problems) for sequence in sequences) == 140
+    # Of several windows.
+    assert sum(bool(sequence.problems) for sequence in sequences) > 3
+
+
+def test_tokens_of_several_types_share_a_sequence():
+    """Token files of two sources: ids that fit two bytes, and complements."""
+    wide = columns([document(0, 7, ~8, 9)])
+    narrow = replace(columns([document(1, 1, 2, 3)]), tokens=[np.array([5, 5, 5, 1, 2, 65_000], dtype=np.uint16)])
+    for packing in (best_fit, one_each):
+        sequences = list(packing(iter([(Place(0, 0), wide), (Place(0, 1), narrow)]), 0, Shape(6, FILL), ("key",)))
+        ids = [one.rows[INPUT_IDS].tolist() for one in sequences]
+        assert sorted(token for row in ids for token in row if token != FILL) == [1, 2, 7, 8, 9, 65_000]
 
 
 lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=60)
