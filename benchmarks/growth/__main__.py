@@ -68,7 +68,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what grows")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each run")
     return add_options(parser).parse_args()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import statistics
 import tempfile
@@ -74,6 +75,8 @@ class Costs:
 
 def train(work: Work) -> Costs:
     """Run it on this rank."""
+    # As recipes do: looking for garbage among what was imported takes as long as a step, and comes when it likes.
+    gc.freeze()
     costs, begin = Costs(), time.process_time()
     before_bytes = heap_bytes()
     with _shared_folder() as folder:
