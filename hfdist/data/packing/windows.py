@@ -118,8 +118,12 @@ class _Waiting:
 
     def __init__(self) -> None:
         self._portions: deque[tuple[Place, Portion]] = deque()
-        self.num_documents = 0
         self.num_with_tokens = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not self._portions
 
     @property
     def begin(self) -> Place:
@@ -134,7 +138,7 @@ class _Waiting:
     def add(self, place: Place, portion: Portion) -> None:
         """Take some more, one at least."""
         self._portions.append((place, portion))
-        self._count(portion, 1)
+        self.num_with_tokens += int(np.count_nonzero(portion.lengths))
 
     def take(self, num_documents: int) -> tuple[Portion, Place]:
         """Give the first of them, and the place behind them."""
@@ -149,12 +153,8 @@ class _Waiting:
             taken.append(portion)
             num_documents -= count
         joined = Portion.join(taken)
-        self._count(joined, -1)
+        self.num_with_tokens -= int(np.count_nonzero(joined.lengths))
         return joined, behind
-
-    def _count(self, portion: Portion, sign: int) -> None:
-        self.num_documents += sign * len(portion.numbers)
-        self.num_with_tokens += sign * int(np.count_nonzero(portion.lengths))
 
 
 def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
@@ -163,7 +163,7 @@ def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least
 
     def take(*, is_all: bool) -> Iterator[_Window]:
         # Else each portion without tokens would be looked at again with every one that follows.
-        while waiting.num_documents and (is_all or waiting.num_with_tokens >= least):
+        while not waiting.is_empty and (is_all or waiting.num_with_tokens >= least):
             begin = waiting.begin
             if (found := arrange(waiting.sizes, begin, is_all)) is None:
                 return
@@ -172,7 +172,7 @@ def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least
             yield _Window(begin, behind, documents, arrangement)
 
     for place, portion in portions:
-        if waiting.num_documents and waiting.begin.epoch != place.epoch:
+        if not waiting.is_empty and waiting.begin.epoch != place.epoch:
             yield from take(is_all=True)
         if len(portion.numbers):
             waiting.add(place, portion)
@@ -196,16 +196,16 @@ def _give(
     behind = Place()
     for begin, behind, documents, arrangement in windows:
         num_sequences = len(arrangement.ends)
-        if first == 0 and not documents.lengths.all():
-            passed.append(_passed_over(documents, begin.epoch))
-            problems += [str(error) for _, error in sorted(documents.errors.items())]
-        elif first > 0 and first >= num_sequences:
+        if first > 0 and first >= num_sequences:
             raise CheckpointError(
                 "the data cursor stands behind the end of a window: the data have changed, or it is damaged",
                 where="cursor.places",
                 found=f"sequence {first} of {num_sequences}",
                 hint="the data of the checkpoint, or a new run.name",
             )
+        if first == 0 and not documents.lengths.all():
+            passed.append(_passed_over(documents, begin.epoch))
+            problems += [str(error) for _, error in sorted(documents.errors.items())]
         if not num_sequences:
             continue
         made = make_sequences(documents, begin, behind, arrangement, shape, first)
