@@ -6,6 +6,7 @@ python -m benchmarks.pipeline_llama --write
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
 import time
 from functools import partial
@@ -31,6 +32,8 @@ SIZES: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 320, "intermediate_s
          "num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": False}  # fmt: skip
 QUICK_SIZES = SIZES | {"vocab_size": 512, "hidden_size": 40, "intermediate_size": 96}
 MOST_OF_ALONE = 1.08
+KEPT_BYTES = 2**30
+"""Freed memory that a process keeps, and the size from which memory is given back at once."""
 ALONE, BESIDE = "one process", "one process beside another"
 LAYOUTS: dict[str, dict[str, Any]] = {
     ALONE: {},
@@ -62,6 +65,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     """Measure, print the table, and write it down if asked to."""
     options = _options()
+    keep_freed_memory()
     costs: dict[str, list[Cost]] = {name: [] for name in LAYOUTS}
     sizes = QUICK_SIZES if options.quick else SIZES
 
@@ -72,6 +76,19 @@ def main() -> None:
     interleave({name: partial(turn, name) for name in LAYOUTS}, options.rounds, num_warm_up=0)
     section = "\n\n".join([_preamble(options, sizes), table(costs)])
     publish(options, "pipeline_llama", section, measures_of(costs))
+
+
+def keep_freed_memory() -> None:
+    """Let this process and its forks keep what they free.
+
+    By default glibc gives it back, and has it cleared anew, or not, as blocks happen to lie: in the same layout a step
+    had 10 page faults in one run and 48,000 in the next, a twentieth of its time.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+        libc.mallopt(trim_threshold, KEPT_BYTES)
+        libc.mallopt(mmap_threshold, KEPT_BYTES)
 
 
 def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
@@ -190,7 +207,8 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         f"{NUM_MICROBATCHES} micro batches of one sequence of {SEQUENCE_TOKENS} tokens, through `hfdist.Trainer`, "
         f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step; "
         "two processes that share a machine slow each other down even if they have nothing to do with each other, so "
-        "one is also measured beside another like it. "
+        "one is also measured beside another like it. All keep the memory that they free, which glibc by default may "
+        "or may not have cleared in each step anew (docs/performance/pipeline.md). "
         "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
         f"busy. Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
@@ -200,7 +218,7 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each layout, interleaved")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each layout, interleaved")
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of one run")
     options = add_options(parser).parse_args()
     if options.quick:

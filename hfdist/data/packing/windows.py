@@ -113,7 +113,7 @@ def one_each(
     return _give(windows, first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
 
 
-class _Waiting:
+class _Pending:
     """Neighbouring documents of one lane and epoch that are in no window yet."""
 
     def __init__(self) -> None:
@@ -159,23 +159,23 @@ class _Waiting:
 
 def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
     """Cut a run of documents; a window ends with its epoch, and else has at least `least` documents with tokens."""
-    waiting = _Waiting()
+    pending = _Pending()
 
     def take(*, is_all: bool) -> Iterator[_Window]:
         # Else each portion without tokens would be looked at again with every one that follows.
-        while not waiting.is_empty and (is_all or waiting.num_with_tokens >= least):
-            begin = waiting.begin
-            if (found := arrange(waiting.sizes, begin, is_all)) is None:
+        while not pending.is_empty and (is_all or pending.num_with_tokens >= least):
+            begin = pending.begin
+            if (found := arrange(pending.sizes, begin, is_all)) is None:
                 return
             num_documents, arrangement = found
-            documents, behind = waiting.take(num_documents)
+            documents, behind = pending.take(num_documents)
             yield _Window(begin, behind, documents, arrangement)
 
     for place, portion in portions:
-        if not waiting.is_empty and waiting.begin.epoch != place.epoch:
+        if not pending.is_empty and pending.begin.epoch != place.epoch:
             yield from take(is_all=True)
         if len(portion.numbers):
-            waiting.add(place, portion)
+            pending.add(place, portion)
         yield from take(is_all=False)
     yield from take(is_all=True)
 
