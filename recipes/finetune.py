@@ -1,6 +1,6 @@
 """Fine-tune a causal language model of the Hub.
 
-accelerate launch --config_file conf/launch/gpu_8.yaml recipes/finetune.py model.name=ID data=...
+accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py strategy=ddp model.name=ID data=...
 """
 
 from hfdist.config.command import quick_imports, recipe

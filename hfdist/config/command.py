@@ -176,6 +176,10 @@ def _print_only(main: Callable[[RunConfig], None], flags: argparse.Namespace, re
     try:
         with searching(request.folders):
             hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         sys.argv = before
 

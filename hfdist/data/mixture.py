@@ -1,12 +1,13 @@
 """Which source a sequence comes from: exact shares by arithmetic, for any sample without those before it.
 
 Item j of a source of share w is due at (j + 1/2) / w, and items come in the order in which they are due (stride
-scheduling). In any window a source has its share of the sequences to within 1 + w * sources.
+scheduling). In any window of turns a source has its share of them to within 1 + w * sources.
 
     weights 2:1     a b a | a b a | a b a ...
 
 Each round of lanes is dealt to them with another rotation, each rotation once in as many rounds as there are lanes, so
-that no lane meets one source only.
+that no lane meets one source only. A window of sequences is then up to five windows of turns: whole rounds, and two
+pieces of the first round and of the last.
 """
 
 from __future__ import annotations

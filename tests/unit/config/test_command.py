@@ -2,12 +2,15 @@
 
 import argparse
 import inspect
+import subprocess
+import sys
 
 import pytest
 from hydra._internal.utils import get_args_parser
 
 from hfdist.config.command import _parse_flags, recipe
 from hfdist.errors import ConfigError
+from tests.unit.config.shipped import CONF
 
 
 def test_hydras_parser_is_as_we_use_it():
@@ -72,3 +75,12 @@ def test_the_decorated_function_keeps_its_name_and_the_plain_one():
 
     assert (main.__name__, main.__doc__) == ("main", "Do it.")
     assert main.__wrapped__("a composed config") == "a composed config"
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_error():
+    command = [sys.executable, CONF.parent / "recipes" / "pretrain.py", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        # Before the help is there; `| head` closes it while it comes.
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
