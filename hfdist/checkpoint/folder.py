@@ -14,6 +14,7 @@ from typing import Any
 from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.checkpoint.layout import share_out
 from hfdist.checkpoint.manifest import (
+    NO_MANIFEST,
     DamagedError,
     Manifest,
     Part,
@@ -21,6 +22,7 @@ from hfdist.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
+from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 _SYNCED_TOGETHER = 8
 
 UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
+_REPLACED_NAME = re.compile(r"(step-\d{8,})\.old-[0-9a-f]+")
 
 
 def step_name(step: int) -> str:
@@ -41,7 +44,8 @@ def temporary(path: Path) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what saves that were killed left behind. They are never complete, so nothing is lost."""
+    """Remove what saves that were killed left behind, which is never complete, and give back what they replaced."""
+    _give_back_replaced(folder)
     for path in folder.iterdir():
         if UNFINISHED_NAME.fullmatch(path.name):
             shutil.rmtree(path)
@@ -69,8 +73,9 @@ def sync_tree(folder: Path) -> None:
 def commit(unfinished: Path, final: Path) -> None:
     """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards."""
     sync_tree(unfinished)
-    replaced = temporary(final) if final.exists() else None
+    replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}") if final.exists() else None
     if replaced is not None:
+        # Between this and the next line neither has the name: see `_give_back_replaced`.
         final.rename(replaced)
     unfinished.rename(final)
     sync(final.parent)
@@ -78,12 +83,32 @@ def commit(unfinished: Path, final: Path) -> None:
         shutil.rmtree(replaced)
 
 
+def _give_back_replaced(folder: Path) -> None:
+    """Give a checkpoint its name again that was to be replaced by a save that was killed just then."""
+    for path in folder.iterdir():
+        if match := _REPLACED_NAME.fullmatch(path.name):
+            final = folder / match[1]
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
+
+
 def find_newest(folder: Path) -> Path | None:
     """Give the newest checkpoint of `folder` that verifies; all ranks get the same answer. A collective.
 
     Damaged ones that are newer are renamed to `step-N.bad-<reason>` with a warning, never deleted.
+
+    Raises:
+        CheckpointError: a rank cannot read the folder: nothing says that what is in it is damaged.
     """
-    names = on_rank_zero(lambda: [path.name for path in list_checkpoints(folder)])
+
+    def list_names() -> list[str]:
+        if folder.is_dir():
+            _give_back_replaced(folder)
+        return [path.name for path in list_checkpoints(folder)]
+
+    names = on_rank_zero(list_names)
     for name in reversed(names):
         if _damage(folder / name) is None:
             return folder / name
@@ -104,6 +129,14 @@ def _damage(path: Path) -> str | None:
     first = next((report for report in reports if report is not None), None)
     if first is None:
         return None
+    lacking = [number for number, report in enumerate(reports) if report and report["reason"] == NO_MANIFEST]
+    if 0 < len(lacking) < len(reports):
+        raise CheckpointError(
+            "some processes do not see the checkpoint that others see",
+            where=str(path),
+            found=f"no manifest on rank {', '.join(map(str, lacking))}",
+            hint="all processes need the same folder, on a file system that all machines share",
+        )
     on_rank_zero(lambda: _move_aside(path, first))
     return str(first["reason"])
 
@@ -117,8 +150,6 @@ def _report(path: Path) -> dict[str, Any] | None:
         check_hashes(path, _share(manifest))
     except DamagedError as error:
         return {"reason": error.reason, "message": str(error)}
-    except OSError as error:
-        return {"reason": "unreadable", "message": str(error)}
     return None
 
 

@@ -18,6 +18,8 @@ import xxhash
 from hfdist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+NO_MANIFEST = "no-manifest"
+"""Reason of a folder without one."""
 FORMAT = 2
 """Version of the folder's layout; a reader refuses any other."""
 
@@ -120,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise DamagedError("no-manifest", "an unfinished checkpoint, or none at all", where=folder)
+        raise DamagedError(NO_MANIFEST, "an unfinished checkpoint, or none at all", where=folder)
     content = read_json(path)
     try:
         version = content["format"]

@@ -27,6 +27,7 @@ from hfdist.errors import CheckpointError, ResourceError
 
 STATE_FILE = f"{TRAINING_STATE}/state.json"
 INDEX_FILE = "model.safetensors.index.json"
+_UNFINISHED_EXPORT = re.compile(r"\.hfdist-export-[0-9a-f]{8}")
 MODEL_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -171,10 +172,12 @@ def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
 def _unfinished_export(folder: Path) -> Path:
     """Make `folder`, and a name in it for what is not complete yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".tmp-*"):
-        # By an export that was killed.
-        shutil.rmtree(left, ignore_errors=True)
-    return folder / f".tmp-{secrets.token_hex(4)}"
+    for path in folder.iterdir():
+        # The folder may be the user's own, with other hidden folders in it.
+        if _UNFINISHED_EXPORT.fullmatch(path.name):
+            # By an export that was killed.
+            shutil.rmtree(path, ignore_errors=True)
+    return folder / f".hfdist-export-{secrets.token_hex(4)}"
 
 
 def _lay_out(folder: Path, plan: Plan, write_model_files: Callable[[Path], object]) -> None:

@@ -31,7 +31,8 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
         ConfigError: TrainingArguments refuses a value.
     """
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
-    start_group_under_torchrun()
+    own = config.train.arguments
+    start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
     try:
         arguments = TrainingArguments(**fields, **config.train.arguments)
     except (ValueError, TypeError, ImportError) as error:
@@ -120,6 +121,7 @@ _ELSEWHERE = {
     "auto_find_batch_size": "train.micro_batch_size",
     "dataloader_num_workers": "data.workers",
     "dataloader_prefetch_factor": "data.prefetch",
+    "eval_on_start": "evaluate.at_start",
     "load_best_model_at_end": "checkpoint.*",
     "save_only_model": "checkpoint.*",
     "bf16_full_eval": "train.precision",

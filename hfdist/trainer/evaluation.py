@@ -73,6 +73,13 @@ def dealt_batches(
     """
 
     def load(part: Any) -> DataLoader[Any]:
+        if not hasattr(part, "__len__"):
+            raise ConfigError(
+                "held-out data need a length: all ranks must run equally many batches",
+                where="eval_dataset",
+                found=type(part).__name__,
+                hint="a map-style dataset, such as list(dataset)",
+            )
         items = DealtItems(part, topology, micro_batch_size)
         # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
         generator = torch.Generator()
@@ -97,8 +104,13 @@ def evaluate(trainer: Any, batches: Any, prefix: str) -> EvalLoopOutput:
         for measure in trainer.measures:
             figures |= measure(forward, prefix)
     nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-    num_samples = sum(cast(DealtItems, loader.dataset).num_items for loader in loaders.values())
+    num_samples = sum(_num_items(loader.dataset) for loader in loaders.values())
     return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)
+
+
+def _num_items(dataset: Any) -> int:
+    """Of all ranks together; a class may bring a loader of its own."""
+    return dataset.num_items if isinstance(dataset, DealtItems) else len(dataset)
 
 
 @contextmanager

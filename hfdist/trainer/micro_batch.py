@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hfdist.strategies.base import Batch
-from hfdist.trainer.loss import num_target_tokens, sum_of_token_losses
+from hfdist.trainer.loss import causal_lm_loss, num_target_tokens, sum_of_token_losses
 from hfdist.trainer.trl_trainers import is_sft
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
@@ -28,9 +28,14 @@ def loss_of(trainer: Any, model: nn.Module, batch: Batch, num_items: torch.Tenso
 
 def sum_of_losses(trainer: Any, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the sum of the token losses (float64) and the number of targets of a batch that is on its device."""
-    if not is_sft(type(trainer)):
+    is_own = trainer.compute_loss_func not in (None, causal_lm_loss)
+    if not is_own and not is_sft(type(trainer)):
         return sum_of_token_losses(model, batch, accepts_loss_kwargs=trainer.model_accepts_loss_kwargs)
     count = num_target_tokens(batch["labels"])
+    if is_own:
+        # As the original evaluates it: without a number of items such a function gives a mean.
+        mean = loss_of(trainer, model, batch, None).double()
+        return torch.where(count > 0, mean * count, 0.0), count
     # Divided by one item, the class's own loss is a sum; and it notes its metrics on the way.
     total = loss_of(trainer, model, batch, torch.ones((), device=count.device))
     if trainer.args.average_tokens_across_devices:

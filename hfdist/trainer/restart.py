@@ -12,27 +12,31 @@ import torch
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.02
-_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT_SECONDS = 1800
 """Of a collective, as `TrainingArguments.ddp_timeout` has it by default; torch's own for NCCL is ten minutes."""
 
 
-def start_group_under_torchrun() -> None:
+def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: int | None = None) -> None:
     """Make the group before accelerate does, where torchrun's agents keep one store for all starts; else nothing.
 
     In that store gloo would find the addresses of the ranks of an earlier start, and fail with `connectFullMesh ...
     Connection refused` (torch 2.13). So each start has keys of its own, which its ranks agree on: the environment does
     not tell starts apart, since TORCHELASTIC_RESTART_COUNT only counts failures, and by each agent for itself.
+
+    Args:
+        backend: as `TrainingArguments.ddp_backend`; None: gloo, or NCCL where there are GPUs.
+        timeout_seconds: of a collective; None: half an hour.
     """
     if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
     store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # as below
-    backend = "gloo"
     if torch.cuda.is_available():
-        backend = "nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timedelta(seconds=timeout_seconds or _TIMEOUT_SECONDS)
     token = agree_on_start(store, rank, world_size)
     store = dist.PrefixStore(f"start-{token}", store)  # type: ignore[attr-defined]  # not in its stubs
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def agree_on_start(store: Any, rank: int, world_size: int) -> str:

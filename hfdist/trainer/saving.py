@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
 
-from hfdist.checkpoint import Keep, Saver, export_model, prune, read_checkpoint, restore_random_state, verify
+from hfdist.checkpoint import (
+    Keep,
+    Saver,
+    export_model,
+    find_newest,
+    prune,
+    read_checkpoint,
+    restore_random_state,
+    verify,
+)
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
 from hfdist.checkpoint.folder import remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
@@ -21,6 +31,7 @@ from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.retention import HELD_OUT_LOSS, by_held_out_loss
 from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.errors import CheckpointError, HfdistError
+from hfdist.trainer import schedule
 from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
 from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
@@ -67,6 +78,7 @@ def save(trainer: Any) -> None:
     model_files = saving.render_model_files(trainer)
     progress = copy.copy(trainer.state)
     progress.log_history = list(progress.log_history)
+    progress.stateful_callbacks = _states_of_callbacks(trainer)
 
     def write_files(path: Path) -> None:
         model_files.write(path)
@@ -81,6 +93,15 @@ def save(trainer: Any) -> None:
         keep=_keep(trainer),
         begin_seconds=begin,
     )
+
+
+def _states_of_callbacks(trainer: Any) -> dict[str, Any]:
+    """By class, as the original has them; of several of one class a list."""
+    states: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
+    return {name: own if len(own) > 1 else own[0] for name, own in states.items()}
 
 
 def wait(trainer: Any) -> None:
@@ -199,7 +220,7 @@ def restore(trainer: Any, path: Path) -> None:
     """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
     state = restore_weights(trainer, path)
     trainer.engine.restore_numbers(state["engine"])
-    _restore_schedule(trainer, state["schedule_steps"])
+    schedule.restore(trainer.lr_scheduler, state)
     if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
         trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
     if isinstance(trainer.train_dataset, TokenStream):
@@ -216,6 +237,19 @@ def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
     state = read_checkpoint(path, _pieces(trainer))
     trainer.engine.loaded()
     return state
+
+
+def find_last(trainer: Any) -> str:
+    """Give the newest checkpoint of the output folder that verifies. Call on all ranks.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(trainer.args.output_dir) / CHECKPOINTS
+    found = find_newest(folder)
+    if found is None:
+        raise CheckpointError("there is no checkpoint to go on from", where=str(folder), hint="train() begins anew")
+    return str(found)
 
 
 def find_best_checkpoint(trainer: Any) -> tuple[Path, float] | None:
@@ -253,7 +287,7 @@ def _state(trainer: Any, cursor: Cursor | None) -> dict[str, Any]:
     scaler = trainer.accelerator.scaler
     held_out_loss = last_held_out_loss(trainer)
     return {
-        "schedule_steps": trainer.lr_scheduler.last_epoch,
+        **schedule.state_of(trainer.lr_scheduler),
         "engine": trainer.engine.numbers(),
         "loss_scaler": None if scaler is None else scaler.state_dict(),
         "cursor": None if cursor is None else cursor.to_json(),
@@ -285,13 +319,3 @@ def _data_figures(reports: list[PoolReport]) -> dict[str, float]:
         for name, value in pool._asdict().items()
         if name != "name"
     }
-
-
-def _restore_schedule(trainer: Any, steps: int) -> None:
-    """Schedules are functions of the step alone: set it, and compute the rates again."""
-    scheduler = trainer.lr_scheduler
-    rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    scheduler.last_epoch = steps
-    scheduler._last_lr = rates
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

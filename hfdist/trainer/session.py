@@ -279,20 +279,27 @@ def _writing(key: str, folder: str | Path) -> Iterator[None]:
 
 
 def _resume_from(config: RunConfig) -> str | None:
-    match config.checkpoint.resume:
-        case "never":
-            return None
-        case "auto":
-            found = find_newest(Path(config.run.dir) / CHECKPOINTS)
-        case path:
-            found = Path(path)
-            on_rank_zero(lambda: verify(Path(path)))
-    if found is None:
+    resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
+    if resume == "never":
         return None
+    # Begun elsewhere, the same command goes on here from its own: launchers and schedulers give it again.
+    goes_on_here = resume == "auto" or not _lies_in(Path(resume), checkpoints)
+    found = find_newest(checkpoints) if goes_on_here else None
+    if found is None and resume == "auto":
+        return None
+    if found is None:
+        found = Path(resume)
+        on_rank_zero(lambda: verify(Path(resume)))
+    elif resume != "auto":
+        logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
     # Not only beforehand: what verifies may be older than the newest.
     changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
     logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
     return str(found)
+
+
+def _lies_in(checkpoint: Path, folder: Path) -> bool:
+    return checkpoint.parent.resolve() == folder.resolve()
 
 
 def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
@@ -319,15 +326,16 @@ def _check_resume(config: RunConfig, checkpoints: Path) -> None:
             hint="another run.name, or checkpoint.resume=auto to go on from it",
         )
     path = Path(resume)
-    if path.parent.resolve() == checkpoints.resolve() and present and present[-1] > path.name:
+    is_of_this_run = _lies_in(path, checkpoints)
+    if is_of_this_run and present and present[-1] > path.name:
         raise CheckpointError(
             "the run folder holds later checkpoints, and two branches cannot share a folder",
             where="checkpoint.resume",
             found=f"{path.name}, with {present[-1]} beside it",
             hint="another run.name, or move the later ones out of the folder",
         )
-    start = (checkpoints / present[-1] if present else None) if resume == "auto" else path
-    if start is not None and (start / MANIFEST).is_file():
+    start = checkpoints / present[-1] if present and not is_of_this_run else path
+    if (start / MANIFEST).is_file():
         # A damaged one is found, and passed over, where all are verified.
         with contextlib.suppress(DamagedError):
             _changes_since(start, config)

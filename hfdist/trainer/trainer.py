@@ -80,6 +80,8 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is not None:
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
+            # A loss that is not finite must be seen; tokens are counted here, as `logs` shows them.
+            self.args.logging_nan_inf_filter, self.args.include_num_input_tokens_seen = False, "no"
             self.throughput = Throughput(self.args.device)
             check_trainer(self, self.engine)
             trl_trainers.adapt(self, self.engine)
@@ -172,10 +174,12 @@ class DistributedTrainerMixin(_Trainer):
             num_devices=self.args.world_size,
         )
 
-    def train(self, *more: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
         """As the original; a save that goes on at the end of training, or at an error, is waited for."""
+        if resume_from_checkpoint is True and self.engine is not None:
+            resume_from_checkpoint = saving.find_last(self)
         with saving.settled(self):
-            return super().train(*more, **named)
+            return super().train(resume_from_checkpoint, *more, **named)
 
     # ---- the step ----
 

@@ -24,7 +24,7 @@ from hfdist.trainer.trainer import Trainer
 
 SAVE_EVERY = 2
 _UNFINISHED = re.compile(r"/checkpoints/step-(\d+)\.tmp-[0-9a-f]+(?:/(.+))?$")
-_EXPORT = re.compile(r"/model/\.tmp-[0-9a-f]+/(.+)$")
+_EXPORT = re.compile(r"/model/\.hfdist-export-[0-9a-f]+/(.+)$")
 _GRADIENT_ELEMENTS = 1000
 """What is reduced besides gradients is a few numbers."""
 

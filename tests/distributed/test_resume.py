@@ -121,6 +121,16 @@ def test_a_path_chooses_the_checkpoint(whole_runs, tmp_path):
     assert losses(run) == pytest.approx(losses(whole)[10:], rel=1e-7)
 
 
+def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(whole_runs, tmp_path):
+    """As a launcher or a scheduler starts it: the same command again."""
+    whole = whole_runs("single", 1)
+    stopped(whole, tmp_path / "run", 10)
+    elsewhere = tmp_path / "other" / "step-00000012"
+    shutil.copytree(whole / "checkpoints" / elsewhere.name, elsewhere)
+    run = pretrain(tmp_path / "run", 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={elsewhere}")
+    assert losses(run) == losses(whole)
+
+
 def test_a_finished_run_does_no_further_step(whole_runs, tmp_path):
     whole = whole_runs("ddp", 2)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)

@@ -1,5 +1,6 @@
 """Finding the newest good checkpoint, moving bad ones aside, removing the oldest; nobody is led out of the folder."""
 
+import errno
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import xxhash
 
-from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, verify
+from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, read_state, verify
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.errors import CheckpointError
+from hfdist.testing import RankFailed, run_ranks
 from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
 
 OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
@@ -96,6 +99,54 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path, caplog, reason, 
     assert sorted(os.listdir(folder)) == ["step-00000001", f"step-00000002.bad-{reason}"]
     assert f"step-00000002.bad-{reason}" in caplog.text
     assert find_newest(folder) == good
+
+
+def test_what_cannot_be_read_is_left_alone(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+
+    def fail(*arguments):
+        raise OSError(errno.ESTALE, "Stale file handle", str(newest))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hfdist.checkpoint.folder.check_hashes", fail)
+        with pytest.raises(CheckpointError, match="Stale file handle"):
+            find_newest(tmp_path)
+    assert find_newest(tmp_path) == newest
+
+
+def find_where_the_disk_is(path):
+    if dist.get_rank() == 1:
+        path = path.with_name("not-mounted")
+    return str(find_newest(path))
+
+
+def test_a_rank_without_the_disk_damages_nothing(tmp_path):
+    newest = save(tmp_path / "checkpoints", 2)
+    with pytest.raises(RankFailed, match="no manifest on rank 1"):
+        run_ranks(find_where_the_disk_is, 2, tmp_path / "checkpoints")
+    assert find_newest(tmp_path / "checkpoints") == newest
+
+
+def test_a_save_of_the_same_step_that_is_killed_leaves_the_older(tmp_path, monkeypatch):
+    older = save(tmp_path, 2, state={"which": "older"})
+
+    rename = Path.rename
+
+    def kill_before_the_last(path, target):
+        if ".tmp-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", kill_before_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2, state={"which": "newer"})
+    assert not older.exists()
+    assert find_newest(tmp_path) == older
+    assert read_state(older) == {"which": "older"}
+    assert read_state(save(tmp_path, 2, state={"which": "newer"})) == {"which": "newer"}
+    assert os.listdir(tmp_path) == ["step-00000002"]
 
 
 def test_the_newest_is_chosen_by_number(tmp_path):

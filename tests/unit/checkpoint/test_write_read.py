@@ -66,10 +66,12 @@ def test_transformers_reads_several_files(tmp_path, monkeypatch):
     pieces = [whole(name, WEIGHT, parameter.detach()) for name, parameter in model.named_parameters()]
     (tmp_path / "model.safetensors").write_text("of an older export, which loading would prefer")
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".tmp-mine").mkdir()
+    (tmp_path / ".hfdist-export-0123abcd").mkdir()
     export_model(tmp_path, pieces, config.save_pretrained)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert not [path for path in tmp_path.iterdir() if "tmp" in path.name]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".tmp-mine"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name

@@ -1,0 +1,181 @@
+"""What users of the Trainer set, pass or override, with a strategy: schedules, callbacks, losses, loaders."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import hfdist
+from hfdist.config.strategy import Sharding
+from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.test_trainer import (
+    LENGTH,
+    STEPS,
+    history,
+    make_arguments,
+    make_model,
+    make_strategy,
+    uneven_items,
+)
+
+pytestmark = pytest.mark.distributed
+
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def make_trainer(folder, trainer_class=hfdist.Trainer, *, optimizers=None, arguments=None, **named):
+    strategy = make_strategy(Sharding.none)
+    arguments = make_arguments(folder, strategy, **(arguments or {}))
+    model, items = make_model(), uneven_items()
+    made = {} if optimizers is None else {"optimizers": optimizers(model)}
+    named = {"train_dataset": items, "eval_dataset": items[:6]} | made | named
+    return trainer_class(model, arguments, strategy=strategy, **named)
+
+
+def cosine(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, CosineAnnealingLR(optimizer, STEPS)
+
+
+def plateau(model):
+    return None, None
+
+
+SCHEDULES = {
+    "cosine": (cosine, {}),
+    "plateau": (plateau, {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss",
+                          "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}}),
+}  # fmt: skip
+
+
+def interrupted(folder, name):
+    optimizers, more = SCHEDULES[name]
+    more = SAVING | EVALUATING | more
+    whole = make_trainer(folder / "whole", optimizers=optimizers, arguments=more)
+    whole.train()
+    resumed = make_trainer(folder / "resumed", optimizers=optimizers, arguments=more)
+    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoints" / "step-00000002"))
+    rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (whole, resumed)]
+    return history(whole), history(resumed), *rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_with_a_state_of_its_own_goes_on(tmp_path, name):
+    whole, resumed, rates, resumed_rates = run_ranks(interrupted, 1, tmp_path, name)[0]
+    assert resumed == whole
+    assert resumed_rates == rates
+    assert len(set(rates)) > 1
+
+
+class Breaks(TrainerCallback):
+    """Makes all losses NaN from a step on."""
+
+    def __init__(self, first_step):
+        self.first_step = first_step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step + 1 >= self.first_step:
+            with torch.no_grad():
+                model.lm_head.weight.fill_(math.nan)
+
+
+def with_nan(folder):
+    make_trainer(folder, callbacks=[Breaks(2)]).train()
+
+
+def test_a_loss_that_is_not_finite_is_seen_with_the_arguments_defaults(tmp_path):
+    with pytest.raises(RankFailed, match="not finite") as failed:
+        run_ranks(with_nan, 1, tmp_path)
+    assert "though its loss is" not in str(failed.value)
+
+
+def patience(folder):
+    arguments = SAVING | EVALUATING | {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_trainer(folder, arguments=arguments, callbacks=[EarlyStoppingCallback(2)])
+    trainer.train()
+    states = {}
+    for path in sorted((folder / "checkpoints").iterdir()):
+        state = json.loads((path / "trainer_state.json").read_text())
+        states[path.name] = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
+    return states
+
+
+def test_a_checkpoint_keeps_what_callbacks_have_counted(tmp_path):
+    states = run_ranks(patience, 1, tmp_path)[0]
+    # Losses fall, and larger ones are better here.
+    counted = [state["early_stopping_patience_counter"] for state in states.values()]
+    assert counted == [0, 1, 2]
+
+
+def constant_loss(outputs, labels, num_items_in_batch=None):
+    return outputs["logits"].sum() * 0 + 7.0
+
+
+def evaluated(folder):
+    trainer = make_trainer(folder, compute_loss_func=constant_loss, arguments={"max_steps": 1})
+    trainer.train()
+    return trainer.evaluate()["eval_loss"]
+
+
+def test_a_loss_of_the_users_own_is_evaluated(tmp_path):
+    assert run_ranks(evaluated, 2, tmp_path) == [7.0, 7.0]
+
+
+class OwnLoader(hfdist.Trainer):
+    """Evaluates batches of its own."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return torch.utils.data.DataLoader(uneven_items(4), batch_size=2, collate_fn=self.data_collator)
+
+
+def with_own_loader(folder):
+    trainer = make_trainer(folder, OwnLoader)
+    trainer.train()
+    return trainer.evaluate()["eval_tokens"]
+
+
+def test_a_class_may_bring_a_loader_of_its_own(tmp_path):
+    expected = sum(int((item["labels"][1:] != -100).sum()) for item in uneven_items(4))
+    assert run_ranks(with_own_loader, 1, tmp_path) == [expected]
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """Has no length."""
+
+    def __iter__(self):
+        return iter(uneven_items(2))
+
+
+def without_length(folder):
+    make_trainer(folder, eval_dataset=Endless()).evaluate()
+
+
+def test_held_out_data_without_a_length_are_refused(tmp_path):
+    with pytest.raises(RankFailed, match="held-out data need a length"):
+        run_ranks(without_length, 1, tmp_path)
+
+
+def counted(folder):
+    trainer = make_trainer(folder, arguments=SAVING | {"include_num_input_tokens_seen": True})
+    trainer.train()
+    again = make_trainer(folder, arguments=SAVING | {"max_steps": STEPS})
+    again.train(resume_from_checkpoint=True)
+    return trainer.state.num_input_tokens_seen, again.state.num_input_tokens_seen, again.state.global_step
+
+
+def test_tokens_are_counted_once_and_the_last_checkpoint_is_found(tmp_path):
+    num_tokens = STEPS * 8 * LENGTH
+    assert run_ranks(counted, 1, tmp_path) == [(num_tokens, num_tokens, STEPS)]
+
+
+def nothing_to_go_on_from(folder):
+    make_trainer(folder).train(resume_from_checkpoint=True)
+
+
+def test_without_a_checkpoint_there_is_none_to_go_on_from(tmp_path):
+    with pytest.raises(RankFailed, match="no checkpoint to go on from"):
+        run_ranks(nothing_to_go_on_from, 1, tmp_path)
