@@ -30,7 +30,7 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 _SYNCED_TOGETHER = 8
 
 UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
-_REPLACED_NAME = re.compile(r"(step-\d{8,})\.old-[0-9a-f]+")
+_REPLACED_NAME = re.compile(r"(step-\d{8,})\.hfdist-replaced-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
@@ -73,7 +73,7 @@ def sync_tree(folder: Path) -> None:
 def commit(unfinished: Path, final: Path) -> None:
     """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards."""
     sync_tree(unfinished)
-    replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}") if final.exists() else None
+    replaced = final.with_name(f"{final.name}.hfdist-replaced-{secrets.token_hex(4)}") if final.exists() else None
     if replaced is not None:
         # Between this and the next line neither has the name: see `_give_back_replaced`.
         final.rename(replaced)
@@ -85,7 +85,7 @@ def commit(unfinished: Path, final: Path) -> None:
 
 def _give_back_replaced(folder: Path) -> None:
     """Give a checkpoint its name again that was to be replaced by a save that was killed just then."""
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         if match := _REPLACED_NAME.fullmatch(path.name):
             final = folder / match[1]
             if final.exists():
@@ -104,8 +104,7 @@ def find_newest(folder: Path) -> Path | None:
     """
 
     def list_names() -> list[str]:
-        if folder.is_dir():
-            _give_back_replaced(folder)
+        _give_back_replaced(folder)
         return [path.name for path in list_checkpoints(folder)]
 
     names = on_rank_zero(list_names)

@@ -32,8 +32,8 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
     """
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     own = config.train.arguments
-    start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
     try:
+        start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
         arguments = TrainingArguments(**fields, **config.train.arguments)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(

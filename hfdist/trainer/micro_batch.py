@@ -32,15 +32,13 @@ def sum_of_losses(trainer: Any, model: nn.Module, batch: Batch) -> tuple[torch.T
     if not is_own and not is_sft(type(trainer)):
         return sum_of_token_losses(model, batch, accepts_loss_kwargs=trainer.model_accepts_loss_kwargs)
     count = num_target_tokens(batch["labels"])
-    if is_own:
-        # As the original evaluates it: without a number of items such a function gives a mean.
-        mean = loss_of(trainer, model, batch, None).double()
-        return torch.where(count > 0, mean * count, 0.0), count
-    # Divided by one item, the class's own loss is a sum; and it notes its metrics on the way.
-    total = loss_of(trainer, model, batch, torch.ones((), device=count.device))
+    # Divided by one item, the class's own loss is a sum; and it notes its metrics on the way. A function of the user's
+    # may be a mean that asks for no number: divided by those of this batch, it is a mean in any case.
+    num_items = count.clamp(min=1) if is_own else torch.ones((), device=count.device)
+    loss = loss_of(trainer, model, batch, num_items).double()
     if trainer.args.average_tokens_across_devices:
-        total = total / trainer.accelerator.num_processes
-    return total.double(), count
+        loss = loss / trainer.accelerator.num_processes
+    return (torch.where(count > 0, loss * count, 0.0) if is_own else loss), count
 
 
 @contextmanager

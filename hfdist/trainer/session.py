@@ -299,7 +299,8 @@ def _resume_from(config: RunConfig) -> str | None:
 
 
 def _lies_in(checkpoint: Path, folder: Path) -> bool:
-    return checkpoint.parent.resolve() == folder.resolve()
+    # By its own name, or by a link to it.
+    return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
@@ -327,7 +328,7 @@ def _check_resume(config: RunConfig, checkpoints: Path) -> None:
         )
     path = Path(resume)
     is_of_this_run = _lies_in(path, checkpoints)
-    if is_of_this_run and present and present[-1] > path.name:
+    if is_of_this_run and present and present[-1] > path.resolve().name:
         raise CheckpointError(
             "the run folder holds later checkpoints, and two branches cannot share a folder",
             where="checkpoint.resume",

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.loss import causal_lm_loss
 from tests.distributed.test_trainer import (
     LENGTH,
     STEPS,
@@ -41,12 +42,24 @@ def cosine(model):
     return optimizer, CosineAnnealingLR(optimizer, STEPS)
 
 
+def by_milestones(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, SequentialLR(optimizer, [LinearLR(optimizer), MultiStepLR(optimizer, [2])], milestones=[1])
+
+
+def one_cycle(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
+
+
 def plateau(model):
     return None, None
 
 
 SCHEDULES = {
     "cosine": (cosine, {}),
+    "milestones": (by_milestones, {}),
+    "one cycle": (one_cycle, {}),
     "plateau": (plateau, {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss",
                           "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}}),
 }  # fmt: skip
@@ -115,14 +128,26 @@ def constant_loss(outputs, labels, num_items_in_batch=None):
     return outputs["logits"].sum() * 0 + 7.0
 
 
-def evaluated(folder):
-    trainer = make_trainer(folder, compute_loss_func=constant_loss, arguments={"max_steps": 1})
+def doubled_loss(outputs, labels, num_items_in_batch):
+    # Asks for the number, as a function may that divides a sum.
+    return 2 * causal_lm_loss(outputs, labels, num_items_in_batch + 0)
+
+
+def evaluated(folder, function):
+    trainer = make_trainer(folder, compute_loss_func=function, arguments={"learning_rate": 0.0})
     trainer.train()
     return trainer.evaluate()["eval_loss"]
 
 
-def test_a_loss_of_the_users_own_is_evaluated(tmp_path):
-    assert run_ranks(evaluated, 2, tmp_path) == [7.0, 7.0]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_of_the_users_own_is_evaluated(tmp_path, world_size):
+    plain = run_ranks(evaluated, 1, tmp_path, None)[0]
+    doubled = run_ranks(evaluated, world_size, tmp_path, doubled_loss)
+    assert doubled == pytest.approx([2 * plain] * world_size, rel=1e-6)
+
+
+def test_a_mean_of_the_users_own_is_evaluated(tmp_path):
+    assert run_ranks(evaluated, 1, tmp_path, constant_loss) == pytest.approx([7.0])
 
 
 class OwnLoader(hfdist.Trainer):
