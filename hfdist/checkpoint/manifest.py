@@ -25,6 +25,7 @@ FORMAT = 2
 
 MAX_JSON_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
+_MAX_NAME_BYTES = 255
 
 
 class DamagedError(CheckpointError):
@@ -180,12 +181,14 @@ def inside(folder: Path, name: str) -> Path:
     """Give the path of a file that a manifest or an index names.
 
     Raises:
-        DamagedError: it leads out of the folder, or through a symbolic link.
+        DamagedError: it leads out of the folder, or through a symbolic link, or is no name of a file.
     """
     relative = PurePosixPath(name)
     path = folder / relative
     steps = [folder.joinpath(*relative.parts[: i + 1]) for i in range(len(relative.parts))]
-    if relative.is_absolute() or ".." in relative.parts or "\0" in name or any(step.is_symlink() for step in steps):
+    # No file system takes longer names, and asking for one is an error as of a disk.
+    is_absurd = any(len(part.encode()) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
+    if relative.is_absolute() or ".." in relative.parts or is_absurd or any(step.is_symlink() for step in steps):
         raise DamagedError("outside", "a file name leads out of the checkpoint", where=folder, found=name)
     return path
 

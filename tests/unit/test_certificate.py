@@ -115,6 +115,17 @@ def test_the_first_gradient_is_read_from_the_first_average(runs):
     assert bad["gradients of step 1"].worst == "first"
 
 
+def test_norms_of_large_tensors_are_added_up_coarsely_on_a_cpu():
+    bounds = BOUNDS[Precision.fp32]
+    assert bounds.on_cpu(30_000) == bounds
+    large = bounds.on_cpu(10**7)
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(10**7, generator=generator)
+    error = abs(float(gradient.norm()) / float(gradient.double().norm()) - 1)
+    assert bounds.grad_norm < error < large.grad_norm == large.gradient
+    assert (large.loss, large.weight, large.resumed) == (bounds.loss, bounds.weight, bounds.resumed)
+
+
 def test_a_resumed_run_that_went_elsewhere_is_found(runs):
     edit_metrics(runs["resumed"], loss=3.9)
     bad = failed(check(runs))
