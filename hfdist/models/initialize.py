@@ -32,7 +32,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
         if is_tied_alias or _is_elsewhere(module):
             continue
-        with _whole(reachable), _on_cpu(reachable), torch.random.fork_rng():
+        with _whole(reachable), _on_cpu_in_float32(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
@@ -63,11 +63,14 @@ def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """ZeRO-3 puts parameters on the GPU, whose generator draws other numbers: draw on the CPU, and copy."""
-    places = [(parameter, parameter.data) for parameter in parameters if parameter.device.type != "cpu"]
+def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Draw so, and copy: ZeRO-3 makes parameters in bfloat16 and on the GPU, whose generator draws other numbers.
+
+    So does torch 2.11 in bfloat16 on a CPU.
+    """
+    places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in (torch.bfloat16, torch.float16)]
     for parameter, data in places:
-        parameter.data = data.cpu()
+        parameter.data = data.to("cpu", torch.float32)
     yield
     for parameter, data in places:
         data.copy_(parameter.data)

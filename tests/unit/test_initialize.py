@@ -32,10 +32,10 @@ TINY = {
 }
 
 
-def tiny(kind: str, seed: int, **fields):
+def tiny(kind: str, seed: int, dtype=torch.float32, **fields):
     config = AutoConfig.for_model(kind, **{**TINY[kind], **fields})
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     initialize_by_name(model, seed)
     return model
@@ -52,6 +52,16 @@ def test_equal_seeds_give_equal_weights_whatever_was_drawn_before(kind):
         assert torch.isfinite(left).all(), name
         assert torch.equal(left, right), name
     assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_starts_from_the_same_weights_rounded(kind, dtype):
+    """As ZeRO-3 makes them; some versions of torch draw other numbers in half precision."""
+    whole, half = tiny(kind, seed=5), tiny(kind, seed=5, dtype=dtype)
+    for (name, left), right in zip(whole.named_parameters(), half.parameters(), strict=True):
+        assert right.dtype == dtype
+        assert torch.equal(left.to(dtype), right), name
 
 
 @pytest.mark.parametrize("kind", TINY)
