@@ -80,8 +80,9 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is not None:
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
-            # A loss that is not finite must be seen; tokens are counted here, as `logs` shows them.
-            self.args.logging_nan_inf_filter, self.args.include_num_input_tokens_seen = False, "no"
+            # A loss that is not finite must be seen, and tokens are counted here.
+            self.args.logging_nan_inf_filter = False
+            self.args.include_num_input_tokens_seen = "no"
             self.throughput = Throughput(self.args.device)
             check_trainer(self, self.engine)
             trl_trainers.adapt(self, self.engine)
