@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
 
 @torch.no_grad()
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
@@ -68,9 +70,9 @@ def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
 
     So does torch 2.11 in bfloat16 on a CPU.
     """
-    places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in (torch.bfloat16, torch.float16)]
+    places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in _HALF_PRECISION]
     for parameter, data in places:
-        parameter.data = data.to("cpu", torch.float32)
+        parameter.data = data.to("cpu", torch.float32 if data.dtype in _HALF_PRECISION else data.dtype)
     yield
     for parameter, data in places:
         data.copy_(parameter.data)

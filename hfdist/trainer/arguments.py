@@ -34,7 +34,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
     own = config.train.arguments
     try:
         start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
-        arguments = TrainingArguments(**fields, **config.train.arguments)
+        arguments = TrainingArguments(**fields, **own)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(
             f"transformers refuses the arguments: {str(error).splitlines()[0]}",

@@ -34,7 +34,6 @@ def restore(scheduler: Any, state: dict[str, Any]) -> None:
         CheckpointError: the checkpoint is of a schedule of another kind.
     """
     steps, own = state["schedule_steps"], state.get("schedule")
-    groups = scheduler.optimizer.param_groups
     if (own is None) != _is_function_of_steps(scheduler):
         raise CheckpointError(
             "the checkpoint is of a learning rate's schedule of another kind",
@@ -49,7 +48,7 @@ def restore(scheduler: Any, state: dict[str, Any]) -> None:
         own = {"groups": [{"lr": rate} for rate in rates]}
     else:
         scheduler.load_state_dict(_typed_as(scheduler.state_dict(), own["scheduler"]))
-    for group, saved in zip(groups, own["groups"], strict=True):
+    for group, saved in zip(scheduler.optimizer.param_groups, own["groups"], strict=True):
         group.update(_typed_as(group, saved))
 
 
