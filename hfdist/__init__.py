@@ -7,13 +7,14 @@ config system needs no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hfdist.version import __version__
+
 if TYPE_CHECKING:
     from hfdist.strategies.select import make_strategy
     from hfdist.trainer.metrics import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
-__version__ = "0.1.0"
 __all__ = ["DistributedTrainerMixin", "Generation", "Trainer", "Watch", "__version__", "make_strategy"]
 
 _HOMES = {

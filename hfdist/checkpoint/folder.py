@@ -43,12 +43,26 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
+def remove(path: Path) -> None:
+    """Remove a folder, or what was put in its place; of a symbolic link the link alone.
+
+    What cannot be removed is told, and stays: it has no name of a checkpoint, and the next save tries again.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what saves that were killed left behind, which is never complete, and give back what they replaced."""
     _give_back_replaced(folder)
     for path in folder.iterdir():
         if UNFINISHED_NAME.fullmatch(path.name):
-            shutil.rmtree(path)
+            remove(path)
 
 
 def sync(path: Path) -> None:
@@ -73,14 +87,15 @@ def sync_tree(folder: Path) -> None:
 def commit(unfinished: Path, final: Path) -> None:
     """Give a finished checkpoint its name, in one step; an older one of the same step goes only afterwards."""
     sync_tree(unfinished)
-    replaced = final.with_name(f"{final.name}.hfdist-replaced-{secrets.token_hex(4)}") if final.exists() else None
-    if replaced is not None:
+    replaced = None
+    if os.path.lexists(final):
+        replaced = final.with_name(f"{final.name}.hfdist-replaced-{secrets.token_hex(4)}")
         # Between this and the next line neither has the name: see `_give_back_replaced`.
         final.rename(replaced)
     unfinished.rename(final)
     sync(final.parent)
     if replaced is not None:
-        shutil.rmtree(replaced)
+        remove(replaced)
 
 
 def _give_back_replaced(folder: Path) -> None:
@@ -88,19 +103,22 @@ def _give_back_replaced(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if match := _REPLACED_NAME.fullmatch(path.name):
             final = folder / match[1]
-            if final.exists():
-                shutil.rmtree(path)
+            if os.path.lexists(final):
+                remove(path)
             else:
                 path.rename(final)
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Give the newest checkpoint of `folder` that verifies; all ranks get the same answer. A collective.
+    """Give the newest checkpoint of `folder` that verifies, None if it holds none at all. A collective.
 
-    Damaged ones that are newer are renamed to `step-N.bad-<reason>` with a warning, never deleted.
+    All ranks get the same answer. Damaged ones that are newer are renamed to `step-N.bad-<reason>` with a warning,
+    never deleted.
 
     Raises:
-        CheckpointError: a rank cannot read the folder: nothing says that what is in it is damaged.
+        CheckpointError: none can be used; or a rank cannot read the folder, and nothing says that what is in it is
+            damaged. Nothing is renamed.
+        FormatError: one that is newer is of another format. Nothing is renamed.
     """
 
     def list_names() -> list[str]:
@@ -108,9 +126,20 @@ def find_newest(folder: Path) -> Path | None:
         return [path.name for path in list_checkpoints(folder)]
 
     names = on_rank_zero(list_names)
-    for name in reversed(names):
-        if _damage(folder / name) is None:
-            return folder / name
+    damaged: dict[Path, dict[str, Any]] = {}
+    for path in (folder / name for name in reversed(names)):
+        report = _damage(path)
+        if report is None:
+            on_rank_zero(lambda: _move_aside(damaged))
+            return path
+        damaged[path] = report
+    if damaged:
+        raise CheckpointError(
+            "none of the run's checkpoints can be used; nothing is changed",
+            where=str(folder),
+            found="; ".join(f"{path.name}: {report['what']}" for path, report in damaged.items()),
+            hint="another run.name (in Python: output_dir) for a new run, or move them away, and it begins anew here",
+        )
     return None
 
 
@@ -122,8 +151,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(named, key=lambda item: int(item[0][1]))]
 
 
-def _damage(path: Path) -> str | None:
-    """Verify one checkpoint, its files dealt over the ranks, and move it aside if it is damaged."""
+def _damage(path: Path) -> dict[str, Any] | None:
+    """Verify one checkpoint, its files dealt over the ranks, and say what is wrong with it. A collective."""
     reports = on_all_ranks(lambda: _report(path))
     first = next((report for report in reports if report is not None), None)
     if first is None:
@@ -136,8 +165,7 @@ def _damage(path: Path) -> str | None:
             found=f"no manifest on rank {', '.join(map(str, lacking))}",
             hint="all processes need the same folder, on a file system that all machines share",
         )
-    on_rank_zero(lambda: _move_aside(path, first))
-    return str(first["reason"])
+    return first
 
 
 def _report(path: Path) -> dict[str, Any] | None:
@@ -148,7 +176,7 @@ def _report(path: Path) -> dict[str, Any] | None:
         check_sizes(path, manifest)
         check_hashes(path, _share(manifest))
     except DamagedError as error:
-        return {"reason": error.reason, "message": str(error)}
+        return {"reason": error.reason, "what": error.what, "message": str(error)}
     return None
 
 
@@ -156,13 +184,14 @@ def _share(manifest: Manifest) -> list[Part]:
     return share_out({part: part.num_bytes for part in manifest.parts()}, world_size())[rank()]
 
 
-def _move_aside(path: Path, report: dict[str, Any]) -> None:
-    target = path.with_name(f"{path.name}.bad-{report['reason']}")
-    if target.exists():
-        target = target.with_name(f"{target.name}-{secrets.token_hex(4)}")
-    try:
-        path.rename(target)
-    except OSError as error:
-        logger.warning("the damaged checkpoint %s cannot be renamed: %s\n%s", path, error, report["message"])
-        return
-    logger.warning("a damaged checkpoint was passed over and renamed to %s\n%s", target, report["message"])
+def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
+    for path, report in damaged.items():
+        target = path.with_name(f"{path.name}.bad-{report['reason']}")
+        if os.path.lexists(target):
+            target = target.with_name(f"{target.name}-{secrets.token_hex(4)}")
+        try:
+            path.rename(target)
+        except OSError as error:
+            logger.warning("the damaged checkpoint %s cannot be renamed: %s\n%s", path, error, report["message"])
+        else:
+            logger.warning("a damaged checkpoint was passed over and renamed to %s\n%s", target, report["message"])

@@ -16,12 +16,13 @@ from typing import Any
 import xxhash
 
 from hfdist.errors import CheckpointError
+from hfdist.version import __version__
 
 MANIFEST = "manifest.json"
 NO_MANIFEST = "no-manifest"
 """Reason of a folder without one."""
 FORMAT = 2
-"""Version of the folder's layout; a reader refuses any other."""
+"""Version of the folder's layout; a reader refuses any other. `format` stays in all of them."""
 
 MAX_JSON_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
@@ -39,6 +40,21 @@ class DamagedError(CheckpointError):
             hint="another checkpoint, or checkpoint.resume=auto, which takes the newest that verifies",
         )
         self.reason = reason
+
+
+class FormatError(CheckpointError):
+    """A checkpoint of another version of the format, which is no damage."""
+
+    def __init__(self, version: int, *, where: Path, written_by: object = None) -> None:
+        if written_by is None:
+            written_by = "a later version" if version > FORMAT else "an earlier version"
+        super().__init__(
+            "a checkpoint of another format",
+            where=str(where),
+            found=f"format {version}, written by hfdist {written_by}",
+            allowed=f"format {FORMAT}, which hfdist {__version__} reads",
+            hint="the version of hfdist that wrote it, or another run.name (in Python: output_dir) for a new run",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +109,7 @@ class Manifest:
             name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.xxh128] for part in parts]}
             for name, parts in self.files.items()
         }
-        content = {"format": FORMAT, "step": self.step, "files": files}
+        content = {"format": FORMAT, "hfdist": __version__, "step": self.step, "files": files}
         return content | {"xxh128": hash_of_content(content)}
 
 
@@ -120,16 +136,20 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: there is none (the save was cut short), or it is not one.
+        FormatError: it is of another version of the format.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise DamagedError(NO_MANIFEST, "an unfinished checkpoint, or none at all", where=folder)
     content = read_json(path)
     try:
-        version = content["format"]
-        if _count(version) != FORMAT:
-            raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
-        if content.pop("xxh128") != hash_of_content(content):
+        version, own_hash = _count(content["format"]), content.pop("xxh128", None)
+        fits = own_hash == hash_of_content(content | {"format": FORMAT})
+        if version != FORMAT and fits:
+            raise DamagedError("format", "the number of the format has changed", where=path, found=f"format {version}")
+        if version != FORMAT:
+            raise FormatError(version, where=path, written_by=content.get("hfdist"))
+        if not fits:
             raise ValueError("its own hash does not fit")
         files = {name: _parse_parts(name, record) for name, record in content["files"].items()}
         if not files:
@@ -231,7 +251,7 @@ def verify(path: Path) -> None:
     """Check a whole checkpoint, all bytes of it, in this process.
 
     Raises:
-        CheckpointError: it is unfinished or damaged.
+        CheckpointError: it is unfinished, damaged, or of another format.
     """
     manifest = read_manifest(path)
     check_sizes(path, manifest)

@@ -14,7 +14,7 @@ import torch
 from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import on_all_ranks
 from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
-from hfdist.checkpoint.manifest import FORMAT, DamagedError, Manifest, inside, read_json, read_manifest
+from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
 from hfdist.checkpoint.tensorfile import DTYPES, Entry
@@ -76,18 +76,18 @@ def _read_state(path: Path, manifest: Manifest) -> tuple[dict[str, int], dict[st
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
         steps = {str(name): _whole_number(step) for name, step in content["steps"].items()}
-        state, version = dict(content["state"]), content["format"]
+        state, version = dict(content["state"]), _whole_number(content["format"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
     if version != FORMAT:
-        raise DamagedError("format", "written by another version of hfdist", where=path, found=f"format {version}")
+        raise FormatError(version, where=path)
     return steps, state
 
 
 def _whole_number(value: Any) -> int:
     # What a step count in float64 holds exactly.
     if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"a step count must be a whole number, not {str(value)[:40]}")
+        raise ValueError(f"not a whole number: {str(value)[:40]}")
     return value
 
 

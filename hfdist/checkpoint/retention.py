@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.checkpoint.exchange import rank
-from hfdist.checkpoint.folder import list_checkpoints, temporary
+from hfdist.checkpoint.folder import list_checkpoints, remove, temporary
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.read import read_state
 from hfdist.errors import CheckpointError
@@ -52,9 +51,10 @@ def prune(folder: Path, keep: Keep) -> None:
         try:
             # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
             going = path.rename(temporary(path))
-            shutil.rmtree(going)
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+        else:
+            remove(going)
 
 
 def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:

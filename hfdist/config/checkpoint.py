@@ -22,7 +22,7 @@ class CheckpointConfig:
     background: bool = True
     """Write from a copy in the host's memory while training goes on; false: no copy, and training waits."""
     resume: str = "auto"
-    """`auto`: the newest that verifies, if there is one; `never`: refuse a folder that has checkpoints; or the path of
-    one to begin from: of another run, it counts until this run has checkpoints of its own."""
+    """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;
+    or the path of one to begin from: of another run, it counts until this run has checkpoints of its own."""
     allow_changes: bool = False
     """Go on from a checkpoint though keys have changed that change the training."""

@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
+import hfdist
 from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, read_state, verify
-from hfdist.checkpoint.manifest import MANIFEST
+from hfdist.checkpoint.manifest import MANIFEST, FormatError
 from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed, run_ranks
 from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
@@ -40,6 +41,12 @@ def tell(change):
 def tell_without_hash(path):
     text = (path / MANIFEST).read_text()
     (path / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
+
+
+def change_the_format_alone(path):
+    """As a bit that flips does: in a checkpoint of another format the manifest's hash would be of this number."""
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"format": 2', '"format": 3'))
 
 
 def link_outside(path):
@@ -73,7 +80,7 @@ DAMAGE = {
         tell_without_hash,
     ],
     "step": [tell(lambda content: content.update(step=8))],
-    "format": [tell(lambda content: content.update(format=1))],
+    "format": [change_the_format_alone],
     "outside": [
         link_outside,
         link_a_folder_outside,
@@ -161,13 +168,94 @@ def test_the_newest_is_chosen_by_number(tmp_path):
     assert find_newest(tmp_path) == newest
 
 
-def test_all_bad_is_none(tmp_path):
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_where_none_can_be_used_nothing_is_touched(tmp_path):
     flip_a_bit(save(tmp_path, 1))
     cut(save(tmp_path, 2))
-    assert find_newest(tmp_path) is None
-    flip_a_bit(save(tmp_path, 1))
-    assert find_newest(tmp_path) is None
-    assert len(os.listdir(tmp_path)) == 3
+    before = files_of(tmp_path)
+    with pytest.raises(CheckpointError, match="none of the run's checkpoints can be used") as caught:
+        find_newest(tmp_path)
+    assert "step-00000002: a file of the checkpoint was cut" in caught.value.found
+    assert "step-00000001: the content of a file" in caught.value.found
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "written_by", "said"),
+    [(1, None, "hfdist an earlier version"), (3, None, "hfdist a later version"), (3, "7.1.0", "hfdist 7.1.0")],
+)
+def test_another_format_is_no_damage(tmp_path, version, written_by, said):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    cut(save(folder, 3))
+
+    def change(content):
+        content.update(format=version)
+        content.pop("hfdist") if written_by is None else content.update(hfdist=written_by)
+
+    edit_manifest(save(folder, 2), change)
+    before = files_of(folder)
+    with pytest.raises(FormatError) as caught:
+        find_newest(folder)
+    assert f"format {version}, written by {said}" in str(caught.value)
+    assert f"format 2, which hfdist {hfdist.__version__} reads" in str(caught.value)
+    assert files_of(folder) == before
+    with pytest.raises(FormatError):
+        read_checkpoint(folder / "step-00000002", blank(small_pieces(2)))
+    # An older one of another format is none that a run would go on from.
+    newest = save(folder, 4)
+    assert find_newest(folder) == newest
+    assert (folder / "step-00000002").is_dir()
+
+
+def link_away(path):
+    """As somebody does who moves an old checkpoint to another disk."""
+    away = path.parent.parent / "archive" / path.name
+    away.parent.mkdir(exist_ok=True)
+    path.rename(away)
+    path.symlink_to(away)
+    return away
+
+
+def test_of_a_link_the_link_alone_is_removed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    archived = [link_away(save(folder, step)) for step in (1, 2)]
+    before = files_of(archived[0].parent)
+    save(folder, 3)
+    prune(folder, Keep(newest=2))
+    assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+    # By an earlier version, which renamed links and could not remove them.
+    (folder / "step-00000001.tmp-0123abcd").symlink_to(archived[0])
+    (folder / "step-00000003.tmp-0123abcd").write_text("a file")
+    save(folder, 2)
+    assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+    assert not (folder / "step-00000002").is_symlink()
+    assert files_of(archived[0].parent) == before
+
+
+def test_a_link_to_nothing_is_no_hindrance(tmp_path):
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "gone")
+    path = save(tmp_path, 2)
+    assert find_newest(tmp_path) == path
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_what_cannot_be_removed_stops_nothing(tmp_path, monkeypatch, caplog):
+    left = tmp_path / "step-00000007.tmp-0123abcd"
+    left.mkdir()
+
+    def fail(path):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hfdist.checkpoint.folder.shutil.rmtree", fail)
+        save(tmp_path, 8)
+    assert f"{left} cannot be removed" in caplog.text
+    save(tmp_path, 9)
+    assert not left.exists()
 
 
 def test_the_oldest_are_removed(tmp_path):
