@@ -44,12 +44,12 @@ class MetricsWriter(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Open the file; on a resume, drop lines of steps that will be done again."""
+        """Open the file; lines of steps that will be done are set aside, as in all such files."""
         if state.is_world_process_zero:
             self._lines.open(state.global_step)
 
     def on_go_back(self, state: TrainerState) -> None:
-        """Drop lines of steps that will be done again."""
+        """Set the lines aside of steps that will be done again."""
         if state.is_world_process_zero:
             self._lines.open(state.global_step)
 
@@ -61,9 +61,13 @@ class MetricsWriter(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Write training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
-        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs or ()):
-            self._lines.write({"step": state.global_step} | (logs or {}))
+        """Write training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`.
+
+        The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
+        from this step keeps it.
+        """
+        if logs and any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
+            self._lines.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
 
 
 class TimelineDrawer(TrainerCallback):

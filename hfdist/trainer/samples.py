@@ -93,12 +93,12 @@ class PromptSamples(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Open the file; on a resume, drop samples of steps that will be done again."""
+        """Open the file; samples of steps that will be done are set aside."""
         if state.is_world_process_zero:
             self._lines.open(state.global_step)
 
     def on_go_back(self, state: TrainerState) -> None:
-        """Drop samples of steps that will be done again."""
+        """Set the samples aside of steps that will be done again."""
         if state.is_world_process_zero:
             self._lines.open(state.global_step)
 

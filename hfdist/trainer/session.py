@@ -51,7 +51,7 @@ from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.arguments import check_further_arguments
-from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
+from hfdist.trainer.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.length import find_max_steps
 from hfdist.trainer.logs import set_up_logging
@@ -61,7 +61,9 @@ from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.preview import preview, survey
 from hfdist.trainer.push import check_push
 from hfdist.trainer.run_lock import RunLock
+from hfdist.trainer.samples import SAMPLES
 from hfdist.trainer.saving import CHECKPOINTS, write_ledger
+from hfdist.trainer.steplines import set_aside
 from hfdist.trainer.summary import describe_run
 from hfdist.trainer.trainer import Trainer
 from hfdist.watch import Watch
@@ -129,7 +131,6 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
             run_dir.mkdir(parents=True, exist_ok=True)
             # Held to the end of the process, whatever ends it.
             atexit.register(RunLock(run_dir).release)
-            (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         check_push(config.export)
     return topology, batch
 
@@ -256,12 +257,22 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
     # Behind it, since it decides what follows a step.
     trainer.add_callback(watch)
     checkpoint = _resume_from(config)
+    on_rank_zero(lambda: _begin(config, checkpoint))
     trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)
     preemption.check(config.run.dir)
     # Of a run without checkpoints; with them, the last one has written it.
     write_ledger(trainer)
     return finish(trainer, data.held_out, config)
+
+
+def _begin(config: RunConfig, checkpoint: str | None) -> None:
+    """Write the config down; lines of an earlier life that nothing goes on from are set aside, whatever their step."""
+    run_dir = Path(config.run.dir)
+    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    if checkpoint is None or not _lies_in(Path(checkpoint), run_dir / CHECKPOINTS):
+        for name in (METRICS, SAMPLES):
+            set_aside(run_dir / name)
 
 
 @contextmanager

@@ -10,7 +10,10 @@ from hfdist.config.compose import compose_config
 from hfdist.testing import RankFailed
 from hfdist.trainer.audit import open_past_run, prove_once
 from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.run_lock import LOCK
+from hfdist.trainer.steplines import earlier
 from tests.distributed.runs import SMALL, losses, pretrain, weights
+from tests.unit.checkpoint.pieces import edit_manifest
 
 pytestmark = pytest.mark.distributed
 
@@ -108,6 +111,28 @@ def test_the_best_and_every_so_many_are_kept(tmp_path, cache_dir):
     assert steps == sorted({best, 8, 12})
 
 
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: edit_manifest(path, lambda content: content.update(format=3)), "format 3, written by hfdist"),
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "none of the run's checkpoints can be used"),
+    ],
+)
+def test_where_no_checkpoint_can_be_used_the_run_stops_and_touches_nothing(whole_runs, tmp_path, damage, message):
+    shutil.copytree(whole_runs("single", 1), tmp_path, dirs_exist_ok=True)
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        damage(checkpoint)
+    before = snapshot(tmp_path)
+    with pytest.raises(RankFailed, match=f"(?s)Checkpoint error.*{message}"):
+        # With a key that may change, which config.yaml would show.
+        pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, "report.log_every=2")
+    assert snapshot(tmp_path) == before
+
+
 def test_never_refuses_a_folder_with_checkpoints(whole_runs, tmp_path):
     stopped(whole_runs("single", 1), tmp_path, 10)
     with pytest.raises(RankFailed, match="already holds checkpoints"):
@@ -117,8 +142,11 @@ def test_never_refuses_a_folder_with_checkpoints(whole_runs, tmp_path):
 def test_a_path_chooses_the_checkpoint(whole_runs, tmp_path):
     whole = whole_runs("single", 1)
     chosen = whole / "checkpoints" / "step-00000010"
+    # Of a life that began from the first step, and was killed before its first checkpoint.
+    (tmp_path / METRICS).write_text('{"step": 3, "loss": 5.0}\n')
     run = pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
     assert losses(run) == pytest.approx(losses(whole)[10:], rel=1e-7)
+    assert read_metrics(earlier(run / METRICS)) == [{"step": 3, "loss": 5.0}]
 
 
 def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(whole_runs, tmp_path):

@@ -28,7 +28,7 @@ def full(tmp_path):
 
 
 def test_a_line_of_the_metrics(full, tmp_path):
-    full("metrics.tmp")
+    full(METRICS)
     writer, state = MetricsWriter(tmp_path), TrainerState(is_world_process_zero=True)
     writer.on_train_begin(None, state, TrainerControl())
     with pytest.raises(ResourceError, match="No space left on device") as raised:

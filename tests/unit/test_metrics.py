@@ -1,4 +1,4 @@
-"""metrics.jsonl outlives a start that comes to its end too soon."""
+"""metrics.jsonl holds one line a step of the present life, and loses none of another."""
 
 import json
 import resource
@@ -8,19 +8,72 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.callbacks import METRICS, MetricsWriter, read_metrics
+from hfdist.trainer.steplines import earlier
+
+LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 
 
-def test_a_start_that_is_cut_short_loses_no_lines(tmp_path):
-    lines = [{"step": step, "loss": 1.0} for step in range(1, 9)]
-    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return tmp_path / METRICS
 
+
+def begin(folder, step):
+    writer = MetricsWriter(folder)
+    writer.on_train_begin(TrainingArguments(str(folder)), TrainerState(global_step=step), TrainerControl())
+    return writer
+
+
+def log(writer, step, **logs):
+    writer.on_log(None, TrainerState(global_step=step), TrainerControl(), logs=logs)
+
+
+def test_a_start_that_is_cut_short_loses_no_lines(path):
     def start(largest_file_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, largest_file_bytes))
-        state = TrainerState(global_step=6)
-        MetricsWriter(tmp_path).on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
+        begin(path.parent, 6)
 
-    with pytest.raises(RankFailed, match="File too large"):
-        run_ranks(start, 1, 40, group=False)
-    assert read_metrics(tmp_path / METRICS) == lines
+    # The lines that move do not fit, or those that stay.
+    for largest_file_bytes in (40, 120):
+        with pytest.raises(RankFailed, match="File too large"):
+            run_ranks(start, 1, largest_file_bytes, group=False)
+        assert read_metrics(path) == LINES
     run_ranks(start, 1, 2**20, group=False)
-    assert read_metrics(tmp_path / METRICS) == lines[:6]
+    assert read_metrics(path) == LINES[:6]
+    # Where a start is cut short between the two files, they are in both.
+    assert read_metrics(earlier(path)) == LINES[6:] * 2
+
+
+def test_lines_of_an_earlier_life_are_kept_beside(path):
+    log(begin(path.parent, 6), 7, loss=2.0)
+    assert read_metrics(path) == [*LINES[:6], {"step": 7, "loss": 2.0}]
+    assert read_metrics(earlier(path)) == LINES[6:]
+    # Killed before its first checkpoint, or begun anew: the first line of all is of step 0.
+    for attempt in range(2):
+        log(begin(path.parent, 0), 0, eval_loss=float(attempt))
+        assert read_metrics(path) == [{"step": 0, "eval_loss": float(attempt)}]
+    kept = [*LINES[6:], *LINES[:6], {"step": 7, "loss": 2.0}, {"step": 0, "eval_loss": 0.0}]
+    assert read_metrics(earlier(path)) == kept
+    begin(path.parent, 9).on_go_back(TrainerState(global_step=9))
+    assert read_metrics(earlier(path)) == kept
+
+
+NO_LINES = ['{"step": 7, "lo', '{"step": 7, "loss": 1.0}', "3\n", "{}\n", '{"step": "x"}\n', "\udcff\n"]
+
+
+@pytest.mark.parametrize("line", NO_LINES)
+def test_what_is_no_line_is_set_aside(path, line):
+    with path.open("a", errors="surrogateescape") as file:
+        file.write(line)
+    log(begin(path.parent, 8), 9, loss=2.0)
+    assert read_metrics(path) == [*LINES, {"step": 9, "loss": 2.0}]
+    assert earlier(path).read_text() == line.strip().replace("\udcff", "\ufffd") + "\n"
+
+
+def test_the_line_of_a_save_is_of_the_step_that_was_saved(path):
+    writer = begin(path.parent, 8)
+    log(writer, 11, **{"checkpoint/step": 10, "checkpoint/bytes": 5})
+    log(writer, 11, loss=2.0)
+    begin(path.parent, 10)
+    assert read_metrics(path) == [*LINES, {"step": 10, "checkpoint/step": 10, "checkpoint/bytes": 5}]
