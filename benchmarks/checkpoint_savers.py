@@ -164,8 +164,7 @@ def _ours(pieces: Callable[[], list[Piece]]) -> Save:
 
 def _wait(saver: Saver) -> Times:
     saver.wait()
-    report = saver.take_report()
-    assert report is not None
+    (report,) = saver.take_reports()
     return Times(1000 * report.stall_seconds, 1000 * report.total_seconds)
 
 

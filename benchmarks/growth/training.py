@@ -183,7 +183,7 @@ def _save_twice(trainer: Any, costs: Costs) -> None:
         saving.save(trainer)
         trainer.saving.saver.wait()
         costs.checkpoint_cpu_seconds = time.process_time() - begin
-        report = trainer.saving.saver.take_report()
+        (report,) = trainer.saving.saver.take_reports()
         costs.checkpoint_bytes, costs.checkpoint_seconds = report.num_bytes, report.total_seconds
         costs.checkpoint_stall_seconds = report.stall_seconds
         trainer.state.global_step += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +59,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._report: SaveReport | None = None
+        self._reports: deque[SaveReport] = deque()
 
     def save(
         self,
@@ -117,10 +118,10 @@ class Saver:
         if error is not None:
             raise error
 
-    def take_report(self) -> SaveReport | None:
-        """Give the report of a save that has ended since the last call."""
-        report, self._report = self._report, None
-        return report
+    def take_reports(self) -> list[SaveReport]:
+        """Give the reports of the saves that have ended since the last call, the oldest first."""
+        # The thread may add one meanwhile.
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _complete(
         self, prepared: PreparedSave, keep: Keep | None, begin_seconds: float, stall_seconds: float | None = None
@@ -136,4 +137,4 @@ class Saver:
             return
         total_seconds = time.monotonic() - begin_seconds
         stalled = total_seconds if stall_seconds is None else stall_seconds
-        self._report = SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds)
+        self._reports.append(SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))

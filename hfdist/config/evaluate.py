@@ -42,7 +42,8 @@ class EvaluateConfig:
     continued held-out prompts, beside what stands there."""
     num_generations: int = limited(32, at_least=1)
     """Held-out examples that are continued for the metrics, at the most."""
-    patience: int | None = limited(None, at_least=1)
+    # A checkpoint holds the newest 1000.
+    patience: int | None = limited(None, at_least=1, at_most=999)
     """Evaluations in a row without a lower held-out loss, after which the run stops; null: never."""
     min_delta: float = limited(0.0, at_least=0)
     """By how much the loss must at least be lower than the best to count."""

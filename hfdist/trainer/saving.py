@@ -33,6 +33,7 @@ from hfdist.data import Cursor, PoolReport, TokenStream, report
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.trainer import schedule
 from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
+from hfdist.trainer.history import newest_entries
 from hfdist.trainer.model_files import RenderedModelFiles, write_model_files
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -82,6 +83,7 @@ def save(trainer: Any) -> None:
 
     def write_files(path: Path) -> None:
         model_files.write(path)
+        progress.log_history = newest_entries(progress.log_history)
         progress.save_to_json(str(path / TRAINER_STATE))
 
     saving.saver.save(
@@ -112,39 +114,38 @@ def wait(trainer: Any) -> None:
     """
     if trainer.saving is not None:
         trainer.saving.saver.wait()
-        report_save(trainer)
+        report_saves(trainer)
 
 
 @contextmanager
 def settled(trainer: Any) -> Iterator[None]:
-    """Wait at the end of training, also at an error that has words: a save that goes on is worth its time."""
+    """Wait at an error that has words: a save that goes on is worth its time. A training that ends well has waited."""
     try:
         yield
     except HfdistError:
         with suppress(HfdistError):
             wait(trainer)
         raise
-    wait(trainer)
 
 
-def report_save(trainer: Any) -> None:
-    """Log a save that has ended."""
-    saved = trainer.saving.saver.take_report()
-    if saved is None or not trainer.is_world_process_zero():
-        return
-    logger.info(
-        "%s: %.3f GB in %.2f s; training stood still for %.2f s",
-        *(saved.path.name, saved.num_bytes / 1e9, saved.total_seconds, saved.stall_seconds),
-    )
-    _log(
-        trainer,
-        {
-            "checkpoint/step": saved.step,
-            "checkpoint/bytes": saved.num_bytes,
-            "checkpoint/seconds": saved.total_seconds,
-            "checkpoint/stall_seconds": saved.stall_seconds,
-        },
-    )
+def report_saves(trainer: Any) -> None:
+    """Log the saves that have ended since the last call."""
+    for saved in trainer.saving.saver.take_reports():
+        if not trainer.is_world_process_zero():
+            continue
+        logger.info(
+            "%s: %.3f GB in %.2f s; training stood still for %.2f s",
+            *(saved.path.name, saved.num_bytes / 1e9, saved.total_seconds, saved.stall_seconds),
+        )
+        _log(
+            trainer,
+            {
+                "checkpoint/step": saved.step,
+                "checkpoint/bytes": saved.num_bytes,
+                "checkpoint/seconds": saved.total_seconds,
+                "checkpoint/stall_seconds": saved.stall_seconds,
+            },
+        )
 
 
 def _log(trainer: Any, figures: dict[str, float]) -> None:
@@ -160,7 +161,7 @@ class SaveListener:
 
     def wish(self) -> int:
         """1: this rank knows of a failure."""
-        report_save(self._trainer)
+        report_saves(self._trainer)
         return int(self._trainer.saving.saver.has_failed)
 
     def agreed(self, wish: int, state: TrainerState, control: TrainerControl) -> None:

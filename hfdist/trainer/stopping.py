@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfdist.trainer.history import newest_losses
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,10 +31,10 @@ class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
     transformers' own keeps a counter that our checkpoints would have to carry and a run that goes back to turn back;
-    the losses are in `state.log_history`, which both already do.
+    the newest losses are in `state.log_history`, which both already do.
 
     Args:
-        patience: evaluations in a row without an improvement.
+        patience: evaluations in a row without an improvement; less than `NUM_ENTRIES`.
         min_delta: by how much a loss must at least be lower than the best.
     """
 
@@ -58,5 +60,4 @@ class EarlyStopping(TrainerCallback):
         )
 
     def _is_over(self, state: TrainerState) -> bool:
-        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
-        return num_without_improvement(losses, self._min_delta) >= self._patience
+        return num_without_improvement(newest_losses(state.log_history), self._min_delta) >= self._patience

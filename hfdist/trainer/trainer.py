@@ -176,11 +176,16 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
-        """As the original; a save that goes on at the end of training, or at an error, is waited for."""
+        """As the original; a save that goes on at an error is waited for."""
         if resume_from_checkpoint is True and self.engine is not None:
             resume_from_checkpoint = saving.find_last(self)
         with saving.settled(self):
             return super().train(resume_from_checkpoint, *more, **named)
+
+    def _finalize_training(self, *more: Any, **named: Any) -> Any:
+        """As the original, once nothing is being saved: its last line and `on_train_end` come behind all others."""
+        saving.wait(self)
+        return super()._finalize_training(*more, **named)
 
     # ---- the step ----
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer import history as trainer_history
 from hfdist.trainer.loss import causal_lm_loss
+from hfdist.trainer.model_files import RenderedModelFiles
 from tests.distributed.test_trainer import (
     LENGTH,
     STEPS,
@@ -122,6 +125,61 @@ def test_a_checkpoint_keeps_what_callbacks_have_counted(tmp_path):
     # Losses fall, and larger ones are better here.
     counted = [state["early_stopping_patience_counter"] for state in states.values()]
     assert counted == [0, 1, 2]
+
+
+class Listens(TrainerCallback):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.told.append(dict(logs))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.told.append("end")
+
+
+def saves_reported(folder):
+    listens = Listens()
+    # Slow enough for the next save to wait for it.
+    write = RenderedModelFiles.write
+    RenderedModelFiles.write = lambda self, path: (time.sleep(0.2), write(self, path))
+    trainer = make_trainer(folder, arguments=SAVING, callbacks=[listens])
+    trainer.train()
+    return listens.told, trainer.state.log_history
+
+
+def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
+    told, log_history = run_ranks(saves_reported, 1, tmp_path)[0]
+    for reports in (told[:-1], log_history):
+        reports = [line for line in reports if "checkpoint/step" in line]
+        assert [line["checkpoint/step"] for line in reports] == list(range(1, STEPS + 1))
+        assert all(line["checkpoint/bytes"] > 0 for line in reports)
+        assert all(line["checkpoint/seconds"] >= line["checkpoint/stall_seconds"] > 0 for line in reports)
+    # As in the original.
+    assert told[-1] == "end"
+    assert "train_loss" in told[-2]
+    assert "train_loss" in log_history[-1]
+
+
+def bounded_history(folder):
+    trainer_history.NUM_ENTRIES = 2
+    trainer = make_trainer(folder, arguments=SAVING | EVALUATING)
+    trainer.train()
+    written = [
+        json.loads((path / "trainer_state.json").read_text())["log_history"]
+        for path in sorted((folder / "checkpoints").iterdir())
+    ]
+    return written, trainer.state.log_history
+
+
+def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_path):
+    written, log_history = run_ranks(bounded_history, 1, tmp_path)[0]
+    assert [len(entries) for entries in written] == [2, *[4] * (STEPS - 1)]
+    assert [entry["step"] for entry in log_history if "eval_loss" in entry] == list(range(1, STEPS + 1))
+    assert all(entry in log_history for entry in written[-1])
+    assert [entry["step"] for entry in written[-1] if "eval_loss" in entry] == [STEPS - 1, STEPS]
 
 
 def constant_loss(outputs, labels, num_items_in_batch=None):

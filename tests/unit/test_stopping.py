@@ -1,9 +1,13 @@
-"""When the held-out losses so far end a run."""
+"""When the held-out losses so far end a run, of which a checkpoint holds the newest."""
 
 import math
+from dataclasses import fields
 
 import pytest
 
+from hfdist.config.evaluate import EvaluateConfig
+from hfdist.config.limits import LIMIT
+from hfdist.trainer.history import NUM_ENTRIES, newest_entries, newest_losses
 from hfdist.trainer.stopping import num_without_improvement
 
 
@@ -24,3 +28,26 @@ from hfdist.trainer.stopping import num_without_improvement
 )
 def test_evaluations_without_an_improvement_are_counted(losses, min_delta, expected):
     assert num_without_improvement(losses, min_delta) == expected
+
+
+def test_a_checkpoint_holds_a_bounded_history_that_decides_as_the_whole_does():
+    history = [{"step": 0, "eval_loss": 9.0}]
+    for step in range(1, 3 * NUM_ENTRIES):
+        history.append({"step": step, "loss": 1.0})
+        if step % 2 == 0:
+            history.append({"step": step, "eval_loss": 1.0 + step % 7})
+    kept = newest_entries(history)
+    assert [entry for entry in kept if "loss" in entry] == [e for e in history if "loss" in e][-NUM_ENTRIES:]
+    assert [entry for entry in kept if "eval_loss" in entry] == [e for e in history if "eval_loss" in e][-NUM_ENTRIES:]
+    assert [entry["step"] for entry in kept] == sorted(entry["step"] for entry in kept)
+    later = {"step": 3 * NUM_ENTRIES, "eval_loss": 5.0}
+    assert newest_losses([*kept, later]) == newest_losses([*history, later])
+    assert newest_entries(kept) == kept
+    assert newest_entries(history[:9]) == history[:9]
+
+
+def test_patience_fits_into_what_a_checkpoint_holds():
+    (limit,) = [field.metadata[LIMIT] for field in fields(EvaluateConfig) if field.name == "patience"]
+    # The first of those that are held counts as an improvement.
+    assert limit.accepts(NUM_ENTRIES - 1)
+    assert not limit.accepts(NUM_ENTRIES)

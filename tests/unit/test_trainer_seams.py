@@ -31,6 +31,7 @@ SEAMS = {
         "steps_trained_in_current_epoch",
     ],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [
         "self",
@@ -88,7 +89,8 @@ def test_the_step_is_called_through_the_hooks():
     for call in ("self.training_step(", "self._clip_grad_norm(", "self.get_batch_samples(", "self.floating_point_ops("):
         assert call in loop
     assert "self._save_checkpoint(" in inspect.getsource(transformers.Trainer._maybe_log_save_evaluate)
-    assert "self._prepare_for_training(" in inspect.getsource(transformers.Trainer._inner_training_loop)
+    for call in ("self._prepare_for_training(", "self._finalize_training("):
+        assert call in inspect.getsource(transformers.Trainer._inner_training_loop)
 
 
 def test_private_names_elsewhere():
