@@ -1,8 +1,8 @@
 """The end of a rank's process: all that Python does at its end, and then at once, past the interpreter's own.
 
-While the interpreter ends, torch's threads go on: one that wants to enter Python then, as of gloo to let go of a tensor,
-aborts a process whose run ended well ("terminate called without an active exception", Python 3.11 to 3.13), and taking
-a group down may wait for a peer that is gone. No call of torch ends them in bounded time, so they end with the process.
+While the interpreter ends, threads in torch's C++ go on. One that comes back to Python then, as gloo's do to let go of
+a tensor, aborts a process whose run ended well ("terminate called without an active exception", Python 3.11 to 3.13),
+and taking a group down may wait for a peer. No call of torch ends them in bounded time, so they end with the process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _end(exit_code: int) -> NoReturn:
         limit.daemon = True
         limit.start()
     try:
-        # Both private, and what the interpreter's end begins with: threads that are no daemons, then atexit's functions.
+        # Both private, and what the interpreter's end begins with: it waits for threads that are no daemons, and runs
+        # atexit's functions.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

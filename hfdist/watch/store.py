@@ -111,9 +111,7 @@ class HostedStore:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._hear, sock=self._listener, limit=_MOST_BYTES, backlog=self.world_size
-        )
+        server = await asyncio.start_server(self._hear, sock=self._listener, limit=_MOST_BYTES, backlog=self.world_size)
         await self._closed.wait()
         server.close()
 

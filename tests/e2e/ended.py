@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,10 +27,11 @@ class AtTheVeryEnd:
     """Gone when the interpreter drops its modules, which ends the thread's wait."""
 
     def __init__(self, server):
-        self.server, self.kill, self.sleep = server, os.kill, time.sleep
+        # By then `os`, `signal` and `time` are None.
+        self.kill, self.sleep = partial(os.kill, server, signal.SIGKILL), time.sleep
 
     def __del__(self):
-        self.kill(self.server, signal.SIGKILL)
+        self.kill()
         self.sleep(0.5)
 
 
