@@ -146,10 +146,11 @@ def describe(rows: list[tuple[float, int, Sample]]) -> str:
     lines = [
         "# What a long run holds on to",
         "",
-        f"{NUM_RANKS} gloo ranks with ZeRO-2 that save every {SAVE_EVERY} steps and evaluate every 50, for {minutes:.0f}",
-        f"minutes: {steps:,} steps, {steps // SAVE_EVERY:,} saves. Of the rank that holds more, with its loader process; each row",
-        f"has the medians of its stretch. From the second row to the last, {verdict}. Written by `make soak` with",
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, "
+        f"{NUM_RANKS} gloo ranks with ZeRO-2 that save every {SAVE_EVERY} steps and evaluate every 50:",
+        f"{steps:,} steps and {steps // SAVE_EVERY:,} saves in {minutes:.0f} minutes. Of the rank that holds more,",
+        "with its loader process; each row has the medians of its stretch.",
+        f"From the second row to the last, {verdict}.",
+        f"Written by `make soak` with torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}.",
         "",
         f"| {' | '.join(heads)} |",

@@ -43,6 +43,7 @@ def later(word):
 
 def start(folder, way):
     """Do what a recipe does, up to its end."""
+    os.setsid()
     for descriptor, name in enumerate(("out", "err"), start=1):
         os.dup2(os.open(folder / f"{way}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     server, port = _serve_store(multiprocessing.get_context("fork"))
@@ -71,4 +72,5 @@ if __name__ == "__main__":
             command()
             sys.exit(0)
         codes[way] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.killpg(child, signal.SIGKILL)  # its server
     sys.stdout.write(json.dumps(codes))
