@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -56,6 +56,10 @@ interruptions: $(READY)  ## Stop and resume streams and runs in thousands of way
 faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/faults.md (15 minutes).
 	$(BIN)/python -m pytest -n 2 -m faults
 	$(BIN)/python -m tests.distributed.fault_report docs/faults.md
+
+MINUTES ?= 30
+soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
+	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +21,10 @@ from hfdist.checkpoint.plan import MODEL_STEM, Planner
 from hfdist.checkpoint.retention import Keep, prune
 from hfdist.checkpoint.share import HostCopy
 from hfdist.checkpoint.write import PreparedSave, complete, prepare
+
+_LAST_SECONDS = 3.0
+"""For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
+while the interpreter ends would abort the process."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._reports: deque[SaveReport] = deque()
+        atexit.register(_end_soon, weakref.ref(self))
 
     def save(
         self,
@@ -94,7 +101,7 @@ class Saver:
             return
         prepared = replace(prepared, elements=self._copy.take(prepared.elements))
         stall_seconds = time.monotonic() - begin_seconds
-        # A daemon: a process that fails ends at once, and what has no name yet is no checkpoint.
+        # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
         self._thread = threading.Thread(
             target=self._complete, args=(prepared, keep, begin_seconds, stall_seconds), name="save", daemon=True
         )
@@ -138,3 +145,9 @@ class Saver:
         total_seconds = time.monotonic() - begin_seconds
         stalled = total_seconds if stall_seconds is None else stall_seconds
         self._reports.append(SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))
+
+
+def _end_soon(of_saver: weakref.ref[Saver]) -> None:
+    saver = of_saver()
+    if saver is not None and saver._thread is not None:
+        saver._thread.join(_LAST_SECONDS)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 
@@ -20,6 +20,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from hfdist.config.compose import compose_untyped, make_request, to_run_config
+from hfdist.config.ending import ending, group_size
 from hfdist.config.explain import Request
 from hfdist.config.offline import FLAG, check_offline, go_offline
 from hfdist.config.run import RunConfig
@@ -43,13 +44,15 @@ def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]],
 
     Returns:
         A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
-        when the run fails; its `__wrapped__` is `main` itself, for a config that is composed already.
+        when the run fails, and with 0 when ranks have ended well: what is to follow a run belongs into `main`. Its
+        `__wrapped__` is `main` itself, for a config that is composed already.
     """
 
     def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            _run_command(main, primary, sys.argv[1:])
+            with ending():
+                _run_command(main, primary, sys.argv[1:])
 
         return command
 
@@ -205,14 +208,10 @@ def _stop_here(error: HfdistError) -> NoReturn:
     Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
     """
     rank = _rank()
-    has_group = _group_size() > 1
-    is_met_by_all = not has_group or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
+    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
     if rank != 0 and is_met_by_all:
         time.sleep(RANK_0_PRINTS_SECONDS)
     _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
-    if has_group:
-        # Not through the interpreter's exit, in which a backend waits for its peers.
-        os._exit(error.exit_code)
     sys.exit(error.exit_code)
 
 
@@ -221,14 +220,6 @@ def _rank() -> int:
         return read_launcher().rank
     except ConfigError:
         return 0
-
-
-def _group_size() -> int:
-    """Processes of the group that is up; 0 without one. Never imports torch: without it there is no group."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
-    return int(distributed.get_world_size())
 
 
 def _say(message: str) -> None:

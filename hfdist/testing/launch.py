@@ -6,6 +6,7 @@ milliseconds. The ranks meet at a store on a free port.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import multiprocessing
@@ -161,9 +162,11 @@ def _store(port: int) -> Any:
 
 
 def forget_parent() -> None:
-    """Drop what the parent process may have put into accelerate's singletons, and torch's pool of compiling threads."""
+    """Drop what the parent process may have put into accelerate's singletons, torch's compiling threads and atexit."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    # A rank that ends as a command does would run the parent's functions, too.
+    atexit._clear()
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._reset_state()

@@ -16,7 +16,7 @@ from transformers.trainer_utils import SaveStrategy
 from hfdist.checkpoint.exchange import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
 from hfdist.watch.beat import ENDING, EVALUATING, SAVING, STARTING, Progress
-from hfdist.watch.store import BeatStore
+from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Watch(TrainerCallback):
             return
         started = gather_json(time.strftime("%Y%m%d-%H%M%S"))[0]
         try:
-            store = BeatStore()
+            store = open_store()
         except OSError as error:
             logger.warning("the ranks are not watched: %s", error)
             return

@@ -1,79 +1,167 @@
-"""The store over which ranks beat: rank 0 serves it on a free port, apart from those of torch and of the launcher."""
+"""Where ranks leave their beats: rank 0 serves the others on a free port, apart from the stores of torch and launcher.
+
+By Python's own sockets and not by torch's TCPStore, because each wait must be one that can be ended: a thread that
+comes back from torch's C++ while the interpreter ends aborts the process ("terminate called without an active
+exception", Python 3.11 to 3.13), and none of TCPStore's calls is bound to come back before.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hmac
 import ipaddress
+import json
 import os
+import secrets
 import socket
-from datetime import timedelta
-from typing import Any
-
-from torch import distributed as dist
+import threading
+from typing import Protocol
 
 from hfdist.checkpoint.exchange import gather_json, rank, world_size
 from hfdist.watch.beat import Beat
 from hfdist.watch.verdict import Verdict
 
 _CONNECT_SECONDS = 30
-_FOR_EVER = timedelta(days=365)
-_VERDICT = "verdict"
+_MOST_BYTES = 2**16
+"""Of a line: one message."""
+
+Exchanged = tuple[dict[int, Beat], Verdict | None]
 
 
-class BeatStore:
-    """Every rank's last beat, and the verdict of rank 0. Rank 0 reads all of them, the others only those of rank 0.
+class BeatStore(Protocol):
+    """Every rank's last beat, and the verdict of rank 0. Rank 0 reads all of them, the others only those of rank 0."""
 
-    No method is bound to return: rank 0 may be stopped. Whoever calls them must not be the one that judges.
+    rank: int
+    world_size: int
+
+    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+        """Publish one's beat (rank 0: and the verdict), and give the beats that this rank follows, and the verdict.
+
+        Not bound to return before `close`: rank 0 may be stopped. Whoever calls it must not be the one that judges.
+        """
+
+    def close(self) -> None:
+        """End whatever waits in `exchange`, there with an OSError."""
+
+
+def open_store() -> BeatStore:
+    """Connect all ranks with rank 0. A collective.
 
     Raises:
-        OSError: some rank cannot reach rank 0. On all ranks alike. A collective.
+        OSError: some rank cannot reach rank 0. On all ranks alike.
+    """
+    own, size = rank(), world_size()
+    host = HostedStore(size) if own == 0 else None
+    address, port, token = gather_json(None if host is None else [_own_address(), host.port, host.token])[0]
+    store: BeatStore | None = host
+    problem = None
+    if store is None:
+        try:
+            store = JoinedStore(address, port, token, own, size)
+        except OSError as error:
+            problem = f"rank {own} cannot reach rank 0 at {address}:{port} ({error})"
+    problems = [found for found in gather_json(problem) if found is not None]
+    if problems:
+        if store is not None:
+            store.close()
+        raise OSError(problems[0])
+    assert store is not None
+    return store
+
+
+class HostedStore:
+    """That of rank 0: served by a thread of its own, which answers every beat with rank 0's and the verdict."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.token = secrets.token_hex(16)
+        """The first word of whoever is a rank of this run."""
+        self._beats = {other: Beat(number=0).to_json().encode() for other in range(world_size)}
+        self._verdict: Verdict | None = None
+        self._answer = b""
+        self.exchange(Beat(number=0), None)
+        is_dual = socket.has_dualstack_ipv6()
+        kind = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=kind, dualstack_ipv6=is_dual)
+        self.port = int(self._listener.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="watch-store", daemon=True)
+        self._thread.start()
+
+    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+        """Never waits."""
+        self._verdict = verdict or self._verdict
+        self._beats[0] = own.to_json().encode()
+        published = None if self._verdict is None else self._verdict.to_json()
+        self._answer = json.dumps([own.to_json(), published]).encode() + b"\n"
+        return {other: Beat.from_json(text) for other, text in list(self._beats.items())}, self._verdict
+
+    def close(self) -> None:
+        """Serve no more."""
+        with contextlib.suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._hear, sock=self._listener, limit=_MOST_BYTES, backlog=self.world_size)
+        await self._closed.wait()
+        server.close()
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one rank's beats, until it ends the connection or sends what no rank would."""
+        # Cancelled where the store closes: that ends it as well.
+        with contextlib.suppress(OSError, ValueError, asyncio.CancelledError):
+            token, _, number = (await reader.readline()).partition(b" ")
+            if not hmac.compare_digest(token, self.token.encode()):
+                raise ValueError("not a rank of this run")
+            while (beat := await reader.readline()).endswith(b"\n"):
+                self._beats[int(number)] = beat
+                writer.write(self._answer)
+                await writer.drain()
+        writer.close()
+
+
+class JoinedStore:
+    """That of the other ranks: a connection to rank 0.
+
+    Raises:
+        OSError: there is none.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = rank(), world_size()
-        self._store: Any = None
-        if self.rank == 0:
-            self._store = _tcp_store("", 0)
-            for other in range(self.world_size):
-                self._store.set(_key(other), Beat(number=0).to_json())
-            self._store.set(_VERDICT, "")
-        address, port = gather_json([_own_address(), self._store.port] if self.rank == 0 else None)[0]
-        problem = None
-        if self.rank != 0:
-            try:
-                self._store = _tcp_store(address, port)
-            except RuntimeError as error:
-                problem = f"rank {self.rank} cannot reach rank 0 at {address}:{port} ({str(error).splitlines()[0]})"
-        problems = [found for found in gather_json(problem) if found is not None]
-        if problems:
-            raise OSError(problems[0])
+    def __init__(self, address: str, port: int, token: str, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
         # A link that comes back goes on where it was: who is lost is for others to judge, by the clock.
-        self._store.set_timeout(_FOR_EVER)
+        self._connection.settimeout(None)
+        self._connection.sendall(f"{token} {rank}\n".encode())
+        self._answers = self._connection.makefile("rb")
 
-    def exchange(self, own: Beat, verdict: Verdict | None) -> tuple[dict[int, Beat], Verdict | None]:
-        """Publish one's beat (rank 0: and the verdict), and give the beats that this rank follows, and the verdict."""
-        if verdict is not None and self.rank == 0:
-            self._store.set(_VERDICT, verdict.to_json())
-        self._store.set(_key(self.rank), own.to_json())
-        ranks = range(self.world_size) if self.rank == 0 else [0]
-        *beats, published = self._store.multi_get([*map(_key, ranks), _VERDICT])
-        heard = {other: Beat.from_json(text) for other, text in zip(ranks, beats, strict=True)}
-        return heard, Verdict.from_json(published) if published else verdict
+    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+        """Send one's beat, and wait for the answer.
 
+        Raises:
+            OSError: the connection has ended.
+        """
+        self._connection.sendall(own.to_json().encode() + b"\n")
+        answer = self._answers.readline(_MOST_BYTES)
+        if not answer.endswith(b"\n"):
+            raise ConnectionResetError("rank 0 has ended the connection")
+        beat, published = json.loads(answer)
+        return {0: Beat.from_json(beat)}, verdict if published is None else Verdict.from_json(published)
 
-def _key(of_rank: int) -> str:
-    return f"beat/{of_rank}"
-
-
-def _tcp_store(address: str, port: int) -> Any:
-    """Serve one where there is no address, else join it."""
-    kind = dist.TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
-    return kind(
-        address or "localhost",
-        port,
-        is_master=not address,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_SECONDS),
-    )
+    def close(self) -> None:
+        """End the connection, and with it whatever waits for it."""
+        with contextlib.suppress(OSError):  # ended before
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 def _own_address() -> str:

@@ -47,7 +47,8 @@ class Watcher:
         self._over, self._closed = threading.Event(), threading.Event()
         self._beats = threading.Thread(target=self._beat, name="watch-beats", daemon=True)
         self._beats.start()
-        threading.Thread(target=self._judge, name="watch-judge", daemon=True).start()
+        self._judges = threading.Thread(target=self._judge, name="watch-judge", daemon=True)
+        self._judges.start()
 
     def broke(self) -> None:
         """Tell that a connection to another rank broke, so that whoever is silent is found sooner."""
@@ -66,11 +67,12 @@ class Watcher:
             while time.monotonic() < deadline and not self._have_all_left():
                 time.sleep(_HURRIED_BEAT_SECONDS)
         self._closed.set()
-        # A thread that comes back from the store while the interpreter ends aborts the process ("terminate called
-        # without an active exception"): Python 3.11 ends it in the middle of torch's C++.
-        self._beats.join(_LAST_WORDS_SECONDS)
+        # No thread of the watch outlives it, however long rank 0 has not answered.
+        self._store.close()
+        self._beats.join()
+        self._judges.join(_LAST_WORDS_SECONDS)  # unless it is ending the process
 
-    # ---- the thread that beats: in a store that does not answer it may hang for ever ----
+    # ---- the thread that beats: until `leave` it may wait for a store that does not answer ----
 
     def _beat(self) -> None:
         number = 0

@@ -1,5 +1,7 @@
 """When silence is an alarm, who waits for whom, and what a stack tells."""
 
+import contextlib
+import socket
 import threading
 import time
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from hfdist.watch import stacks
 from hfdist.watch.beat import EVALUATING, SAVING, STARTING, Beat, Progress
 from hfdist.watch.callback import is_broken_connection
-from hfdist.watch.store import BeatStore
+from hfdist.watch.store import HostedStore, JoinedStore, open_store
 from hfdist.watch.verdict import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
 from hfdist.watch.watcher import Watcher
 
@@ -113,10 +115,55 @@ def test_progress_does_not_measure_what_may_take_long():
     assert (progress.marks, progress.step) == (7, 13)
 
 
+def watching():
+    """The threads of a watch."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("watch-")]
+
+
 def test_who_has_left_beats_no_more(tmp_path):
-    """A beat during the interpreter's end, in the C++ of torch's store, aborts a process whose run ended well."""
-    Watcher(Progress(), BeatStore(), tmp_path, HEARTBEAT_SECONDS).leave(0)
-    assert "watch-beats" not in {thread.name for thread in threading.enumerate()}
+    """A thread that comes back from C++ while the interpreter ends aborts a process whose run ended well."""
+    watcher = Watcher(Progress(), open_store(), tmp_path, HEARTBEAT_SECONDS)
+    assert sorted(watching()) == ["watch-beats", "watch-judge", "watch-store"]
+    watcher.leave(0)
+    assert watching() == []
+
+
+def test_a_store_that_never_answers_keeps_nobody_who_leaves(tmp_path):
+    """Rank 0 is stopped: its machine takes what is sent, and nobody reads it."""
+    with socket.create_server(("localhost", 0)) as stopped:
+        store = JoinedStore("localhost", stopped.getsockname()[1], "", 1, 2)
+        watcher = Watcher(Progress(), store, tmp_path, HEARTBEAT_SECONDS)
+        began = time.monotonic()
+        watcher.leave(0)
+        assert time.monotonic() - began < HEARTBEAT_SECONDS / 4
+        assert watching() == []
+
+
+def test_ranks_hear_rank_0_and_rank_0_hears_all():
+    host = HostedStore(3)
+    joined = [JoinedStore("localhost", host.port, host.token, rank, 3) for rank in (1, 2)]
+    first = Beat(number=1, mark="ä\n")
+    host.exchange(first, None)
+    assert [store.exchange(Beat(number=7), None) for store in joined] == [({0: first}, None)] * 2
+    verdict = Verdict("rank 1 is lost")
+    heard, _ = host.exchange(Beat(number=2), verdict)
+    assert [heard[rank].number for rank in range(3)] == [2, 7, 7]
+    assert joined[0].exchange(Beat(number=8), None) == ({0: Beat(number=2)}, verdict)
+    host.close()
+    with pytest.raises(ConnectionError):
+        joined[1].exchange(Beat(number=8), None)
+
+
+@pytest.mark.parametrize("first", [b"", b"1\n", b"\xff 1\n", b"x" * 100_000, b"wrong 1\n{}\n"])
+def test_who_is_no_rank_is_not_heard(first):
+    host = HostedStore(2)
+    stranger = socket.create_connection(("localhost", host.port), timeout=HEARTBEAT_SECONDS)
+    with stranger, contextlib.suppress(ConnectionError):  # when it is turned away before all is sent
+        stranger.sendall(first)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(1) == b""
+    assert host.exchange(Beat(number=1), None)[0][1].number == 0
+    host.close()
 
 
 class SlowStore:
@@ -132,6 +179,9 @@ class SlowStore:
         self.may_end.wait(HEARTBEAT_SECONDS)
         self.sent.append(own)
         return {}, None
+
+    def close(self):
+        pass
 
 
 def test_who_leaves_during_an_exchange_says_so_in_the_next(tmp_path):

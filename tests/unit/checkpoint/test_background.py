@@ -1,5 +1,6 @@
 """A save beside the training: it holds what was there when it began, there is one at a time, and failures are heard."""
 
+import atexit
 import errno
 import os
 import threading
@@ -11,6 +12,7 @@ import torch
 from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, share, verify
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
+from hfdist.testing import run_ranks
 from tests.unit.checkpoint.pieces import blank, small_pieces, whole
 
 ONE = Keep(newest=1)
@@ -163,6 +165,19 @@ def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_
     with pytest.raises(CheckpointError, match="the ledger"):
         saver.wait()
     assert os.listdir(tmp_path) == []
+
+
+def fail_during_a_save(folder):
+    """Let the process end as it does behind an error."""
+    saver = Saver()
+    begin(saver, folder, 1, small_pieces(), lambda path: time.sleep(0.5))
+    atexit._run_exitfuncs()
+
+
+def test_a_process_that_fails_during_a_save_lets_it_end(tmp_path):
+    """Python would end the thread in the middle of torch's C++, and that the process."""
+    run_ranks(fail_during_a_save, 1, tmp_path, group=False)
+    verify(tmp_path / "step-00000001")
 
 
 def test_what_is_written_goes_to_the_disk_without_a_gap(tmp_path, monkeypatch):

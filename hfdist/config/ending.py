@@ -1,0 +1,65 @@
+"""The end of a rank's process: all that Python does at its end, and then at once, past the interpreter's own.
+
+While the interpreter ends, threads in torch's C++ go on. One that comes back to Python then, as gloo's do to let go of
+a tensor, aborts a process whose run ended well ("terminate called without an active exception", Python 3.11 to 3.13),
+and taking a group down may wait for a peer. No call of torch ends them in bounded time, so they end with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+_FAILED_SECONDS = 5.0
+"""For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """End the process behind the block where a process group is up by then, with the exit code that Python would give.
+
+    Without a group the block is left as it would be.
+    """
+    try:
+        yield
+        exit_code = 0
+    except SystemExit as error:
+        if group_size() == 0:
+            raise
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        if group_size() == 0:
+            raise
+        sys.excepthook(*sys.exc_info())
+        exit_code = 1
+    if group_size() > 0:
+        _end(exit_code)
+
+
+def group_size() -> int:
+    """Processes of the group that is up; 0 without one. Never imports torch: without it there is no group."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_world_size())
+
+
+def _end(exit_code: int) -> NoReturn:
+    if exit_code != 0:
+        limit = threading.Timer(_FAILED_SECONDS, os._exit, [exit_code])
+        limit.daemon = True
+        limit.start()
+    try:
+        # Both private, and what the interpreter's end begins with: it waits for threads that are no daemons, and runs
+        # atexit's functions.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(exit_code)
