@@ -12,14 +12,14 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import HeldOutSources
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch
 from hfdist.topology import Topology
-from hfdist.trainer.dealing import CountingCollator
+from hfdist.trainer.dealing import CountedRows, CountingCollator, DealtBatches
 from hfdist.trainer.greedy import Forward
 from hfdist.trainer.micro_batch import sum_of_losses
 
@@ -40,33 +40,8 @@ class Measure(Protocol):
         """Give figures by full names such as `eval_exact_match`; on all ranks the same. Called on all ranks."""
 
 
-class DealtItems(Dataset[tuple[Any, bool]]):
-    """Every data_size-th item of a dataset, filled up to the same number on each rank.
-
-    Under ZeRO-3 every forward is a collective, so all ranks must run equally many. Items come with whether they count.
-    """
-
-    def __init__(self, dataset: Any, topology: Topology, micro_batch_size: int) -> None:
-        self._dataset = dataset
-        self._rank, self._size = topology.data_rank, topology.data_size
-        self.num_items = len(dataset)
-        """Of all ranks together."""
-        largest_share = -(-self.num_items // self._size)
-        self._length = -(-largest_share // micro_batch_size) * micro_batch_size
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Any, bool]:
-        place = index * self._size + self._rank
-        counts = place < self.num_items
-        return self._dataset[place if counts else 0], counts
-
-
-def dealt_batches(
-    dataset: Any, *, topology: Topology, micro_batch_size: int, collate: Callable[[list[Any]], Any]
-) -> Any:
-    """Give this rank's batches of a map-style dataset; labels of items that only fill up are ignored.
+def dealt_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
+    """Give this rank's batches of a map-style dataset, equally many on each rank: under ZeRO-3 forwards are collectives.
 
     Returns:
         A DataLoader; of several held-out sources one of each, by name.
@@ -80,10 +55,14 @@ def dealt_batches(
                 found=type(part).__name__,
                 hint="a map-style dataset, such as list(dataset)",
             )
-        items = DealtItems(part, topology, micro_batch_size)
+        batches = BatchSampler(SequentialSampler(part), micro_batch_size, drop_last=False)
         # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
-        generator = torch.Generator()
-        return DataLoader(items, batch_size=micro_batch_size, collate_fn=CountingCollator(collate), generator=generator)
+        return DataLoader(
+            CountedRows(part),
+            batch_sampler=DealtBatches(batches, topology),
+            collate_fn=collator,
+            generator=torch.Generator(),
+        )
 
     if isinstance(dataset, HeldOutSources):
         return {name: load(part) for name, part in dataset.parts.items()}
@@ -104,13 +83,8 @@ def evaluate(trainer: Any, batches: Any, prefix: str) -> EvalLoopOutput:
         for measure in trainer.measures:
             figures |= measure(forward, prefix)
     nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-    num_samples = sum(_num_items(loader.dataset) for loader in loaders.values())
+    num_samples = sum(len(loader.dataset) for loader in loaders.values())  # type: ignore[arg-type]  # checked above
     return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)
-
-
-def _num_items(dataset: Any) -> int:
-    """Of all ranks together; a class may bring a loader of its own."""
-    return dataset.num_items if isinstance(dataset, DealtItems) else len(dataset)
 
 
 @contextmanager
@@ -144,24 +118,44 @@ def _model_for_evaluation(trainer: Any) -> nn.Module:
 
 
 def _loss_figures(trainer: Any, loaders: Loaders, forward: Forward, prefix: str) -> dict[str, float | int]:
-    """Sum losses and targets over all batches of all ranks, each source by itself."""
-    losses = partial(sum_of_losses, trainer)
-    # Of each source: the sum of the token losses, and their number.
+    """Sum losses and targets over all batches of all ranks, each source by itself; without labels there is no loss."""
+    # Of each source: the sum of the losses, and the number of targets.
     sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
-    for own, batches in zip(sums, loaders.values(), strict=True):
-        for batch in batches:
-            for total, count in forward(batch, losses):
-                own += torch.stack([total, count.double()])
+    is_labelled = True
+    for own, loader in zip(sums, loaders.values(), strict=True):
+        trainer.callback_handler.eval_dataloader = loader
+        for batch in loader:
+            is_labelled = is_labelled and _gives_loss(trainer, batch)
+            if is_labelled:
+                trainer.find_convention(batch, forward)
+                for total, count in forward(batch, partial(sum_of_losses, trainer)):
+                    own += torch.stack([total, count.double()])
+            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+    if not is_labelled:
+        logger.warning("eval_dataset has no %s, so there is no %s_loss", " and ".join(trainer.label_names), prefix)
+        return {}
     if dist.is_initialized():
         dist.all_reduce(sums)
     total, count = sums.sum(0).tolist()
     loss = total / count if count else math.nan
-    logger.info("evaluated at step %d: loss %.4f, perplexity %.1f", trainer.state.global_step, loss, perplexity(loss))
-    figures = {f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
+    figures = {f"{prefix}_loss": loss}
+    if trainer.convention is not None and trainer.convention.is_of_tokens:
+        logger.info(
+            "evaluated at step %d: loss %.4f, perplexity %.1f", trainer.state.global_step, loss, perplexity(loss)
+        )
+        figures |= {f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
     for name, (part_total, part_count) in zip(loaders, sums.tolist(), strict=True):
         if name:
             figures[f"{prefix}_{name}_loss"] = part_total / part_count if part_count else math.nan
     return figures
+
+
+def _gives_loss(trainer: Any, batch: Any) -> bool:
+    """Whether the model has all that its loss is computed from, as `Trainer.prediction_step` tells it."""
+    names = trainer.label_names
+    if not names:
+        return "labels" in batch or bool(batch.get("return_loss", trainer.can_return_loss))
+    return all(batch.get(name) is not None for name in names)
 
 
 def perplexity(loss: float) -> float:
