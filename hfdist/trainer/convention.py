@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.pipeline.unchanged import unchanged
 from hfdist.strategies.base import Batch
@@ -59,8 +60,11 @@ def ask(trainer: Any, forward: Forward, batch: Batch) -> Convention:
         answers = torch.tensor([counts_first, divides], dtype=torch.int32, device=trainer.args.device)
         dist.all_reduce(answers, op=dist.ReduceOp.MAX)
         counts_first, divides = map(bool, answers.tolist())
+    shifts = may_shift and not counts_first
+    # A stream gives each token as its own label; such a loss would train to copy it.
+    moves = may_shift and counts_first and isinstance(trainer.train_dataset, TokenStream)
     return Convention(
-        label_names=names, is_of_tokens=is_of_tokens, shifts=may_shift and not counts_first, divides=divides
+        label_names=names, is_of_tokens=is_of_tokens, shifts=shifts, moves=moves, divides=divides and not moves
     )
 
 

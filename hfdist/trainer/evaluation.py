@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import HeldOutSources
@@ -41,7 +42,7 @@ class Measure(Protocol):
 
 
 def dealt_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
-    """Give this rank's batches of a map-style dataset, equally many on each rank: under ZeRO-3 forwards are collectives.
+    """Give this rank's batches of a map-style dataset: equally many on each, since ZeRO-3's forwards are collectives.
 
     Returns:
         A DataLoader; of several held-out sources one of each, by name.
@@ -94,7 +95,7 @@ def evaluating(trainer: Any) -> Iterator[Forward]:
 
     def forward(batch: Batch, function: Callable[[nn.Module, Batch], Any]) -> list[Any]:
         def call(module: nn.Module, part: Batch) -> Any:
-            with trainer.accelerator.autocast():
+            with _autocast(trainer):
                 return function(module, trainer._prepare_inputs(part))
 
         values: list[Any] = trainer.engine.forward(batch, call, trainer._defaults(model))
@@ -107,14 +108,31 @@ def evaluating(trainer: Any) -> Iterator[Forward]:
 
 
 def _model_for_evaluation(trainer: Any) -> nn.Module:
-    """The model as it is trained; before training, wrapped as training would."""
-    if trainer.model_wrapped is trainer.model and trainer.is_deepspeed_enabled:
+    """The model as it is trained; before training, as it is."""
+    if not _is_before_deepspeed(trainer):
+        # DDP's wrapper only matters for backward, and would make ranks wait for each other.
+        return cast(nn.Module, trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
+    if is_deepspeed_zero3_enabled():
         raise ConfigError(
-            "evaluate() before train() is not possible: DeepSpeed makes its engine with the optimizer",
-            hint="call train() first, or evaluate with strategy=single or strategy=ddp",
+            "evaluate() before train() is not possible: each process has a part of every parameter, "
+            "and DeepSpeed puts them together once it has the optimizer",
+            hint="TrainingArguments(eval_on_start=True), or another strategy such as zero2",
         )
-    # DDP's wrapper only matters for backward, and would make ranks wait for each other.
-    return cast(nn.Module, trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
+    # DeepSpeed would move it.
+    return cast(nn.Module, trainer.model.to(trainer.args.device))
+
+
+def _is_before_deepspeed(trainer: Any) -> bool:
+    return trainer.is_deepspeed_enabled and trainer.model_wrapped is trainer.model
+
+
+def _autocast(trainer: Any) -> AbstractContextManager[Any]:
+    """What training computes in; before DeepSpeed rounds the weights, the same as in layouts without it."""
+    args = trainer.args
+    if not _is_before_deepspeed(trainer):
+        return cast(AbstractContextManager[Any], trainer.accelerator.autocast())
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
+    return torch.autocast(args.device.type, dtype, enabled=args.fp16 or args.bf16)
 
 
 def _loss_figures(trainer: Any, loaders: Loaders, forward: Forward, prefix: str) -> dict[str, float | int]:
@@ -138,12 +156,12 @@ def _loss_figures(trainer: Any, loaders: Loaders, forward: Forward, prefix: str)
         dist.all_reduce(sums)
     total, count = sums.sum(0).tolist()
     loss = total / count if count else math.nan
-    figures = {f"{prefix}_loss": loss}
+    figures: dict[str, float | int] = {f"{prefix}_loss": loss}
+    said = f"loss {loss:.4f}"
     if trainer.convention is not None and trainer.convention.is_of_tokens:
-        logger.info(
-            "evaluated at step %d: loss %.4f, perplexity %.1f", trainer.state.global_step, loss, perplexity(loss)
-        )
         figures |= {f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
+        said += f", perplexity {perplexity(loss):.1f}"
+    logger.info("evaluated at step %d: %s", trainer.state.global_step, said)
     for name, (part_total, part_count) in zip(loaders, sums.tolist(), strict=True):
         if name:
             figures[f"{prefix}_{name}_loss"] = part_total / part_count if part_count else math.nan

@@ -38,6 +38,8 @@ class Convention:
     """Whether each target is a token, or the like: one of many in a row."""
     shifts: bool
     """Whether position t + 1 is the target of position t, so that the first label of a row is none."""
+    moves: bool = False
+    """Whether labels are moved to the tokens before them, since the data want the next token and the loss does not."""
     divides: bool
     """Whether the loss is a sum divided by `num_items_in_batch`; else it is a mean, whatever that number is."""
 
@@ -53,15 +55,20 @@ class Convention:
             labels = self.labels(batch)
             if labels is None:
                 return torch.tensor(find_batch_size(batch) or 1)
-            if self.shifts and labels.ndim > 1:
+            if (self.shifts or self.moves) and labels.ndim > 1:
                 labels = labels[:, 1:]
         return is_target(labels).sum()
 
-    def made_countable(self, batch: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-        """Give a batch without any target arbitrary ones: their mean is a number, and so is 0 times it."""
-        return {
-            name: value.masked_fill(weight == 0, 0)
-            if name in self.label_names and isinstance(value, torch.Tensor)
-            else value
-            for name, value in batch.items()
-        }
+    def prepared(self, batch: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
+        """Give a batch of which the mean over its targets can be computed.
+
+        One without any target gets arbitrary ones: their mean is a number, and so is 0 times it.
+        """
+        changed = {}
+        for name in self.label_names:
+            labels = batch.get(name)
+            if isinstance(labels, torch.Tensor):
+                if self.moves and labels.ndim > 1:
+                    labels = torch.cat([labels[:, 1:], ignored_like(labels[:, :1])], 1)
+                changed[name] = labels.masked_fill(weight == 0, 0)
+        return {**batch, **changed}

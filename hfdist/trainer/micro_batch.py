@@ -39,7 +39,7 @@ def weighted_mean(trainer: Any, mean: Callable[..., Any], batch: Batch, *, num_i
     weight = trainer.convention.weight(batch).to(trainer.args.device)
     # A function of the user's may ask for a number that it does not divide by.
     own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
-    result = mean(trainer.convention.made_countable(batch, weight), num_items_in_batch=own_number)
+    result = mean(trainer.convention.prepared(batch, weight), num_items_in_batch=own_number)
     share = weight / num_items_in_batch
     if own_number is None and trainer.args.average_tokens_across_devices:
         # Gradients are averaged over the processes, and the targets are counted over all.

@@ -1,4 +1,4 @@
-"""Losses of every kind, in uneven micro batches and on several ranks: as the original's, where that sees all at once."""
+"""Losses of every kind, in uneven micro batches and on several ranks: as the original's, of all rows at once."""
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ import hfdist
 from hfdist.config.batch import plan_batch
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
+from hfdist.errors import ConfigError
 from hfdist.strategies.select import select_strategy
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
 from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_config
 
@@ -97,26 +98,19 @@ class Watcher(TrainerCallback):
         self.num_predictions += len(eval_dataloader) > 0
 
 
-def run(folder, kind, trainer_class, *, strategy=None, train_batch_size=1, eval_batch_size=2):
-    """Two epochs of two uneven steps, then an evaluation."""
+def make_trainer(folder, kind, trainer_class, *, strategy=None, train_batch_size=1, eval_batch_size=2, **named):
     fields = {"per_device_train_batch_size": train_batch_size, "per_device_eval_batch_size": eval_batch_size,
               "num_train_epochs": 2, "learning_rate": 1e-2, "max_grad_norm": 1.0, "logging_steps": 1,
               "report_to": "none", "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}  # fmt: skip
     arguments = TrainingArguments(str(folder), **fields | (strategy.training_arguments() if strategy else {}))
-    named = {} if strategy is None else {"strategy": strategy}
     if strategy is not None:
         strategy.start()
-    items, watcher = make_items(KINDS[kind][2]), Watcher()
-    trainer = trainer_class(
-        make_model(kind), arguments, train_dataset=items, eval_dataset=items[:7], callbacks=[watcher], **named
-    )
-    trainer.train()
-    steps = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    return steps, trainer.evaluate()["eval_loss"], watcher.num_predictions
+        named["strategy"] = strategy
+    return trainer_class(make_model(kind), arguments, train_dataset=make_items(KINDS[kind][2]), **named)
 
 
-def with_strategy(folder, kinds, sharding):
-    topology = Topology.from_environment(Degrees())
+def make_strategy(sharding, pipeline=1):
+    topology = Topology.from_environment(Degrees(pipeline=pipeline))
     batch = plan_batch(
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=1,
@@ -124,13 +118,25 @@ def with_strategy(folder, kinds, sharding):
         sequence_length=LENGTH,
         lanes=6,
     )
-    found = {}
-    for kind in kinds:
-        strategy = select_strategy(
-            StrategyConfig(sharding=sharding), TrainConfig(max_grad_norm=1.0), topology=topology, batch=batch
-        )
-        found[kind] = run(folder, kind, hfdist.Trainer, strategy=strategy)
-    return found
+    layout = StrategyConfig(sharding=sharding, pipeline=pipeline)
+    return select_strategy(layout, TrainConfig(max_grad_norm=1.0), topology=topology, batch=batch)
+
+
+def run(folder, kind, trainer_class, **named):
+    """Two epochs of two uneven steps, then an evaluation."""
+    watcher = Watcher()
+    held_out = make_items(KINDS[kind][2])[:7]
+    trainer = make_trainer(folder, kind, trainer_class, eval_dataset=held_out, callbacks=[watcher], **named)
+    trainer.train()
+    steps = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return steps, trainer.evaluate()["eval_loss"], watcher.num_predictions
+
+
+def with_strategy(folder, kinds, sharding, pipeline=1):
+    return {
+        kind: run(folder, kind, hfdist.Trainer, strategy=make_strategy(sharding, pipeline), eval_batch_size=2)
+        for kind in kinds
+    }
 
 
 def all_at_once(folder):
@@ -157,10 +163,57 @@ def originals(tmp_path_factory):
 )
 def test_weighs_as_if_all_were_one_batch(originals, tmp_path, sharding, num_ranks, kinds):
     for found in run_ranks(with_strategy, num_ranks, tmp_path, kinds, sharding):
-        for kind, (steps, eval_loss, num_predictions) in found.items():
-            expected_steps, expected_loss, _ = originals[kind]
-            assert len(steps) == len(expected_steps) == 4
-            for step, expected in zip(steps, expected_steps, strict=True):
-                assert step == pytest.approx(expected, rel=1e-4), kind
-            assert eval_loss == pytest.approx(expected_loss, rel=1e-4), kind
-            assert num_predictions == -(-7 // (2 * num_ranks)), "batches of a rank"
+        for kind in kinds:
+            check(found[kind], originals[kind])
+            assert found[kind][2] == -(-7 // (2 * num_ranks)), "batches of a rank"
+
+
+def test_weighs_so_in_a_pipeline(originals, tmp_path):
+    kinds = ["causal that does not shift", "token classes"]
+    for found in run_ranks(with_strategy, 2, tmp_path, kinds, Sharding.none, 2):
+        for kind in kinds:
+            check(found[kind], originals[kind])
+
+
+def check(found, expected):
+    assert len(found[0]) == len(expected[0]) == 4
+    for step, expected_step in zip(found[0], expected[0], strict=True):
+        assert step == pytest.approx(expected_step, rel=1e-4)
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def test_a_pipeline_refuses_labels_that_cannot_be_left_out(tmp_path):
+    with pytest.raises(RankFailed, match="allowed: whole numbers"):
+        run_ranks(with_strategy, 2, tmp_path, ["number"], Sharding.none, 2)
+
+
+def unusual_evaluations(folder, sharding):
+    """Before training, without labels, and without data."""
+    items = make_items(of_tokens)
+    trainer = make_trainer(folder, "masked", hfdist.Trainer, strategy=make_strategy(sharding))
+    before = trainer.evaluate(items)["eval_loss"]
+    without_labels = trainer.evaluate([{"input_ids": item["input_ids"]} for item in items])
+    assert "eval_runtime" in without_labels
+    assert "eval_loss" not in without_labels
+    with pytest.raises(ConfigError, match="nothing to evaluate on"):
+        trainer.evaluate()
+    trainer.train()
+    return before, trainer.evaluate(items)["eval_loss"]
+
+
+def test_evaluations_before_training_without_labels_and_without_data(tmp_path):
+    expected = run_ranks(unusual_evaluations, 1, tmp_path, Sharding.none)[0]
+    assert expected[0] > expected[1]
+    for found in run_ranks(unusual_evaluations, 2, tmp_path, Sharding.zero2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def evaluated_too_early(folder):
+    make_trainer(folder, "causal", hfdist.Trainer, strategy=make_strategy(Sharding.zero3)).evaluate(
+        make_items(of_tokens)
+    )
+
+
+def test_zero3_has_no_model_before_training(tmp_path):
+    with pytest.raises(RankFailed, match="eval_on_start"):
+        run_ranks(evaluated_too_early, 1, tmp_path)
