@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.topology import Topology
-from hfdist.trainer.loss import ignored_like
+from hfdist.trainer.loss import NUM_ROWS, ignored_like
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
@@ -90,7 +90,11 @@ class CountingCollator:
         """Give the batch, with as many rows."""
         blank = [not counts for _, counts in rows]
         batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
-        for name in self._label_names if any(blank) else ():
+        if not any(blank):
+            return batch
+        if not any(name in batch for name in self._label_names):
+            return {**batch, NUM_ROWS: torch.tensor(len(rows) - sum(blank))}
+        for name in self._label_names:
             labels = batch.get(name)
             if isinstance(labels, torch.Tensor) and labels.ndim > 0 and len(labels) == len(rows):
                 # Once more: some collators make the labels, and others put all rows into one.

@@ -11,6 +11,9 @@ from accelerate.utils import find_batch_size
 
 from hfdist.data.packing.sequence import IGNORED
 
+NUM_ROWS = "hfdist_num_rows"
+"""Where a batch without labels says how many of its rows count."""
+
 
 def num_input_tokens(batch: Any) -> int:
     """Count the tokens that a model reads; 0 for batches of another form, such as those of rewards."""
@@ -54,7 +57,7 @@ class Convention:
         if labels is None:
             labels = self.labels(batch)
             if labels is None:
-                return torch.tensor(find_batch_size(batch) or 1)
+                return batch[NUM_ROWS] if NUM_ROWS in batch else torch.tensor(find_batch_size(batch) or 1)
             if (self.shifts or self.moves) and labels.ndim > 1:
                 labels = labels[:, 1:]
         return is_target(labels).sum()
@@ -71,4 +74,4 @@ class Convention:
                 if self.moves and labels.ndim > 1:
                     labels = torch.cat([labels[:, 1:], ignored_like(labels[:, :1])], 1)
                 changed[name] = labels.masked_fill(weight == 0, 0)
-        return {**batch, **changed}
+        return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}

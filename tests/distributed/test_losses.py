@@ -37,6 +37,18 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Autoencoder(nn.Module):
+    """Has no labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 4), nn.Linear(4, 64)
+
+    def forward(self, input_ids, return_loss=True):
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten()), "logits": logits}
+
+
 def make_items(label):
     """Rows of tokens, each with what `label` gives for its number and tokens; shares of targets are very different."""
     generator = torch.Generator().manual_seed(0)
@@ -73,15 +85,16 @@ KINDS = {
     "classes": ("BertForSequenceClassification", BERT, of_row),
     "number": ("BertForSequenceClassification", BERT | {"num_labels": 1}, lambda number, row: {"labels": number - 3.5}),
     "spans": ("BertForQuestionAnswering", BERT | {"num_labels": 2}, of_span),
-    "module": (None, None, of_row),
+    "module": (Classifier, None, of_row),
+    "no labels": (Autoencoder, None, lambda number, row: {}),
 }
 
 
 def make_model(kind):
     name, fields, _ = KINDS[kind]
     torch.manual_seed(0)
-    if name is None:
-        return Classifier()
+    if not isinstance(name, str):
+        return name()
     config = tiny_config(fields, 2) if isinstance(fields, str) else AutoConfig.for_model(**{"num_labels": 3} | fields)
     for dropout in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"):
         if hasattr(config, dropout):
