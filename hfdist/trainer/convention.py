@@ -85,9 +85,9 @@ def _check_pipeline(trainer: Any, batch: Batch, labels: torch.Tensor | None) -> 
     if trainer.engine.runs_whole_model or can_be_ignored:
         return
     raise ConfigError(
-        "a pipeline fills batches up with rows that have no target, and these cannot be without",
+        "a pipeline fills batches up with rows whose labels are ignored, and these rows have none that could be",
         where="train_dataset, eval_dataset, data_collator",
         found=f"batches of {', '.join(batch)}",
         allowed="whole numbers as labels",
-        hint="a strategy without a pipeline, such as zero3",
+        hint="a data_collator that adds them, or a strategy without a pipeline",
     )

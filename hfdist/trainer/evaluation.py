@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
@@ -84,7 +84,7 @@ def evaluate(trainer: Any, batches: Any, prefix: str) -> EvalLoopOutput:
         for measure in trainer.measures:
             figures |= measure(forward, prefix)
     nothing: Any = None  # no predictions are kept, as with `prediction_loss_only`
-    num_samples = sum(len(loader.dataset) for loader in loaders.values())  # type: ignore[arg-type]  # checked above
+    num_samples = sum(len(cast(Sized, loader.dataset)) for loader in loaders.values())
     return EvalLoopOutput(predictions=nothing, label_ids=nothing, metrics=figures, num_samples=num_samples)
 
 

@@ -182,7 +182,7 @@ def test_weighs_as_if_all_were_one_batch(originals, tmp_path, sharding, num_rank
 
 
 def test_weighs_so_in_a_pipeline(originals, tmp_path):
-    kinds = ["causal that does not shift", "token classes"]
+    kinds = ["causal that does not shift", "masked"]
     for found in run_ranks(with_strategy, 2, tmp_path, kinds, Sharding.none, 2):
         for kind in kinds:
             check(found[kind], originals[kind])
@@ -195,9 +195,10 @@ def check(found, expected):
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
 
 
-def test_a_pipeline_refuses_labels_that_cannot_be_left_out(tmp_path):
-    with pytest.raises(RankFailed, match="allowed: whole numbers"):
-        run_ranks(with_strategy, 2, tmp_path, ["number"], Sharding.none, 2)
+def test_a_pipeline_refuses_rows_without_labels(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "unlabelled", ("LlamaForCausalLM", "llama", lambda number, row: {}))
+    with pytest.raises(RankFailed, match="whole numbers as labels"):
+        run_ranks(with_strategy, 2, tmp_path, ["unlabelled"], Sharding.none, 2)
 
 
 def unusual_evaluations(folder, sharding):
