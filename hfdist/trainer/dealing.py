@@ -7,7 +7,7 @@ over targets does not see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.topology import Topology
+from hfdist.trainer.loss import NUM_ROWS, ignored_like
 
 _KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
@@ -75,34 +76,49 @@ class CountedRows(Dataset[tuple[Any, bool]]):
 
 
 class CountingCollator:
-    """Collates rows of which those that do not count have no targets."""
+    """Collates rows of which those that do not count have no targets.
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
+    Args:
+        collate: the user's.
+        label_names: of what a row or a batch may hold to compare with.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], label_names: Collection[str]) -> None:
+        self._collate, self._label_names = collate, label_names
 
     def __call__(self, rows: list[tuple[Any, bool]]) -> Any:
         """Give the batch, with as many rows."""
         blank = [not counts for _, counts in rows]
-        batch = self._collate([row if counts else _without_targets(row) for row, counts in rows])
-        if any(blank) and len(batch["labels"]) == len(rows):
-            # Once more: some collators make the labels, and others put all rows into one.
-            batch["labels"][blank] = IGNORED
+        batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
+        if not any(blank):
+            return batch
+        if not any(name in batch for name in self._label_names):
+            return {**batch, NUM_ROWS: torch.tensor(len(rows) - sum(blank))}
+        for name in self._label_names:
+            labels = batch.get(name)
+            if isinstance(labels, torch.Tensor) and labels.ndim > 0 and len(labels) == len(rows):
+                # Once more: some collators make the labels, and others put all rows into one.
+                labels[blank] = ignored_like(labels[blank])
         return batch
 
+    def _without_targets(self, row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        return {name: _ignored(value) if name in self._label_names else value for name, value in row.items()}
 
-def _without_targets(row: Any) -> Any:
-    if not isinstance(row, Mapping) or "labels" not in row:
-        return row
-    labels = row["labels"]
-    ignored = torch.full_like(labels, IGNORED) if isinstance(labels, torch.Tensor) else [IGNORED] * len(labels)
-    return {**row, "labels": ignored}
+
+def _ignored(labels: Any) -> Any:
+    """Only where collators may need it: single labels are told from their rows in the batch."""
+    if isinstance(labels, torch.Tensor):
+        return ignored_like(labels)
+    return [IGNORED] * len(labels) if isinstance(labels, list) else labels
 
 
 @contextmanager
-def dealing_each_once(accelerator: Any, topology: Topology) -> Iterator[None]:
+def dealing_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
     """Let data loaders that are prepared meanwhile read each row once; for losses summed over targets."""
     before = accelerator.prepare_data_loader
-    accelerator.prepare_data_loader = partial(_deal_each_once, accelerator, topology, before)
+    accelerator.prepare_data_loader = partial(_deal_each_once, accelerator, topology, label_names, before)
     yield
     accelerator.prepare_data_loader = before
 
@@ -110,6 +126,7 @@ def dealing_each_once(accelerator: Any, topology: Topology) -> Iterator[None]:
 def _deal_each_once(
     accelerator: Accelerator,
     topology: Topology,
+    label_names: Collection[str],
     otherwise: Callable[..., Any],
     data_loader: Any,
     device_placement: Any = None,
@@ -121,7 +138,7 @@ def _deal_each_once(
     dealt: DataLoader[Any] = DataLoader(
         CountedRows(data_loader.dataset),
         batch_sampler=DealtBatches(data_loader.batch_sampler, topology),
-        collate_fn=CountingCollator(data_loader.collate_fn),
+        collate_fn=CountingCollator(data_loader.collate_fn, label_names),
         **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
     )
     return _prepare(accelerator, dealt, device_placement, num_ranks=1, rank=0)

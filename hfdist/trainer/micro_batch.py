@@ -1,8 +1,8 @@
-"""The loss of one micro batch, wherever an engine runs it: as the Trainer's class computes it, and as a sum."""
+"""The loss of one micro batch, wherever an engine runs it: as its share of the global batch's, and as a sum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hfdist.strategies.base import Batch
-from hfdist.trainer.loss import causal_lm_loss, num_target_tokens, sum_of_token_losses
-from hfdist.trainer.trl_trainers import is_sft
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
 
@@ -26,19 +24,37 @@ def loss_of(trainer: Any, model: nn.Module, batch: Batch, num_items: torch.Tenso
         return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
 
+def weighted_mean(trainer: Any, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
+    """Compute a loss that is a mean over its batch, and give it the weight of that batch in the global one.
+
+    Args:
+        trainer: whose loss is of this kind.
+        mean: `Trainer.compute_loss` of the class after the mixin, for the trainer's model.
+        batch: on its device.
+        num_items_in_batch: weight of the global batch.
+
+    Returns:
+        What `mean` returns: the loss, or the loss and the outputs.
+    """
+    weight = trainer.convention.weight(batch).to(trainer.args.device)
+    # A function of the user's may ask for a number that it does not divide by.
+    own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
+    result = mean(trainer.convention.prepared(batch, weight), num_items_in_batch=own_number)
+    share = weight / num_items_in_batch
+    if own_number is None and trainer.args.average_tokens_across_devices:
+        # Gradients are averaged over the processes, and the targets are counted over all.
+        share = share * trainer.accelerator.num_processes
+    return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
+
+
 def sum_of_losses(trainer: Any, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the sum of the token losses (float64) and the number of targets of a batch that is on its device."""
-    is_own = trainer.compute_loss_func not in (None, causal_lm_loss)
-    if not is_own and not is_sft(type(trainer)):
-        return sum_of_token_losses(model, batch, accepts_loss_kwargs=trainer.model_accepts_loss_kwargs)
-    count = num_target_tokens(batch["labels"])
-    # Divided by one item, the class's own loss is a sum; and it notes its metrics on the way. A function of the user's
-    # may be a mean that asks for no number: divided by those of this batch, it is a mean in any case.
-    num_items = count.clamp(min=1) if is_own else torch.ones((), device=count.device)
-    loss = loss_of(trainer, model, batch, num_items).double()
+    """Give the sum of the losses of all targets (float64), and their number, of a batch that is on its device."""
+    weight = trainer.convention.weight(batch).to(trainer.args.device)
+    # Divided by those of this batch, it is their mean.
+    mean = loss_of(trainer, model, batch, weight.clamp(min=1)).double()
     if trainer.args.average_tokens_across_devices:
-        loss = loss / trainer.accelerator.num_processes
-    return (torch.where(count > 0, loss * count, 0.0) if is_own else loss), count
+        mean = mean / trainer.accelerator.num_processes
+    return torch.where(weight > 0, mean * weight, 0.0), weight
 
 
 @contextmanager

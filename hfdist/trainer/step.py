@@ -89,17 +89,17 @@ class LeanStep:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return cast(torch.Tensor, loss.detach())
 
-    def loss(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
+    def loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Give the loss of a micro batch that is on its device; `Trainer.compute_loss`."""
         trainer = self._trainer
         is_plain = self._has_plain_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
         if not is_plain:
-            return cast(torch.Tensor, self._compute_loss(model, inputs, num_items_in_batch=num_items))
-        is_counted = trainer.model_accepts_loss_kwargs and num_items is not None
-        outputs = model(**inputs, num_items_in_batch=num_items) if is_counted else model(**inputs)
+            return cast(torch.Tensor, self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
+        is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_counted else model(**inputs)
         if isinstance(outputs, dict) and "loss" not in outputs:
             # For its error message.
-            self._compute_loss(model, inputs, num_items_in_batch=num_items)
+            self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if is_counted and self._num_averaged != 1:
             loss *= self._num_averaged

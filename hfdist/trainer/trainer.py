@@ -6,6 +6,7 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,18 +21,21 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.checkpoint.exchange import gather_json
 from hfdist.data import TokenStream
+from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.models.loss_head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
 from hfdist.trainer.construction import adapt_accelerator, build_engine
-from hfdist.trainer.dealing import dealing_each_once
-from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate
+from hfdist.trainer.convention import ask, names_of_labels
+from hfdist.trainer.dealing import CountingCollator, dealing_each_once
+from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate, evaluating
+from hfdist.trainer.greedy import Forward
 from hfdist.trainer.groups import without_empty_groups
 from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
-from hfdist.trainer.loss import causal_lm_loss, num_input_tokens
-from hfdist.trainer.micro_batch import loss_of
+from hfdist.trainer.loss import Convention, num_input_tokens
+from hfdist.trainer.micro_batch import loss_of, weighted_mean
 from hfdist.trainer.numerics import Limits, StepGuard, spread
 from hfdist.trainer.step import LeanStep, make_lean_step
 from hfdist.trainer.throughput import Throughput
@@ -70,6 +74,8 @@ class DistributedTrainerMixin(_Trainer):
         """What each evaluation measures besides the loss."""
         self.loss_head: LossHead | None = None
         """Computes training losses without whole logits; None: the model computes them. Set it before `train()`."""
+        self.convention: Convention | None = None
+        """What the loss counts; found out at the first batch. None: not yet, or the class has a loss of its own."""
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
@@ -88,11 +94,6 @@ class DistributedTrainerMixin(_Trainer):
             trl_trainers.adapt(self, self.engine)
             self.agreement.listeners.append(saving.SaveListener(self))
             self.add_callback(self.agreement)
-            if self._sums_targets and not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-                # Such a model would average over its own micro batch, which biases uneven ones.
-                self.compute_loss_func = causal_lm_loss
-                # Tells the Trainer's count of targets that a first label is none.
-                self._loss_shifts_labels = True
 
     # ---- setting up ----
 
@@ -100,6 +101,20 @@ class DistributedTrainerMixin(_Trainer):
     def _sums_targets(self) -> bool:
         """Whether the loss is that of all targets of the global batch, and not a mean of another kind."""
         return trl_trainers.sums_over_targets(type(self))
+
+    def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
+        """Find out, once, what the loss counts: of batches like this one. A collective.
+
+        Args:
+            batch: any one, of this rank.
+            forward: runs the model; None: no evaluation goes on.
+        """
+        if self.convention is None:
+            with evaluating(self) if forward is None else nullcontext(forward) as run:
+                self.convention = ask(self, run, batch)
+            # What `compute_loss` gives is this micro batch's share, whether or not the model divides by itself.
+            self.loss_is_scaled_for_ga = True
+        return self.convention
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and mend what it does otherwise than a strategy wants."""
@@ -144,7 +159,7 @@ class DistributedTrainerMixin(_Trainer):
             return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
         if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
-        with dealing_each_once(self.accelerator, self.strategy.topology):
+        with dealing_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):
             return super().get_train_dataloader()
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -201,9 +216,12 @@ class DistributedTrainerMixin(_Trainer):
         """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
         head = None if return_outputs else self.loss_head
         with nullcontext() if head is None else head.deferring(model):
+            compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
-                return spread(self._lean_step.loss(model, inputs, num_items_in_batch))
-            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                compute = partial(self._lean_step.loss, model)
+            if self.convention is not None and not self.convention.divides and num_items_in_batch is not None:
+                compute = partial(weighted_mean, self, compute)
+            result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
         return (spread(result[0]), result[1]) if return_outputs else spread(result)
@@ -216,10 +234,16 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Ranks of one model replica read the same batch: the original has counted it once for each."""
-        num_items = super()._get_num_items_in_batch(batch_samples, device)
+        """Targets of the global batch, as the loss counts them; ranks of one model replica read the same batch."""
         num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
-        return num_items if num_items is None or num_alike == 1 else num_items // num_alike
+        if self.engine is None or not self._sums_targets or not batch_samples:
+            num_items = super()._get_num_items_in_batch(batch_samples, device)
+            return num_items if num_items is None or num_alike == 1 else num_items // num_alike
+        convention = self.find_convention(batch_samples[0])
+        num_items = torch.stack([convention.weight(batch) for batch in batch_samples]).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            num_items = self.accelerator.gather(num_items).sum() // num_alike
+        return num_items
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         if self.engine is None:
@@ -307,11 +331,19 @@ class DistributedTrainerMixin(_Trainer):
         own: Any = self.eval_dataset
         if eval_dataset is not None:
             own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        if own is None:
+            raise ConfigError(
+                "there is nothing to evaluate on",
+                where="eval_dataset",
+                found="None",
+                hint="evaluate(eval_dataset), or eval_dataset=... for the trainer",
+            )
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
         return dealt_batches(
             own,
             topology=self.strategy.topology,
             micro_batch_size=self.args.per_device_eval_batch_size,
-            collate=self._get_collator_with_removed_columns(self.data_collator, description="evaluation"),
+            collator=CountingCollator(collate, names_of_labels(self)),
         )
 
     def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:

@@ -24,6 +24,7 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.packing import keeps_documents_apart
 from hfdist.strategies.base import Engine, Strategy
+from hfdist.trainer.loss import Convention
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,8 @@ def adapt(trainer: Any, engine: Engine) -> None:
     if not is_sft(type(trainer)):
         return
     # Its loss is divided by the targets of the global batch whatever the model's forward takes: count them.
-    trainer.model_accepts_loss_kwargs = trainer._loss_shifts_labels = True
+    trainer.model_accepts_loss_kwargs = True
+    trainer.convention = Convention(shifts=True, divides=True, is_of_tokens=True)
     if not engine.runs_whole_model and getattr(trainer.data_collator, "padding_free", False):
         trainer.data_collator = partial(collate_rows, trainer.data_collator)
 

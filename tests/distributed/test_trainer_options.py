@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer import history as trainer_history
-from hfdist.trainer.loss import causal_lm_loss
 from hfdist.trainer.model_files import RenderedModelFiles
 from tests.distributed.test_trainer import (
     LENGTH,
@@ -188,7 +188,8 @@ def constant_loss(outputs, labels, num_items_in_batch=None):
 
 def doubled_loss(outputs, labels, num_items_in_batch):
     # Asks for the number, as a function may that divides a sum.
-    return 2 * causal_lm_loss(outputs, labels, num_items_in_batch + 0)
+    logits = outputs["logits"]
+    return 2 * ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch=num_items_in_batch + 0)
 
 
 def evaluated(folder, function):

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.compose import compose_config
 from hfdist.config.model import Loss
 from hfdist.models.loss_head import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.testing import run_ranks
-from hfdist.trainer.loss import causal_lm_loss
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = torch.arange(48).view(2, 24)
@@ -79,7 +79,7 @@ def train_under_ddp():
     for _ in range(2):
         model.zero_grad()
         with head.deferring(parallel):
-            loss = causal_lm_loss(parallel(input_ids=TOKENS), TOKENS)
+            loss = ForCausalLMLoss(parallel(input_ids=TOKENS).logits, TOKENS, model.config.vocab_size)
         loss.backward()
         norms.append([float(p.grad.norm()) for p in model.parameters()])
     assert norms[0] == pytest.approx(norms[1])

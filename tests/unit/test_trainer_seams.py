@@ -94,7 +94,11 @@ def test_the_step_is_called_through_the_hooks():
 
 
 def test_private_names_elsewhere():
-    assert "self._loss_shifts_labels" in inspect.getsource(transformers.Trainer._get_num_items_in_batch)
+    for caller in ("get_batch_samples", "prediction_step"):
+        assert "self._get_num_items_in_batch(" in inspect.getsource(getattr(transformers.Trainer, caller))
+    loop = inspect.getsource(transformers.Trainer.evaluation_loop)
+    assert "self.callback_handler.on_prediction_step(args, self.state, self.control)" in loop
+    assert "self.callback_handler.eval_dataloader = dataloader" in loop
     assert list(inspect.signature(PreTrainedModel._init_weights).parameters) == ["self", "module"]
     assert {"num_input_tokens_seen", "global_step", "log_history"} <= set(inspect.signature(TrainerState).parameters)
     assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
