@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from hfdist.trainer.adapter_files import has_adapter, write_adapter_config
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -28,14 +30,15 @@ def write_model_files(trainer: Any, folder: Path) -> None:
 
 
 def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write config, generation config and tokenizer (None: no tokenizer)."""
-    config = copy.deepcopy(model.config)
-    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
-    config.architectures = [type(model).__name__]
-    config.dtype = next(model.parameters()).dtype
-    config.use_cache = True
-    config.save_pretrained(folder)
-    if model.can_generate():
+    """Write config, generation config and tokenizer (None: no tokenizer); of a module without a config the rest."""
+    if isinstance(getattr(model, "config", None), PreTrainedConfig):
+        config = copy.deepcopy(model.config)
+        # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
+        config.architectures = [type(model).__name__]
+        config.dtype = next(model.parameters()).dtype
+        config.use_cache = True
+        config.save_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and model.can_generate():
         _save_generation_config(model.generation_config, folder)
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)

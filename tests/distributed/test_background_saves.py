@@ -29,7 +29,7 @@ def train_and_save(folder):
     for step in range(1, 13):
         piece = Piece(name="w", key=WEIGHT, shape=(TOTAL,), start=start, view=share)
         saver.save(
-            folder,
+            folder / step_name(step),
             step=step,
             pieces=[piece],
             state={},
