@@ -9,7 +9,6 @@ from hfdist.models.architecture import check_router_loss
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.trainer.trl_trainers import owner_of_loss, sums_over_targets
 
-
 _REFUSED = {
     "save_only_model": (
         "a checkpoint holds all that a run goes on from, in each layout",

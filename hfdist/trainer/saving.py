@@ -252,6 +252,11 @@ def restore(trainer: Any, path: Path) -> None:
     on_rank_zero(lambda: _tidy(trainer))
 
 
+def micro_batch_size_of(path: Path) -> int:
+    """Give the sequences in a forward of the layout that saved a checkpoint."""
+    return int(TrainerState.load_from_json(str(path / TRAINER_STATE)).train_batch_size or 0)
+
+
 def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
     """Read what the engine holds, weights and what the optimizer keeps, and give the rest of the state.
 
@@ -275,12 +280,15 @@ def restore_best(trainer: Any) -> None:
     restore_weights(trainer, path)
 
 
-def find_last(trainer: Any) -> str:
-    """Give the newest checkpoint of the output folder that verifies. Call on all ranks.
+def find_start(trainer: Any, wish: str | bool) -> str:
+    """Give the checkpoint of this path, or for True the newest of the output folder that verifies. Call on all ranks.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or that of the path is damaged or another program's.
     """
+    if wish is not True:
+        on_rank_zero(lambda: verify(Path(str(wish))))
+        return str(wish)
     folder = folder_of(trainer)
     found = find_newest(folder)
     if found is None:

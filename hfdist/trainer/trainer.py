@@ -159,6 +159,20 @@ class DistributedTrainerMixin(_Trainer):
         with dealing_each_once(self.accelerator, self.strategy.topology):
             return super().get_train_dataloader()
 
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> Any:
+        more = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
+        if self.engine is None or resume_from_checkpoint is None:
+            return super()._init_training_state(*more)
+        # The original warns of another micro batch, which here is another layout of the same global batch.
+        own = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = saving.micro_batch_size_of(Path(resume_from_checkpoint))
+        try:
+            return super()._init_training_state(*more)
+        finally:
+            self.args.per_device_train_batch_size = self.state.train_batch_size = own
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -188,9 +202,13 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
-        """As the original; a save that goes on at the end of training, or at an error, is waited for."""
-        if resume_from_checkpoint is True and self.engine is not None:
-            resume_from_checkpoint = saving.find_last(self)
+        """As the original; a save that goes on at the end of training, or at an error, is waited for.
+
+        Raises:
+            CheckpointError: there is nothing to go on from, or it is damaged or another program's.
+        """
+        if resume_from_checkpoint and self.engine is not None:
+            resume_from_checkpoint = saving.find_start(self, resume_from_checkpoint)
         with saving.settled(self):
             return super().train(resume_from_checkpoint, *more, **named)
 

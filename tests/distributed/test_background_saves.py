@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint import Keep, Saver, verify
+from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.config.compose import compose_config
 from hfdist.errors import ResourceError
