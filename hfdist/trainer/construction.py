@@ -9,31 +9,36 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub import reading_from_hub
+from hfdist.models.unused import uses_all_parameters
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.dealing import deal
 from hfdist.trainer.guards import check_arguments, check_loss
 from hfdist.trainer.loss_scaler import AgreedLossScaler
 from hfdist.trainer.step import prepare_optimizer
-from hfdist.trainer.trl_trainers import MIXIN, check_wishes, trains_causal_lm
+from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, trains_causal_lm
 
 _Parameter = inspect.Parameter
 
 
-def adapt_accelerator(accelerator: Any, topology: Topology) -> None:
+def adapt_accelerator(trainer: Any, topology: Topology) -> None:
     """Mend what accelerate does otherwise than a strategy wants.
 
     Args:
-        accelerator: as the Trainer has just made it.
+        trainer: that has just made its accelerator.
         topology: of this run.
     """
-    if accelerator.ddp_handler is not None:
+    accelerator, handler = trainer.accelerator, trainer.accelerator.ddp_handler
+    if handler is not None:
+        if handler.find_unused_parameters and _uses_all_parameters(trainer):
+            # Else DDP walks through the graph at each forward, and says itself that there is nothing to find.
+            handler.find_unused_parameters = False
         # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
-        accelerator.ddp_handler.gradient_as_bucket_view = True
+        handler.gradient_as_bucket_view = True
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         # The Trainer accumulates by itself and tells accelerate of one step, of which DeepSpeed's config has the truth.
         accelerator.gradient_accumulation_steps = accelerator.deepspeed_plugin.get_value("gradient_accumulation_steps")
@@ -45,6 +50,14 @@ def adapt_accelerator(accelerator: Any, topology: Topology) -> None:
     if topology.data_size < accelerator.num_processes:
         # It deals batches over all processes, but ranks of one model replica must read the same.
         accelerator.prepare_data_loader = partial(deal, accelerator, topology)
+
+
+def _uses_all_parameters(trainer: Any) -> bool:
+    """Whether it is known, where the arguments leave it open, that each step's loss needs all parameters."""
+    is_ddp = trainer.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    is_open = is_ddp and trainer.args.ddp_find_unused_parameters is None and not trainer.engine.reduces_gradients
+    is_plain = isinstance(trainer.model, PreTrainedModel) and owner_of_loss(type(trainer)) is Trainer
+    return is_open and is_plain and uses_all_parameters(trainer.model)
 
 
 def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:

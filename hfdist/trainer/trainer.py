@@ -109,7 +109,7 @@ class DistributedTrainerMixin(_Trainer):
         """Make the accelerator, and mend what it does otherwise than a strategy wants."""
         super().create_accelerator_and_postprocess()
         if self.strategy is not None:
-            adapt_accelerator(self.accelerator, self.strategy.topology)
+            adapt_accelerator(self, self.strategy.topology)
 
     def call_model_init(self, *more: Any, **named: Any) -> Any:
         """As the original, with an engine of its own for each model."""
