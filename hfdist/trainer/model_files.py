@@ -21,12 +21,14 @@ logger = logging.getLogger(__name__)
 
 def write_model_files(trainer: Any, folder: Path) -> None:
     """Write all that makes a Hub model of weights, or a PEFT folder of an adapter's."""
+    # As in the original, that of the collator where the Trainer was given none.
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if not has_adapter(trainer.model):
-        write_hub_files(trainer.model, trainer.processing_class, folder)
+        write_hub_files(trainer.model, tokenizer, folder)
         return
     write_adapter_config(trainer.model, folder)
-    if trainer.processing_class is not None:
-        _save_tokenizer(trainer.processing_class, folder)
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
 
 
 def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
