@@ -70,7 +70,7 @@ class Saver:
 
     def save(
         self,
-        folder: Path,
+        path: Path,
         *,
         step: int,
         pieces: Iterable[Piece],
@@ -79,11 +79,11 @@ class Saver:
         keep: Keep | None,
         begin_seconds: float,
     ) -> None:
-        """Write `<folder>/step-N` as `write_checkpoint` does, then remove what `keep` does not name. A collective.
+        """Write the checkpoint `path` as `write_checkpoint` does, then remove what `keep` does not name. A collective.
 
         Args:
-            folder: as of `write_checkpoint`.
-            step: as there.
+            path: in the run's folder of checkpoints, with a name that `folder.STEP_NAME` matches.
+            step: as of `write_checkpoint`.
             pieces: as there.
             state: as there.
             write_model_files: as there; may be called while training goes on.
@@ -94,7 +94,7 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        prepared = prepare(self._planner, folder, step, pieces, state, write_model_files)
+        prepared = prepare(self._planner, path, step, pieces, state, write_model_files)
         if self._copy is None:
             self._complete(prepared, keep, begin_seconds)
             self.wait()

@@ -22,20 +22,33 @@ from hfdist.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
+from hfdist.checkpoint.plan import TRAINING_STATE
 from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-STEP_NAME = re.compile(r"step-(\d{8,})")
+_NAME = r"(?:step-(?=\d{8})|checkpoint-)(\d+)"
+STEP_NAME = re.compile(_NAME)
 _SYNCED_TOGETHER = 8
 
-UNFINISHED_NAME = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
-_REPLACED_NAME = re.compile(r"(step-\d{8,})\.hfdist-replaced-[0-9a-f]{8}")
+UNFINISHED_NAME = re.compile(rf"{_NAME}\.tmp-[0-9a-f]+")
+_REPLACED_NAME = re.compile(rf"({_NAME})\.hfdist-replaced-[0-9a-f]{{8}}")
 
 
 def step_name(step: int) -> str:
     """Name of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
+
+
+def original_name(step: int) -> str:
+    """The same as the original Trainer names it, which its users' code looks for."""
+    return f"checkpoint-{step}"
+
+
+def step_of(name: str) -> int:
+    """The step in a checkpoint's name of either form; -1: it is the name of something else."""
+    match = STEP_NAME.fullmatch(name)
+    return -1 if match is None else int(match[1])
 
 
 def temporary(path: Path) -> Path:
@@ -147,8 +160,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Give the folders with the name of a checkpoint, finished or not, oldest first."""
     if not folder.is_dir():
         return []
-    named = [(match, path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(named, key=lambda item: int(item[0][1]))]
+    return sorted((path for path in folder.iterdir() if _is_ours(path)), key=lambda path: step_of(path.name))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it has the name of a checkpoint, and is not one that the original Trainer wrote under the same name."""
+    if step_of(path.name) < 0 or not path.is_dir():
+        return False
+    return path.name.startswith("step-") or (path / TRAINING_STATE).is_dir()
 
 
 def _damage(path: Path) -> dict[str, Any] | None:
@@ -171,7 +190,7 @@ def _damage(path: Path) -> dict[str, Any] | None:
 def _report(path: Path) -> dict[str, Any] | None:
     try:
         manifest = read_manifest(path)
-        if step_name(manifest.step) != path.name:
+        if manifest.step != step_of(path.name):
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
         check_sizes(path, manifest)
         check_hashes(path, _share(manifest))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.checkpoint.exchange import rank
-from hfdist.checkpoint.folder import list_checkpoints, remove, temporary
+from hfdist.checkpoint.folder import list_checkpoints, remove, step_of, temporary
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.read import read_state
 from hfdist.errors import CheckpointError
@@ -28,6 +28,8 @@ class Keep:
     """Those of steps that this divides."""
     best: bool = False
     """The one with the lowest held-out loss."""
+    named: frozenset[str] = frozenset()
+    """Those with these names, which count among the newest."""
 
 
 def prune(folder: Path, keep: Keep) -> None:
@@ -40,9 +42,12 @@ def prune(folder: Path, keep: Keep) -> None:
         # The checkpoint that was just saved is whole, and the next save tries again.
         logger.warning("the checkpoints in %s cannot be listed, and none is removed: %s", folder, error)
         return
-    kept = set(complete[-keep.newest :])
+    kept = {path for path in complete if path.name in keep.named}
+    # As many as there is room for beside them, and the newest in any case: the run goes on from it.
+    others = [path for path in complete if path not in kept]
+    kept |= set(others[len(others) - max(keep.newest - len(kept), 0) :]) | set(complete[-1:])
     if keep.every is not None:
-        kept |= {path for path in complete if int(path.name.removeprefix("step-")) % keep.every == 0}
+        kept |= {path for path in complete if step_of(path.name) % keep.every == 0}
     if keep.best:
         kept |= {path for path, _ in _by_held_out_loss(complete)[:1]}
     for path in complete:

@@ -69,22 +69,31 @@ def write_checkpoint(
         NumericsError: a trained parameter or its state is not finite; on all ranks alike.
         ResourceError: the disk is full; on all ranks alike.
     """
-    return complete(prepare(Planner(), folder, step, pieces, state, write_model_files))
+    return complete(prepare(Planner(), folder / folders.step_name(step), step, pieces, state, write_model_files))
 
 
 def prepare(
     planner: Planner,
-    folder: Path,
+    final: Path,
     step: int,
     pieces: Iterable[Piece],
     state: dict[str, Any],
     write_model_files: Callable[[Path], object],
 ) -> PreparedSave:
-    """Agree on what is written where, and write nothing yet. A collective. Arguments as of `write_checkpoint`."""
+    """Agree on what is written where, and write nothing yet. A collective.
+
+    Args:
+        planner: of this training.
+        final: the checkpoint, with one of the names that `STEP_NAME` matches.
+        step: as of `write_checkpoint`, and so are the others.
+        pieces: likewise.
+        state: likewise.
+        write_model_files: likewise.
+    """
     plan, slots, elements = planner.plan(pieces)
     content = {"format": FORMAT, "step": step, "world_size": world_size(), "steps": plan.steps, "state": state}
     return PreparedSave(
-        final=folder / folders.step_name(step),
+        final=final,
         step=step,
         plan=plan,
         slots=slots,

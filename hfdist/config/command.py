@@ -95,7 +95,7 @@ def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Seq
         try:
             main(config)
         except HfdistError as error:
-            _stop_here(error)
+            stop_here(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
@@ -200,7 +200,7 @@ def stop_everywhere(error: HfdistError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _stop_here(error: HfdistError) -> NoReturn:
+def stop_here(error: HfdistError) -> NoReturn:
     """End after an error of a run that has begun.
 
     What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time

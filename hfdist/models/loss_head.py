@@ -160,10 +160,10 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            small = _small(model)
+            small = small_model(model)
             head = small.get_output_embeddings()
             vocabulary = _vocabulary(head)
-            before = _run(small)
+            before = run_small(small)
         except Exception as error:  # whatever a model raises that cannot be made small
             raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {_first_line(error)}") from error
         seen: list[Rows] = []
@@ -175,7 +175,7 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
 
         try:
             with deferring(head, vocabulary, loss) as deferred:
-                after = _run(small)
+                after = run_small(small)
             used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
             different = None if used is not None or choice in head_kernels.PACKAGES else _difference(before, after)
         except Exception as error:  # whatever a model raises that was given no tensor
@@ -191,7 +191,8 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _small(model: PreTrainedModel) -> PreTrainedModel:
+def small_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a small model of the same class, whole and on the CPU."""
     config = shrink(model.config)
     # Made on a CPU, where no other implementation needs to be at hand.
     config._attn_implementation = "eager"
@@ -204,7 +205,7 @@ def _vocabulary(head: Any) -> int:
     return int(head.out_features)
 
 
-def _run(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
+def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     """Loss and all gradients of a few tokens, of which some are no targets."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

@@ -12,6 +12,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks_layout import check_layout
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
+from hfdist.config.uncaught import report_uncaught
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
@@ -55,6 +56,8 @@ def make_strategy(
 ) -> Strategy:
     """Make a strategy from Python, for `hfdist.Trainer` with a model and a dataset of one's own.
 
+    From then on an error of hfdist's that the program does not catch ends it as a recipe ends: see `report_uncaught`.
+
         strategy = hfdist.make_strategy(pipeline=2, sharding="zero1", global_batch_size=32, micro_batch_size=4)
         args = TrainingArguments("out", bf16=True, **strategy.training_arguments())
         hfdist.Trainer(model, args, strategy=strategy, train_dataset=dataset).train()
@@ -70,6 +73,7 @@ def make_strategy(
     Raises:
         ConfigError: a key, a value or a size that does not fit.
     """
+    report_uncaught()
     strategy, train = _typed(layout, {"precision": precision, "max_grad_norm": max_grad_norm})
     check_layout(strategy, train)
     topology = Topology.from_environment(strategy.degrees)

@@ -14,6 +14,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
+from hfdist.errors import ConfigError
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
@@ -57,7 +58,19 @@ class ZeroStrategy:
         """Nothing to do: DeepSpeed cuts, while the model is made or when it is prepared."""
 
     def build(self, model: nn.Module) -> ZeroEngine:
-        """Take the model: accelerate hands it to DeepSpeed."""
+        """Take the model: accelerate hands it to DeepSpeed.
+
+        Raises:
+            ConfigError: a parameter that DeepSpeed cannot send.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigError(
+                    "DeepSpeed cannot cut a parameter that is a single number without a dimension",
+                    where=name,
+                    found="shape []",
+                    hint="torch.zeros(1) in place of torch.tensor(0.0), or a strategy without sharding",
+                )
         return ZeroEngine(model)
 
 

@@ -9,6 +9,18 @@ from hfdist.models.architecture import check_router_loss
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.trainer.trl_trainers import owner_of_loss, sums_over_targets
 
+_REFUSED = {
+    "save_only_model": (
+        "a checkpoint holds all that a run goes on from, in each layout",
+        "each checkpoint is a Hub model folder, too; save_model(folder) writes the model alone",
+    ),
+    "auto_find_batch_size": (
+        "the strategy has planned the batch, and another size would be another training",
+        "a smaller micro_batch_size for hfdist.make_strategy: the global batch stays",
+    ),
+}
+"""Arguments that a strategy refuses: why, and what to do instead."""
+
 
 def check_arguments(args: Any, strategy: Strategy) -> None:
     """Compare TrainingArguments with the layout's numbers, which the original class reads there.
@@ -34,15 +46,9 @@ def check_arguments(args: Any, strategy: Strategy) -> None:
                 hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments "
                 "(those of TRL are bf16=True by default)",
             )
-    for name in ("load_best_model_at_end", "save_only_model"):
+    for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
-            raise ConfigError(
-                "checkpoints by name are not loaded or thinned out in this way",
-                where=f"args.{name}",
-                found="True",
-                allowed="False",
-                hint="each checkpoint is a Hub model folder: open the best with from_pretrained",
-            )
+            raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
 
 
 def check_loss(kind: type, strategy: Strategy) -> None:

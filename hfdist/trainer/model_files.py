@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from hfdist.trainer.adapter_files import has_adapter, write_adapter_config
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
@@ -19,23 +21,26 @@ logger = logging.getLogger(__name__)
 
 def write_model_files(trainer: Any, folder: Path) -> None:
     """Write all that makes a Hub model of weights, or a PEFT folder of an adapter's."""
+    # As in the original, that of the collator where the Trainer was given none.
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if not has_adapter(trainer.model):
-        write_hub_files(trainer.model, trainer.processing_class, folder)
+        write_hub_files(trainer.model, tokenizer, folder)
         return
     write_adapter_config(trainer.model, folder)
-    if trainer.processing_class is not None:
-        _save_tokenizer(trainer.processing_class, folder)
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
 
 
 def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write config, generation config and tokenizer (None: no tokenizer)."""
-    config = copy.deepcopy(model.config)
-    # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
-    config.architectures = [type(model).__name__]
-    config.dtype = next(model.parameters()).dtype
-    config.use_cache = True
-    config.save_pretrained(folder)
-    if model.can_generate():
+    """Write config, generation config and tokenizer (None: no tokenizer); of a module without a config the rest."""
+    if isinstance(getattr(model, "config", None), PreTrainedConfig):
+        config = copy.deepcopy(model.config)
+        # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
+        config.architectures = [type(model).__name__]
+        config.dtype = next(model.parameters()).dtype
+        config.use_cache = True
+        config.save_pretrained(folder)
+    if isinstance(model, PreTrainedModel) and model.can_generate():
         _save_generation_config(model.generation_config, folder)
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerState
 
 from hfdist.checkpoint import find_newest
-from hfdist.checkpoint.folder import step_name
+from hfdist.checkpoint.folder import step_of
 from hfdist.trainer import saving
 from hfdist.trainer.callbacks import GoesBack
 from hfdist.watch import SAVING, watches_among
@@ -37,11 +37,11 @@ def find_way_back(trainer: Any, came_from: Path | None) -> Path | None:
         # Checkpoints are verified and read, which may take as long as a save.
         watch.progress.exempt = SAVING
     saving.wait(trainer)
-    newest = find_newest(Path(trainer.args.output_dir) / saving.CHECKPOINTS)
+    newest = find_newest(saving.folder_of(trainer))
     if newest is None:
         return came_from if came_from is not None and came_from.is_dir() else None
     # A later one is of another training that has used the folder.
-    return newest if newest.name <= step_name(trainer.state.global_step) else None
+    return newest if step_of(newest.name) <= trainer.state.global_step else None
 
 
 def go_back(trainer: Any, checkpoint: Path) -> None:

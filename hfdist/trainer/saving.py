@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hfdist.checkpoint import (
     verify,
 )
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, on_rank_zero
-from hfdist.checkpoint.folder import remove_unfinished, step_name
+from hfdist.checkpoint.folder import original_name, remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.retention import HELD_OUT_LOSS, by_held_out_loss
@@ -62,8 +63,29 @@ class Saving:
         return self.model_files
 
 
+def folder_of(trainer: Any) -> Path:
+    """Give the folder of checkpoints: in that of a run; from Python, where the original has them."""
+    folder = Path(trainer.args.output_dir)
+    return folder if trainer.run_values is None else folder / CHECKPOINTS
+
+
+def _path_of(trainer: Any, step: int) -> Path:
+    return folder_of(trainer) / (original_name(step) if trainer.run_values is None else step_name(step))
+
+
+def _note_best(trainer: Any) -> None:
+    """Name the checkpoint with the best metric so far, if there is one or will be. Call on all ranks."""
+    state = trainer.state
+    if not state.best_global_step:
+        return
+    path = _path_of(trainer, state.best_global_step)
+    is_known = state.best_global_step == state.global_step or state.best_model_checkpoint == str(path)
+    if is_known or on_rank_zero(path.is_dir):
+        state.best_model_checkpoint = str(path)
+
+
 def save(trainer: Any) -> None:
-    """Write `<output_dir>/checkpoints/step-N`, and remove those that nothing keeps. Call on all ranks.
+    """Write the checkpoint of this step, and remove those that nothing keeps. Call on all ranks.
 
     It goes on beside the training: `wait` waits for it.
     """
@@ -76,6 +98,7 @@ def save(trainer: Any) -> None:
         if trainer.train_dataset.ledger is not None:
             trainer.train_dataset.ledger.count()
     trainer.store_flos()
+    _note_best(trainer)
     model_files = saving.render_model_files(trainer)
     progress = copy.copy(trainer.state)
     progress.log_history = list(progress.log_history)
@@ -87,7 +110,7 @@ def save(trainer: Any) -> None:
         progress.save_to_json(str(path / TRAINER_STATE))
 
     saving.saver.save(
-        Path(trainer.args.output_dir) / CHECKPOINTS,
+        _path_of(trainer, trainer.state.global_step),
         step=trainer.state.global_step,
         pieces=_pieces(trainer),
         state=_state(trainer, cursor),
@@ -198,7 +221,7 @@ def last_held_out_loss(trainer: Any) -> float | None:
 def is_saved(trainer: Any) -> bool:
     """Whether there is a checkpoint of this very step. Call on all ranks."""
     wait(trainer)
-    return (Path(trainer.args.output_dir) / CHECKPOINTS / step_name(trainer.state.global_step)).is_dir()
+    return _path_of(trainer, trainer.state.global_step).is_dir()
 
 
 def export(trainer: Any, folder: Path) -> None:
@@ -230,6 +253,11 @@ def restore(trainer: Any, path: Path) -> None:
     on_rank_zero(lambda: _tidy(trainer))
 
 
+def micro_batch_size_of(path: Path) -> int:
+    """Give the sequences in a forward of the layout that saved a checkpoint."""
+    return int(TrainerState.load_from_json(str(path / TRAINER_STATE)).train_batch_size or 0)
+
+
 def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
     """Read what the engine holds, weights and what the optimizer keeps, and give the rest of the state.
 
@@ -240,13 +268,29 @@ def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
     return state
 
 
-def find_last(trainer: Any) -> str:
-    """Give the newest checkpoint of the output folder that verifies. Call on all ranks.
+def restore_best(trainer: Any) -> None:
+    """Put the weights of the checkpoint with the best metric into the model. Call on all ranks.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: it is damaged.
     """
-    folder = Path(trainer.args.output_dir) / CHECKPOINTS
+    wait(trainer)
+    path = Path(trainer.state.best_model_checkpoint)
+    on_rank_zero(lambda: verify(path))
+    logger.info("the model is that of %s (%s %s)", path, trainer.args.metric_for_best_model, trainer.state.best_metric)
+    restore_weights(trainer, path)
+
+
+def find_start(trainer: Any, wish: str | bool) -> str:
+    """Give the checkpoint of this path, or for True the newest of the output folder that verifies. Call on all ranks.
+
+    Raises:
+        CheckpointError: there is none, or that of the path is damaged or another program's.
+    """
+    if wish is not True:
+        on_rank_zero(lambda: verify(Path(str(wish))))
+        return str(wish)
+    folder = folder_of(trainer)
     found = find_newest(folder)
     if found is None:
         raise CheckpointError("there is no checkpoint to go on from", where=str(folder), hint="train() begins anew")
@@ -257,7 +301,7 @@ def find_best_checkpoint(trainer: Any) -> tuple[Path, float] | None:
     """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. Call on all ranks."""
 
     def find() -> list[Any] | None:
-        for path, loss in by_held_out_loss(Path(trainer.args.output_dir) / CHECKPOINTS):
+        for path, loss in by_held_out_loss(folder_of(trainer)):
             try:
                 verify(path)
             except CheckpointError as error:
@@ -272,7 +316,7 @@ def find_best_checkpoint(trainer: Any) -> tuple[Path, float] | None:
 
 def _tidy(trainer: Any) -> None:
     """Remove what a run that was killed behind its last save has left: no save may come that would."""
-    folder, keep = Path(trainer.args.output_dir) / CHECKPOINTS, _keep(trainer)
+    folder, keep = folder_of(trainer), _keep(trainer)
     if folder.is_dir():
         remove_unfinished(folder)
         if keep is not None:
@@ -281,7 +325,13 @@ def _tidy(trainer: Any) -> None:
 
 def _keep(trainer: Any) -> Keep | None:
     limit = trainer.args.save_total_limit
-    return trainer.keep or (None if limit is None else Keep(newest=limit))
+    # As in the original, 0 and less mean all.
+    keep: Keep | None = trainer.keep or (Keep(newest=limit) if limit is not None and limit > 0 else None)
+    if keep is None:
+        return None
+    # Not only the latest steps: an earlier training that went further may have used the folder.
+    named = {_path_of(trainer, trainer.state.global_step).name, Path(trainer.state.best_model_checkpoint or "").name}
+    return replace(keep, named=frozenset(named))
 
 
 def _state(trainer: Any, cursor: Cursor | None) -> dict[str, Any]:

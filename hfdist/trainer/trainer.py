@@ -27,7 +27,7 @@ from hfdist.models.loss_head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
 from hfdist.trainer import saving, trl_trainers
 from hfdist.trainer.agreement import Agreement
-from hfdist.trainer.construction import adapt_accelerator, build_engine
+from hfdist.trainer.construction import adapt_accelerator, arguments_by_name, build_engine
 from hfdist.trainer.convention import ask, names_of_labels
 from hfdist.trainer.dealing import CountingCollator, dealing_each_once
 from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate, evaluating
@@ -79,11 +79,15 @@ class DistributedTrainerMixin(_Trainer):
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
+        model_init = None
         if strategy is not None:
-            self.engine, named = build_engine(type(self), strategy, given, named)
-            given = ()
+            named = arguments_by_name(type(self), given, named)
+            given, model_init = (), named.get("model_init")
+            self.engine, named = build_engine(type(self), strategy, named)
         super().__init__(*given, **named)
         if self.engine is not None:
+            # Each training begins with a new model: see `call_model_init`.
+            self.model_init = model_init
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             # A loss that is not finite must be seen, and tokens are counted here.
@@ -120,7 +124,15 @@ class DistributedTrainerMixin(_Trainer):
         """Make the accelerator, and mend what it does otherwise than a strategy wants."""
         super().create_accelerator_and_postprocess()
         if self.strategy is not None:
-            adapt_accelerator(self.accelerator, self.strategy.topology)
+            adapt_accelerator(self, self.strategy.topology)
+
+    def call_model_init(self, *more: Any, **named: Any) -> Any:
+        """As the original, with an engine of its own for each model."""
+        model = super().call_model_init(*more, **named)
+        if self.strategy is None:
+            return model
+        self.engine = self.strategy.build(model)
+        return self.engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
@@ -162,6 +174,20 @@ class DistributedTrainerMixin(_Trainer):
         with dealing_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):
             return super().get_train_dataloader()
 
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> Any:
+        more = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
+        if self.engine is None or resume_from_checkpoint is None:
+            return super()._init_training_state(*more)
+        # The original warns of another micro batch, which here is another layout of the same global batch.
+        own = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = saving.micro_batch_size_of(Path(resume_from_checkpoint))
+        try:
+            return super()._init_training_state(*more)
+        finally:
+            self.args.per_device_train_batch_size = self.state.train_batch_size = own
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -191,9 +217,13 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
-        """As the original; a save that goes on at an error is waited for."""
-        if resume_from_checkpoint is True and self.engine is not None:
-            resume_from_checkpoint = saving.find_last(self)
+        """As the original; a save that goes on at an error is waited for.
+
+        Raises:
+            CheckpointError: there is nothing to go on from, or it is damaged or another program's.
+        """
+        if resume_from_checkpoint and self.engine is not None:
+            resume_from_checkpoint = saving.find_start(self, resume_from_checkpoint)
         with saving.settled(self):
             return super().train(resume_from_checkpoint, *more, **named)
 
@@ -221,6 +251,7 @@ class DistributedTrainerMixin(_Trainer):
                 compute = partial(self._lean_step.loss, model)
             if self.convention is not None and not self.convention.divides and num_items_in_batch is not None:
                 compute = partial(weighted_mean, self, compute)
+            # By name, as the original calls it: the class after the mixin may take only some of these.
             result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
@@ -313,14 +344,14 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None or not self._guard.end_step():
             super()._maybe_log_save_evaluate(*more, **named)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
         if self.engine is not None:
             if "loss" in logs:
                 logs |= self.throughput.read(self.state.global_step)
             if any(name == "loss" or name.endswith("_loss") for name in logs):
                 trl_trainers.share_metrics(self, self.engine)
-        super().log(logs, start_time)
+        super().log(logs, *more, **named)
 
     # ---- evaluation ----
 
@@ -346,10 +377,10 @@ class DistributedTrainerMixin(_Trainer):
             collator=CountingCollator(collate, names_of_labels(self)),
         )
 
-    def evaluation_loop(self, dataloader: Any, description: str, *more: Any, **named: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: Any, *more: Any, **named: Any) -> EvalLoopOutput:
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
         if self.engine is None or self.compute_metrics is not None or not self._sums_targets or self._predicts:
-            return super().evaluation_loop(dataloader, description, *more, **named)
+            return super().evaluation_loop(dataloader, *more, **named)
         return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----
@@ -361,17 +392,24 @@ class DistributedTrainerMixin(_Trainer):
         with self.throughput.paused():
             saving.save(self)
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, *given: Any, **named: Any) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
         if self.engine is None:
-            super().save_model(output_dir, _internal_call)
+            super().save_model(*given, **named)
             return
-        saving.export(self, Path(str(output_dir or self.args.output_dir)))
+        output_dir = named.get("output_dir", given[0] if given else None)
+        saving.export(self, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.
         if self.engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.engine is None:
+            super()._load_best_model()
+        else:
+            saving.restore_best(self)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called once the batches of an epoch that were done are skipped, which draws random numbers."""

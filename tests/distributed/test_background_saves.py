@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint import Keep, Saver, verify
+from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.config.compose import compose_config
 from hfdist.errors import ResourceError
@@ -29,7 +30,7 @@ def train_and_save(folder):
     for step in range(1, 13):
         piece = Piece(name="w", key=WEIGHT, shape=(TOTAL,), start=start, view=share)
         saver.save(
-            folder,
+            folder / step_name(step),
             step=step,
             pieces=[piece],
             state={},

@@ -170,7 +170,7 @@ def wrong_uses(folder):
     """What is refused on all ranks alike, and where."""
     said = []
     for more in (
-        {"arguments": {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}},
+        {"arguments": {"save_only_model": True}},
         {"optimizers": (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), None)},
     ):
         with pytest.raises(ConfigError) as refused:
@@ -191,7 +191,7 @@ def wrong_uses(folder):
 
 
 def test_what_would_train_wrongly_is_refused(tmp_path):
-    wanted = ["args.load_best_model_at_end", "optimizers", "args.max_grad_norm"]
+    wanted = ["args.save_only_model", "optimizers", "args.max_grad_norm"]
     assert run_ranks(wrong_uses, 2, tmp_path) == [wanted] * 2
 
 
@@ -206,7 +206,7 @@ def train_with_dropout(folder, pipeline, until):
 def test_dropout_goes_on_where_it_was(tmp_path, pipeline):
     """In the middle of an epoch of a shuffled dataset."""
     whole = run_ranks(train_with_dropout, pipeline, tmp_path, pipeline, None, group=pipeline > 1)
-    checkpoint = str(tmp_path / "checkpoints" / "step-00000003")
+    checkpoint = str(tmp_path / "checkpoint-3")
     resumed = run_ranks(train_with_dropout, pipeline, tmp_path / "again", pipeline, checkpoint, group=pipeline > 1)
     assert resumed[0][-2:] == pytest.approx(whole[0][-2:], rel=1e-6)
     assert len(whole[0]) == 5

@@ -74,7 +74,7 @@ def interrupted(folder, name):
     whole = make_trainer(folder / "whole", optimizers=optimizers, arguments=more)
     whole.train()
     resumed = make_trainer(folder / "resumed", optimizers=optimizers, arguments=more)
-    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoints" / "step-00000002"))
+    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-2"))
     rates = [[e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in (whole, resumed)]
     return history(whole), history(resumed), *rates
 
@@ -114,7 +114,7 @@ def patience(folder):
     trainer = make_trainer(folder, arguments=arguments, callbacks=[EarlyStoppingCallback(2)])
     trainer.train()
     states = {}
-    for path in sorted((folder / "checkpoints").iterdir()):
+    for path in sorted(folder.glob("checkpoint-*")):
         state = json.loads((path / "trainer_state.json").read_text())
         states[path.name] = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
     return states

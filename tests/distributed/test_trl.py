@@ -150,7 +150,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path, start, plain):
     # An evaluation in between must neither take the metrics of the steps before it, nor lose them.
     expected = [line["entropy"] for line in plain[0]["chat"][0][:2]]
     assert logged[0]["entropy"] == pytest.approx(sum(expected) / 2, rel=1e-5)
-    checkpoint = str(tmp_path / "chat" / "checkpoints" / "step-00000002")
+    checkpoint = str(tmp_path / "chat" / "checkpoint-2")
     run = SFT["chat"] | {"layout": ZERO3, "resume": checkpoint}
     logged = run_ranks(train_all, 2, tmp_path / "on", start, {"chat": run})[0]
     held_out = logged["chat"][1]["eval_loss"]

@@ -63,6 +63,16 @@ SEAMS = {
     "save_model": ["self", "output_dir", "_internal_call"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_rng_state": ["self", "checkpoint"],
+    "_load_best_model": ["self"],
+    "call_model_init": ["self", "trial"],
+    "_init_training_state": [
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ],
 }
 
 

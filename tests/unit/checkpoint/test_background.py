@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, share, verify
+from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
 from hfdist.testing import run_ranks
@@ -20,7 +21,7 @@ ONE = Keep(newest=1)
 
 def begin(saver, folder, step, pieces, write=lambda path: (path / "config.json").write_text("{}")):
     saver.save(
-        folder,
+        folder / step_name(step),
         step=step,
         pieces=pieces,
         state={"step": step},
@@ -197,7 +198,7 @@ def test_a_state_that_is_no_json_is_a_failure_of_the_save(tmp_path):
     saver = Saver()
     with pytest.raises(CheckpointError, match="JSON"):
         saver.save(
-            tmp_path,
+            tmp_path / step_name(1),
             step=1,
             pieces=small_pieces(),
             state={"x": object()},
