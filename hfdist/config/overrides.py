@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from hfdist.config.no_secrets import refuse_secrets
 from hfdist.config.schema import all_keys, find_key
 from hfdist.config.yaml_guard import refuse_target
 from hfdist.errors import ConfigError
@@ -44,7 +45,7 @@ def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     (`model.revision=1e5`), and `data=` takes files as well as an option (`data=chats/*.jsonl`).
 
     Raises:
-        ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.
+        ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
     return [_prepare(part) for text in texts for part in _name_files(text)]
 
@@ -82,6 +83,7 @@ def _prepare(text: str) -> GivenOverride:
     value = override.value()
     for name in _names(key, value):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
+    refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
 
 

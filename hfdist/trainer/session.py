@@ -54,7 +54,7 @@ from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
 from hfdist.trainer.length import find_max_steps
-from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.logs import IS_PRINTABLE, set_up_logging
 from hfdist.trainer.measures import add_measures, check_named
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
@@ -230,7 +230,7 @@ def _show_data(config: RunConfig, data: RunData) -> None:
     if data.corpus.has_examples:
         logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
     for text in preview(data.stream, data.tokenizer, config.report.preview):
-        logger.info("%s", text)
+        logger.info("%s", text, extra={IS_PRINTABLE: True})
 
 
 def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
