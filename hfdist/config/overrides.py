@@ -40,9 +40,10 @@ class GivenOverride:
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
-    Three things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    Four things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
     `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
-    (`model.revision=1e5`), and `data=` takes files as well as an option (`data=chats/*.jsonl`).
+    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` takes files as
+    well as an option (`data=chats/*.jsonl`).
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
@@ -105,6 +106,8 @@ def _for_hydra(override: Override, text: str) -> str:
     found = find_key(key)
     if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
         value = f"'{value}'"
+    if found is not None and found.is_texts and isinstance(override.value(), (str, bool, int, float)):
+        value = f"[{value}]"
     for sources in _SOURCES:
         if key == sources or key.startswith(f"{sources}."):
             # As one mapping: Hydra adds a typed member only by merging.
