@@ -67,7 +67,15 @@ def start_hfdist(marks: Marks, folder: str) -> None:
         from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
         from hfdist.strategies.select import select_strategy
         from hfdist.trainer.arguments import build_arguments
-        from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
+        from hfdist.trainer.session import (
+            build_data,
+            build_trainer,
+            find_max_steps,
+            locate_model,
+            open_run,
+            prepare_run,
+            train,
+        )
     marks.end("imports")
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
@@ -75,8 +83,9 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
     data = build_data(here.config, topology)
     fit_vocabulary(architecture, data.tokenizer, here.config.model)
+    open_run(config, topology)
     marks.end("data")
-    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
+    arguments = build_arguments(config, strategy, max_steps=find_max_steps(here.config, data))
     model = build_model(
         here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
     )

@@ -6,6 +6,11 @@ ends with a documented exit code.
 
 from __future__ import annotations
 
+from hfdist.secrets import mask_secrets
+
+_LONGEST_VALUE, _LONGEST = 500, 4000
+"""Characters of a value or a place, and of what else a message says."""
+
 
 class HfdistError(Exception):
     """Base of all errors that hfdist raises on purpose.
@@ -13,7 +18,7 @@ class HfdistError(Exception):
     Args:
         what: one sentence, what is wrong.
         where: the config key, file or row that it concerns.
-        found: the value that was found there.
+        found: the value that was found there; of a tuple, each item has a line of its own.
         allowed: the values that would be accepted.
         hint: the next move, as a command or an override where possible.
     """
@@ -38,14 +43,18 @@ class HfdistError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        rows = [
-            ("where", self.where),
-            ("found", None if self.found is None else _printable(str(self.found))),
-            ("allowed", self.allowed),
-            ("try", self.hint),
-        ]
-        lines = [f"{self.title}: {self.what}"]
-        lines += [f"  {label + ':':<9}{text}" for label, text in rows if text is not None]
+        """A line for each part: names of files and columns cannot begin another, nor write to the terminal."""
+        parts = (
+            ("where:", (self.where,), _LONGEST_VALUE),
+            ("found:", self.found if isinstance(self.found, tuple) else (self.found,), _LONGEST_VALUE),
+            ("allowed:", (self.allowed,), _LONGEST),
+            ("try:", (self.hint,), _LONGEST),
+        )
+        lines = [f"{self.title}: {printable(self.what, _LONGEST)}"]
+        for label, texts, longest in parts:
+            for number, text in enumerate(texts):
+                if text is not None:
+                    lines.append(f"  {'' if number else label:<9}{printable(str(text), longest)}")
         return "\n".join(lines)
 
 
@@ -104,7 +113,14 @@ class PreemptedError(HfdistError):
     title = "Stopped"
 
 
-def _printable(text: str) -> str:
-    """Escape control characters, so that data cannot write to the terminal, and keep messages short."""
-    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return safe if len(safe) <= 500 else safe[:500] + " ..."
+def printable(text: str, longest: int | None = None) -> str:
+    """Give text of unknown origin for a line of a terminal or a log: control characters escaped, secrets masked.
+
+    Args:
+        text: may be anything.
+        longest: how many characters are kept.
+    """
+    # Cut first, as it may be a file's whole content, and behind the end, where a secret may begin.
+    short = text if longest is None else text[: 2 * longest]
+    safe = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in mask_secrets(short))
+    return safe if longest is None or len(safe) <= longest else safe[:longest] + " ..."

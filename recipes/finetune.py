@@ -4,18 +4,30 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py strat
 """
 
 from hfdist.config.command import quick_imports, recipe
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 
 
 @recipe(primary="finetune")
 def main(config: RunConfig) -> None:
     """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
-    # Imported here, so that --help and a misspelt key need no torch.
+    check_run(config)
+    # Imported here, so that --help, a misspelt key and what `check_run` finds need no torch.
     with quick_imports():
-        from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
+        from hfdist.models import Trained, build_model, check_fields, find_architecture, fit_vocabulary
+
+        check_fields(config.model)
         from hfdist.strategies.select import select_strategy
         from hfdist.trainer.arguments import build_arguments
-        from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
+        from hfdist.trainer.session import (
+            build_data,
+            build_trainer,
+            find_max_steps,
+            locate_model,
+            open_run,
+            prepare_run,
+            train,
+        )
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
@@ -23,9 +35,10 @@ def main(config: RunConfig) -> None:
     architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
     data = build_data(here.config, topology)
     fit_vocabulary(architecture, data.tokenizer, here.config.model)
+    open_run(config, topology)  # a folder with checkpoints of another config is told once all else is right
     here.fetch_weights()
     # Before the model: ZeRO-3 cuts it while it is made.
-    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
+    arguments = build_arguments(config, strategy, max_steps=find_max_steps(here.config, data))
     model = build_model(
         here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
     )

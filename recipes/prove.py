@@ -6,13 +6,15 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy
 from pathlib import Path
 
 from hfdist.config.command import quick_imports, recipe
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 
 
 @recipe(primary="pretrain")
 def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
-    # Imported here, so that --help and a misspelt key need no torch.
+    check_run(config)
+    # Imported here, so that --help, a misspelt key and what `check_run` finds need no torch.
     with quick_imports():
         from hfdist.trainer.proof import conclude, prepare_proof
 
@@ -29,7 +31,14 @@ def train_small(config: RunConfig) -> None:
         from hfdist.strategies.select import select_strategy
         from hfdist.trainer.arguments import build_arguments
         from hfdist.trainer.proof import ARCHITECTURE, small_architecture
-        from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run
+        from hfdist.trainer.session import (
+            build_data,
+            build_trainer,
+            find_max_steps,
+            locate_model,
+            open_run,
+            prepare_run,
+        )
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
@@ -38,10 +47,11 @@ def train_small(config: RunConfig) -> None:
     architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
     architecture = small_architecture(architecture, config.strategy, vocab_size=len(data.tokenizer))
     fit_vocabulary(architecture, data.tokenizer, here.config.model)
+    open_run(config, topology)
     if topology.is_main:
         architecture.save_pretrained(Path(config.run.dir).with_name(ARCHITECTURE))
     # Before the model: ZeRO-3 cuts it while it is made.
-    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
+    arguments = build_arguments(config, strategy, max_steps=find_max_steps(here.config, data))
     model = build_model(
         here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
     )

@@ -30,10 +30,11 @@ from benchmarks.loop.work import (
     make_schedule,
 )
 from hfdist.config.compose import compose_config
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.strategies.select import select_strategy
 from hfdist.trainer.arguments import build_arguments
-from hfdist.trainer.session import RunData, build_data, build_trainer, plan_run, prepare_run, train
+from hfdist.trainer.session import RunData, build_data, build_trainer, find_max_steps, open_run, prepare_run, train
 
 BARE, OURS, RECIPE = "bare loop", "hfdist.Trainer", "hfdist, whole recipe"
 TRANSFORMERS, ACCELERATE, LIGHTNING = "transformers.Trainer", "accelerate loop", "Lightning"
@@ -211,7 +212,7 @@ def recipe_config(work: Work) -> RunConfig:
 
 def recipe_data(config: RunConfig) -> RunData:
     """What the recipe reads, to be read beforehand; leaves no trace in the run's folder."""
-    topology, _ = plan_run(config)
+    topology, _ = check_run(config)
     data = build_data(config, topology)
     data.stream.ledger = None
     return data
@@ -223,7 +224,8 @@ def train_recipe(work: Work, gate: Gate) -> None:
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     data = dataclasses.replace(build_data(config, topology), held_out=None)
-    arguments = build_arguments(config, strategy, max_steps=data.max_steps)
+    open_run(config, topology)
+    arguments = build_arguments(config, strategy, max_steps=find_max_steps(config, data))
     trainer = build_trainer(config, arguments, work.model(), strategy, data)
     trainer.add_callback(_Gated(gate))
     train(trainer, data, config)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from urllib.parse import parse_qsl
 
+from hfdist.config.no_secrets import refuse_secrets
 from hfdist.errors import ConfigError
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hf", "memory")
 # Packages that a plain installation lacks, and the extras that bring them.
 _EXTRAS = {"s3": ("s3fs", "hfdist[s3]"), "gs": ("gcsfs", "hfdist[gcs]")}
-# What a signed address carries, at the large stores; in small letters.
-_SECRETS = {
-    *("x-amz-signature", "x-amz-security-token", "x-amz-credential", "awsaccesskeyid", "key-pair-id", "policy"),
-    *("x-goog-signature", "x-goog-credential", "signature", "sig", "token", "access_token", "auth", "key"),
-    *("api_key", "apikey", "secret", "password"),
-}
 
 
 def scheme_of(address: str) -> str | None:
@@ -63,18 +57,4 @@ def check_address(address: str, *, key: str) -> None:
             found=redact(address),
             hint=f"pip install '{extra}'",
         )
-    authority, _, query = address.partition("://")[2].partition("?")
-    if "@" in authority.partition("/")[0]:
-        _refuse("a user or password", address, key)
-    for name, _ in parse_qsl(query, keep_blank_values=True):
-        if name.lower() in _SECRETS:
-            _refuse(f"a signature or password ({name})", address, key)
-
-
-def _refuse(secret: str, address: str, key: str) -> None:
-    raise ConfigError(
-        f"the address holds {secret}, which would be written into the run's folder",
-        where=key,
-        found=redact(address),
-        hint="take it out; AWS_*, HF_TOKEN, FSSPEC_* and ~/.netrc give credentials",
-    )
+    refuse_secrets(address, key)

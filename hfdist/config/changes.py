@@ -94,7 +94,7 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
         raise CheckpointError(
             "the config has changed since the checkpoint, and with it the training",
             where=where,
-            found="\n           ".join(map(str, unsafe)),
+            found=tuple(map(str, unsafe)),
             allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
             hint="the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name",
         )

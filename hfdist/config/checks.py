@@ -290,8 +290,15 @@ def _check_keeping(config: RunConfig) -> None:
             where="checkpoint.keep_best",
             found=f"true, with train.eval_every={'null' if eval_every is None else eval_every}",
             allowed="true where train.eval_every divides checkpoint.every, or false",
-            hint=f"train.eval_every={every}",
+            hint=_evaluated_when_saved(every, eval_every, keep_every),
         )
+
+
+def _evaluated_when_saved(every: int, eval_every: int | None, keep_every: int | None) -> str:
+    """What makes every checkpoint one that is evaluated: to save as often, unless that misses those to be kept."""
+    if eval_every is None or (keep_every is not None and keep_every % eval_every != 0):
+        return f"train.eval_every={every}"
+    return f"checkpoint.every={eval_every}"
 
 
 def _check_resume(resume: str) -> None:

@@ -77,7 +77,7 @@ def _check_stopping(config: RunConfig) -> None:
             "only evaluations during the run can stop it",
             where="evaluate.patience",
             found=f"{evaluate.patience}, with train.eval_every=null",
-            hint="train.eval_every=100, or evaluate.patience=null",
+            hint=f"train.eval_every={config.checkpoint.every or 100}, or evaluate.patience=null",
         )
     if evaluate.min_delta > 0 and evaluate.patience is None:
         raise ConfigError(
@@ -92,13 +92,16 @@ def _check_export(config: RunConfig) -> None:
     checkpoint = config.checkpoint
     if config.evaluate.export is Export.best and (checkpoint.every is None or not checkpoint.keep_best):
         keys = f"checkpoint.every={'null' if checkpoint.every is None else checkpoint.every}"
-        missing = "checkpoint.every=100" if checkpoint.every is None else "checkpoint.keep_best=true"
+        eval_every = config.train.eval_every
+        missing = {"checkpoint.every": eval_every or 100} if checkpoint.every is None else {}
+        missing |= {} if checkpoint.keep_best else {"checkpoint.keep_best": "true"}
+        missing |= {} if eval_every is not None else {"train.eval_every": checkpoint.every or 100}
         raise ConfigError(
             "the best model is that of a checkpoint, and none is kept for it",
             where="evaluate.export",
             found=f"best, with {keys} and checkpoint.keep_best={str(checkpoint.keep_best).lower()}",
             allowed="last, or best with checkpoint.every and checkpoint.keep_best=true",
-            hint=f"{missing}, or evaluate.export=last",
+            hint=f"{' '.join(f'{key}={value}' for key, value in missing.items())}, or evaluate.export=last",
         )
 
 

@@ -24,6 +24,7 @@ from hfdist.config.ending import ending, group_size
 from hfdist.config.explain import Request
 from hfdist.config.offline import FLAG, check_offline, go_offline
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import find_key, nearest_key
 from hfdist.config.sources import searching
 from hfdist.config.synonyms import override_for, reason_against
 from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
@@ -116,7 +117,9 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     flags, rest = parser.parse_known_args(list(arguments))
     for text in rest:
         if text.startswith("-"):
-            raise _unknown_flag(text, parser)
+            following = [*arguments, ""][[*arguments].index(text) + 1]
+            value = following if following and not following.startswith("-") and "=" not in following else None
+            raise _unknown_flag(text, value, parser)
     flags.overrides = [*flags.overrides, *rest]
     given = [name for name in _PRINTING_FLAGS if getattr(flags, name)]
     if len(given) > 1:
@@ -139,14 +142,16 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-def _unknown_flag(text: str, parser: argparse.ArgumentParser) -> ConfigError:
+def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentParser) -> ConfigError:
+    """Args: text: the flag. following: the argument behind it, if it may be its value."""
     name, _, value = text.lstrip("-").partition("=")
-    key = name.replace("-", "_")
+    key, value = name.replace("-", "_"), value or following or ""
     known = [option for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.75)
     hint = override_for(key, value or None) or reason_against(key)
     if hint is None:
-        hint = near[0] if near else f"{key}={value or '...'}"
+        nearest = key if find_key(key) is not None else nearest_key(key)
+        hint = near[0] if near else f"{nearest}={value or '...'}" if nearest else "--help"
     return ConfigError(
         "there is no such flag; keys of the config are set without dashes",
         where="command line",

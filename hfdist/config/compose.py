@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks import check_config
 from hfdist.config.explain import Request, check_keys, explain, explain_interpolation, missing_value
+from hfdist.config.no_secrets import refuse_secrets
 from hfdist.config.overrides import prepare_overrides
 from hfdist.config.run import RunConfig
 from hfdist.config.sources import searching, shipped_folder
@@ -150,8 +151,13 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def to_values(config: RunConfig) -> dict[str, Any]:
-    """The whole resolved config as plain values for YAML and JSON, without what only the command line can set."""
+    """The whole resolved config as plain values for YAML and JSON, without what only the command line can set.
+
+    Raises:
+        ConfigError: a secret, in a config that was made in Python: one that is composed holds none.
+    """
     values: dict[str, Any] = plain(config)
+    refuse_secrets(values, "")
     for source in values["data"]["sources"].values():
         # As it came to be, so that the key can still be overridden where these values are composed again.
         source["epochs"] = None if source["epochs"] == config.train.epochs else source["epochs"]

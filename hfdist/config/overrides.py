@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from hfdist.config.no_secrets import refuse_secrets
 from hfdist.config.schema import all_keys, find_key
 from hfdist.config.yaml_guard import refuse_target
 from hfdist.errors import ConfigError
@@ -39,12 +40,13 @@ class GivenOverride:
 def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
     """Parse and check the overrides.
 
-    Three things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    Four things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
     `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
-    (`model.revision=1e5`), and `data=` takes files as well as an option (`data=chats/*.jsonl`).
+    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` takes files as
+    well as an option (`data=chats/*.jsonl`).
 
     Raises:
-        ConfigError: not an override, a sweep, a setting of Hydra, or a `_target_`.
+        ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
     return [_prepare(part) for text in texts for part in _name_files(text)]
 
@@ -82,6 +84,7 @@ def _prepare(text: str) -> GivenOverride:
     value = override.value()
     for name in _names(key, value):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
+    refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
 
 
@@ -103,6 +106,8 @@ def _for_hydra(override: Override, text: str) -> str:
     found = find_key(key)
     if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
         value = f"'{value}'"
+    if found is not None and found.is_texts and isinstance(override.value(), (str, bool, int, float)):
+        value = f"[{value}]"
     for sources in _SOURCES:
         if key == sources or key.startswith(f"{sources}."):
             # As one mapping: Hydra adds a typed member only by merging.

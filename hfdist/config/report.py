@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from hfdist.config.limits import limited
+
+TRACKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "azure_ml": ("azureml",),
+        "clearml": ("clearml",),
+        "codecarbon": ("codecarbon",),
+        "comet_ml": ("comet_ml",),
+        "dagshub": ("dagshub",),
+        "dvclive": ("dvclive",),
+        "flyte": ("flytekit",),
+        "kubeflow": ("kubeflow",),
+        "mlflow": ("mlflow",),
+        "neptune": ("neptune",),
+        "swanlab": ("swanlab",),
+        "tensorboard": ("tensorboard", "tensorboardX"),
+        "trackio": ("trackio",),
+        "wandb": ("wandb",),
+    }
+)
+"""Those that transformers knows, with their packages, of which one must be installed. Kept here, since asking
+transformers imports torch."""
 
 
 @dataclass(kw_only=True)

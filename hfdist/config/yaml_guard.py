@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from hfdist.config.no_secrets import refuse_secrets
 from hfdist.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -190,6 +191,8 @@ def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None
     for node in (key, value):
         if isinstance(node, yaml.ScalarNode):
             refuse_resolver(node.value, f"{name} ({at})")
+    if isinstance(value, yaml.ScalarNode) and not value.tag.endswith((":null", ":bool")):
+        refuse_secrets(value.value, name, place=at)
     if value.value == "???" and not name.startswith("defaults."):
         raise ConfigError(
             "every key has a typed default here, over which `???` (a value to be given) is passed in silence",

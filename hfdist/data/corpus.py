@@ -24,6 +24,7 @@ from hfdist.data.sources.problems import Problems
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenize import text_digest
 from hfdist.errors import ConfigError, DataError
+from hfdist.topology import read_launcher
 
 _MIXED_BLOCKS = 1024
 _LARGEST_MIXED_BLOCK_ROWS = 256
@@ -221,9 +222,16 @@ def open_corpus(
                 where=", ".join(f"{section}.{name}" for name in names),
                 found=f"{num_documents} documents, {config.lanes} lanes",
                 allowed="a document or more for each lane",
-                hint="data.lanes=1 (then one data rank) or more data",
+                hint=_fewer_lanes(min(sum(sum(shard.runs) for shard in pool.shards) for pool in corpus.pools)),
             )
     return corpus
+
+
+def _fewer_lanes(num_documents: int) -> str:
+    """Lanes that all processes can share, whatever their layout."""
+    num_processes = read_launcher().world_size
+    lanes = num_documents // num_processes * num_processes
+    return f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes"
 
 
 def cache_dir(config: DataConfig) -> Path:

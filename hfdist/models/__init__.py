@@ -1,8 +1,8 @@
 """Models and tokenizers of transformers: from the Hub, a folder, or random weights."""
 
-from hfdist.models.architecture import find_architecture, fit_vocabulary
+from hfdist.models.architecture import check_fields, find_architecture, fit_vocabulary
 from hfdist.models.build import build_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.models.trained import Trained
 
-__all__ = ["Trained", "build_model", "find_architecture", "fit_vocabulary", "load_tokenizer"]
+__all__ = ["Trained", "build_model", "check_fields", "find_architecture", "fit_vocabulary", "load_tokenizer"]

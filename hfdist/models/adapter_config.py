@@ -181,7 +181,7 @@ def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -
                 where=f"adapter.arguments.{name}",
                 found=value,
                 allowed=f"a field of {class_name}",
-                hint=f"adapter.arguments.{near[0]}" if near else None,
+                hint=f"adapter.arguments.{near[0]}={value}" if near else None,
             )
     _check_start(config.arguments.get("init_lora_weights", True))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +33,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
             allowed="a type with an AutoModelForCausalLM class",
-            hint=_nearest(architecture.model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            hint="another model.name, of a model that writes text" if config.name else None,
         )
     _check_positions(architecture, sequence_length)
     check_router_loss(architecture)
@@ -39,6 +41,16 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
     return architecture
+
+
+def check_fields(config: ModelConfig) -> None:
+    """Check `model.type` and `model.config` of a new architecture; that of a name is elsewhere, and found later.
+
+    Raises:
+        ConfigError: as of `find_architecture`.
+    """
+    if config.name is None:
+        _of_type(config)
 
 
 def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
@@ -91,11 +103,11 @@ def _of_type(config: ModelConfig) -> PreTrainedConfig:
             where="model.type",
             found=kind,
             allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
-            hint=_nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+            hint=_nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
     # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.
-    with _naming_fields(config.config):
+    with _naming_fields(config.config, kind):
         return AutoConfig.for_model(kind, **config.config)
 
 
@@ -122,7 +134,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> Non
                 where=key,
                 found=value,
                 allowed=", ".join(sorted(known)),
-                hint=_nearest(name, known, prefix="model.config."),
+                hint=_nearest(name, known, f"model.config.{{}}={value}"),
             )
         present = getattr(architecture, name, None)
         if not _same_kind(present, value):
@@ -135,12 +147,18 @@ def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> Non
 
 
 @contextmanager
-def _naming_fields(fields: dict[str, Any]) -> Iterator[None]:
+def _naming_fields(fields: dict[str, Any], kind: str | None = None) -> Iterator[None]:
     """Say which fields were set, where transformers' own checks find that they do not go together."""
     try:
         yield
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(_first_lines(error), where="model.config", found=fields) from error
+        reason = _reason(error)
+        raise ConfigError(
+            f"transformers refuses the fields: {reason}",
+            where="model.config",
+            found=", ".join(f"{name}={value}" for name, value in fields.items()),
+            hint=_nearest_heads(kind, fields) if kind is not None and "heads" in reason else None,
+        ) from error
 
 
 def _fields(architecture: PreTrainedConfig) -> set[str]:
@@ -188,11 +206,26 @@ def check_router_loss(architecture: PreTrainedConfig) -> None:
         )
 
 
-def _nearest(name: str, known: Any, prefix: str = "") -> str | None:
+def _nearest(name: str, known: Any, template: str) -> str | None:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"{prefix}{close[0]}" if close else None
+    return template.format(close[0]) if close else None
 
 
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) if lines else type(error).__name__
+def _reason(error: Exception) -> str:
+    """What a check of transformers says, without the names of the check and of Python's exceptions."""
+    text = " ".join(str(error).split())
+    reason = re.split(r"\b\w+Error: ", text)[-1]
+    return reason or type(error).__name__
+
+
+def _nearest_heads(kind: str, fields: dict[str, Any]) -> str | None:
+    """The number of attention heads next to the one given with which the config's class takes the fields."""
+    heads = fields.get("num_attention_heads")
+    if not isinstance(heads, int) or isinstance(heads, bool):
+        return None
+    for candidate in sorted(range(1, 2 * abs(heads) + 2), key=lambda number: abs(number - heads)):
+        if candidate % (fields.get("num_key_value_heads") or 1) == 0:
+            with contextlib.suppress(TypeError, ValueError, StrictDataclassError):
+                AutoConfig.for_model(kind, **{**fields, "num_attention_heads": candidate})
+                return f"model.config.num_attention_heads={candidate}"
+    return None

@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Dense bf16 peaks in FLOP/s from the vendors' data sheets, by a part of torch's device name.
+# Dense half-precision peaks with float32 sums in FLOP/s, of one device as torch counts them, from the vendors' data
+# sheets; by words that the device's name must have. The first entry that fits counts.
 _PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100 HBM3": 989e12,
+    "H100 SXM5": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
     "A100": 312e12,
-    "L40S": 362e12,
+    "A800": 312e12,
+    "A30": 165e12,
+    "A40": 150e12,
+    "A10": 125e12,
     "A10G": 70e12,
+    "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
+    "RTX A6000": 155e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX 5090": 209e12,
+    "RTX 4090 D": 147e12,
+    "RTX 4090": 165e12,
+    "RTX 3090 Ti": 80e12,
+    "RTX 3090": 71e12,
+    "V100S": 130e12,
+    "V100 PCIE": 112e12,
     "V100": 125e12,
     "T4": 65e12,
+    # Two devices a module.
+    "MI250X": 191.5e12,
+    "MI250": 181e12,
+    "MI210": 181e12,
+    "MI300A": 980e12,
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
 }
+# Of a part of a device, or of one that runs slower than the name says.
+_LESS = re.compile(r"MIG|GRID|LAPTOP|MAX|\d+[ABCQ]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +96,15 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak operations a second of one device in bf16, or None where it is not known (a CPU, for one)."""
-    if device.type != "cuda":
+    return find_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def find_peak_flops(name: str) -> float | None:
+    """The same by torch's name of the device, such as `NVIDIA H100 80GB HBM3`; None: not a known whole one."""
+    words = set(re.findall(r"\w+", name.upper()))
+    if any(_LESS.fullmatch(word) for word in words):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    return next((peak for known, peak in _PEAK_FLOPS.items() if words >= set(known.upper().split())), None)
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
@@ -132,28 +131,12 @@ _ELSEWHERE = {
 }
 
 
-def _check_trackers(names: list[str]) -> None:
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            near = difflib.get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1, cutoff=0.5)
-            allowed = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            hint = f"report.to=[{near[0]}]" if near else None
-            raise ConfigError(
-                "transformers has no such tracker", where="report.to", found=name, allowed=allowed, hint=hint
-            )
-        if name not in get_available_reporting_integrations():
-            raise ConfigError(
-                "the tracker's package is not installed", where="report.to", found=name, hint=f"pip install {name}"
-            )
-
-
 def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
-    """Check the names in `train.arguments` and `report.to`.
+    """Check the names in `train.arguments`.
 
     Raises:
-        ConfigError: one that TrainingArguments does not have or that hfdist sets itself; a tracker that is not there.
+        ConfigError: one that TrainingArguments does not have, or that hfdist sets itself.
     """
-    _check_trackers(config.report.to)
     # For the names alone.
     ours = _generated(config, batch, max_steps=1)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
@@ -173,5 +156,5 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
                 where=key,
                 found=value,
                 allowed="a field of TrainingArguments",
-                hint=f"train.arguments.{near[0]}" if near else None,
+                hint=f"train.arguments.{near[0]}={value}" if near else None,
             )

@@ -27,9 +27,6 @@ from hfdist.trainer.callbacks import METRICS, read_metrics
 CARD = "README.md"
 _PICTURE = "loss.png"
 _PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
-_SECRET = re.compile(
-    r"(?!(bos|eos|pad|unk|sep|cls|mask)_token$)(.*_)?(token|secret|password|passwd|key|credentials?)", re.IGNORECASE
-)
 
 
 class Exported(NamedTuple):
@@ -48,7 +45,7 @@ def write_card(
 
     Args:
         folder: of the exported model or adapter.
-        config: of the run; secrets in it are masked.
+        config: of the run.
         reports: what was read of each pool of documents.
         exported: which weights the folder holds.
         ranks: number of processes.
@@ -141,7 +138,7 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     config = replace(config, model=model, export=ExportConfig())
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
-    values = {"defaults": ["run_schema", "_self_"]} | mask(to_values(config))
+    values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
     said = " model.trust_remote_code=true" if model.trust_remote_code else ""
     return (
@@ -151,14 +148,12 @@ def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     )
 
 
-def mask(value: Any, name: str = "") -> Any:
-    """Give the same values without secrets: users, passwords and queries of addresses, and what is named a secret."""
+def public_values(value: Any) -> Any:
+    """Give the same values without users, passwords and queries of addresses. A config holds no other secrets."""
     if isinstance(value, dict):
-        return {key: mask(item, str(key)) for key, item in value.items()}
+        return {key: public_values(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [mask(item, name) for item in value]
-    if isinstance(value, str) and _SECRET.fullmatch(name):
-        return "***"
+        return [public_values(item) for item in value]
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 

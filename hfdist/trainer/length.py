@@ -11,7 +11,7 @@ from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, count_steps, open_corpus
 
 
-def find_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
     """Give the number given, or as many steps as the epochs take, if those are fewer.
 
     Raises:

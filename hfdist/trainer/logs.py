@@ -12,7 +12,11 @@ import datasets
 import torch
 import transformers
 
+from hfdist.errors import printable
 from hfdist.topology import Topology
+
+IS_PRINTABLE = "is_printable"
+"""Among a record's extras: its message is escaped already, and may be coloured."""
 
 
 def set_up_logging(topology: Topology) -> None:
@@ -48,8 +52,15 @@ def _without_queries(record: logging.LogRecord) -> bool:
 
 
 class _Plain(logging.Formatter):
-    """Messages as they are; warnings and errors say so."""
+    """Messages as they are, but for control characters and secrets; warnings and errors say so.
+
+    Lines behind the first of a warning stand further in: a name that holds a line cannot pass for a message.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        if not hasattr(record, IS_PRINTABLE):
+            text = "\n".join(map(printable, text.split("\n")))
+        if record.levelno < logging.WARNING:
+            return text
+        return f"{record.levelname.lower()}: {text}".replace("\n", "\n  ")

@@ -232,7 +232,7 @@ class StepGuard:
         return NumericsError(
             f"ranks that hold the same parameters do not hold the same bits, {self._why_no_way_back()}",
             where=f"step {step}",
-            found="\n           ".join(differences),
+            found=tuple(differences),
             hint="leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
             "which round differently, train.compare_replicas_every=null",
         )

@@ -17,6 +17,7 @@ from hfdist.data.encoders import Encoders
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.records import Fate
+from hfdist.errors import printable
 
 _CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
 _OPEN, _SHUT = "\u27e6", "\u27e7"
@@ -63,7 +64,7 @@ def _paint(text: str, is_target: bool, *, colours: bool) -> str:
 
 def _safe(text: str) -> str:
     """Without control characters, so that data cannot write to the terminal; what is long, without its middle."""
-    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    safe = "\n".join(map(printable, text.split("\n")))
     if len(safe) <= _MOST_CHARACTERS:
         return safe
     half = _MOST_CHARACTERS // 2

@@ -20,6 +20,7 @@ from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
@@ -28,7 +29,6 @@ from hfdist.models.shrink import shrink
 from hfdist.topology import without_launcher
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
-from hfdist.trainer.session import plan_run
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def prepare_proof(config: RunConfig) -> Proof:
             found=config.adapter.path,
             hint="adapter=lora, with the keys of the saved one",
         )
-    topology, asked = plan_run(config)
+    topology, asked = check_run(config)
     folder = Path(config.run.dir) / "prove"
     if topology.is_main:
         # The others first look into it when the process group is up, which is not before this rank has joined.

@@ -21,9 +21,10 @@ from transformers import (
 from hfdist.checkpoint import Keep, find_newest, read_state, verify
 from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
-from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.batch import BatchPlan
 from hfdist.config.changes import Change, check_changes, find_changes
 from hfdist.config.compose import to_values, to_yaml
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Recompute
 from hfdist.data import (
@@ -53,8 +54,8 @@ from hfdist.topology import Topology
 from hfdist.trainer.arguments import check_further_arguments
 from hfdist.trainer.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.finish import finish
-from hfdist.trainer.length import find_max_steps
-from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.length import count_max_steps
+from hfdist.trainer.logs import IS_PRINTABLE, set_up_logging
 from hfdist.trainer.measures import add_measures, check_named
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
@@ -79,8 +80,6 @@ class RunData:
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
     held_out: HeldOut | HeldOutSources | None
-    max_steps: int
-    """How many steps the run takes."""
 
 
 @dataclass(frozen=True)
@@ -93,37 +92,29 @@ class LocatedRun:
     """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
 
 
-def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
-    """Find this process's place and the batch arithmetic.
-
-    Raises:
-        ConfigError: too few processes, or sizes that do not divide.
-    """
-    topology = Topology.from_environment(config.strategy.degrees)
-    batch = plan_batch(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_size=topology.data_size,
-        sequence_length=config.data.sequence_length,
-        lanes=config.data.lanes,
-    )
-    return topology, batch
-
-
 def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
-    """Find this process's place and the batch arithmetic, and open the run folder.
+    """Find this process's place and the batch arithmetic, and check all names; the run folder stays as it is.
 
     Raises:
-        ConfigError: too few processes, sizes that do not divide, unknown names in `train.arguments` or `evaluate`, a
-            folder that another run is using, or a repository to upload to that cannot be written.
-        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
-            changed in what `checkpoint.allow_changes` would have to allow.
+        ConfigError: see `check_run`; unknown names in `train.arguments`, `adapter` or `evaluate`.
     """
-    topology, batch = plan_run(config)
+    topology, batch = check_run(config)
     check_further_arguments(config, batch)
     check_adapter(config.adapter, config.model)
     check_named(config, topology)
     set_up_logging(topology)
+    return topology, batch
+
+
+def open_run(config: RunConfig, topology: Topology) -> None:
+    """Open the run folder, once the model and the data are known to be right: only then is the config compared.
+
+    Raises:
+        ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to that
+            cannot be written.
+        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
+            changed in what `checkpoint.allow_changes` would have to allow.
+    """
     run_dir = Path(config.run.dir)
     _check_resume(config, run_dir / CHECKPOINTS)
     if topology.is_main:
@@ -132,7 +123,6 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
             # Held to the end of the process, whatever ends it.
             atexit.register(RunLock(run_dir).release)
         check_push(config.export)
-    return topology, batch
 
 
 def locate_model(config: RunConfig) -> LocatedRun:
@@ -179,7 +169,16 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     if topology.rank == topology.replica(topology.data_rank)[0]:
         # Ranks of one model replica read the same: one of them writes it down.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
-    return RunData(corpus, tokenizer, stream, held_out, find_max_steps(config, corpus, tokenizer))
+    return RunData(corpus, tokenizer, stream, held_out)
+
+
+def find_max_steps(config: RunConfig, data: RunData) -> int:
+    """Give how many steps the run takes. Those of some epochs are counted, which reads all data the first time.
+
+    Raises:
+        ConfigError, DataError: see `count_max_steps`.
+    """
+    return count_max_steps(config, data.corpus, data.tokenizer)
 
 
 def build_trainer(
@@ -231,7 +230,7 @@ def _show_data(config: RunConfig, data: RunData) -> None:
     if data.corpus.has_examples:
         logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
     for text in preview(data.stream, data.tokenizer, config.report.preview):
-        logger.info("%s", text)
+        logger.info("%s", text, extra={IS_PRINTABLE: True})
 
 
 def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.data import LEDGER, TokenStream
-from hfdist.data.audit.findings import escape
 from hfdist.data.ledger import read_records
+from hfdist.errors import printable
 
 _MOST_NAMES = 4
 """That a message names; the audit shows the others."""
@@ -71,4 +71,4 @@ def _name_documents(trainer: Any, skipped: Skipped) -> list[str]:
         begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()
         records = records[begin:end]
         documents |= dict.fromkeys(records["document"][records["num_tokens"] > 0].tolist())
-    return [escape(str(stream.corpus.origin(document))) for document in documents]
+    return [printable(str(stream.corpus.origin(document))) for document in documents]

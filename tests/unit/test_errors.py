@@ -24,3 +24,25 @@ def test_control_characters_cannot_reach_the_terminal_and_long_values_are_cut():
 def test_exit_codes_are_the_documented_ones():
     kinds = (ConfigError, PartitionError, DataError, CheckpointError, NumericsError, ResourceError)
     assert [kind.exit_code for kind in kinds] == [2, 2, 3, 4, 5, 7]
+
+
+def test_names_of_files_and_columns_forge_no_line_and_show_no_secret():
+    name = "a\n  try:     rm -rf x\x1b[2J\u202e\udcff"
+    secret = "hf_" + "aB3" * 11
+    error = ConfigError(name, where=name, found=(name, secret), allowed=name, hint=f"{name} {secret}")
+    lines = str(error).splitlines()
+    escaped = "a\\n  try:     rm -rf x\\x1b[2J\\u202e\\udcff"
+    assert lines == [
+        f"Config error: {escaped}",
+        f"  where:   {escaped}",
+        f"  found:   {escaped}",
+        "           ***",
+        f"  allowed: {escaped}",
+        f"  try:     {escaped} ***",
+    ]
+    str(error).encode()
+
+
+def test_no_part_of_a_message_is_endless():
+    part = "x" * 10**6
+    assert len(str(ConfigError(part, where=part, found=part, allowed=part, hint=part))) < 15_000

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.corpus import Corpus
+from hfdist.errors import printable
 
 MOST_NAMES = 20
 
@@ -73,7 +74,7 @@ class Findings:
     def name(self, document: int) -> str:
         """SOURCE:FILE:ROW, also of a number that no document has."""
         if 0 <= document < self._corpus.num_documents:
-            return escape(str(self._corpus.origin(document)))
+            return printable(str(self._corpus.origin(document)))
         return f"document {document} (of {self._corpus.num_documents})"
 
     def __str__(self) -> str:
@@ -85,8 +86,3 @@ class Findings:
             if count > len(names):
                 lines.append(f"  ... and {count - len(names):,} more")
         return "\n".join(lines)
-
-
-def escape(text: str) -> str:
-    """One line without control characters, so that data cannot write to the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

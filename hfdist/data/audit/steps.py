@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.data.audit.findings import escape
 from hfdist.data.audit.ledger import batches_of_steps
 from hfdist.data.documents import Documents
 from hfdist.data.packing.sequence import ids_and_labels
 from hfdist.data.records import Fate, Records
-from hfdist.errors import ConfigError, DataError
+from hfdist.errors import ConfigError, DataError, printable
 
 _SHOWN_CHARACTERS = 80
 
@@ -65,7 +64,7 @@ class StepReader:
             pool = self.pools[records["pool"][0]] if len(records) else "nothing: the lane had come to its end"
             yield f"sequence {sample} of the run: lane {lane}, sequence {number} of it, from {pool}"
             for record in records:
-                row = escape(str(self.documents.corpus.origin(int(record["document"]))))
+                row = printable(str(self.documents.corpus.origin(int(record["document"]))))
                 yield from self._describe(record, row, shows_all_text)
         if row is not None:
             yield f"to take a row out and leave all else where it is: 'data.quarantine=[\"{row}\"]'"
@@ -88,7 +87,7 @@ class StepReader:
             self.tokenizer.decode(ids_and_labels(document.tokens[first:end])[0], clean_up_tokenization_spaces=False)
         )
         if shows_all_text:
-            yield from (f"      {escape(line)}" for line in text.split("\n"))
+            yield from (f"      {printable(line)}" for line in text.split("\n"))
         else:
-            shown = escape(text[:_SHOWN_CHARACTERS])
+            shown = printable(text[:_SHOWN_CHARACTERS])
             yield f"      {shown}{' ...' if len(text) > _SHOWN_CHARACTERS else ''}"

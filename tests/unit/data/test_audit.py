@@ -14,7 +14,7 @@ from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
 from hfdist.data.audit.audit import audit
 from hfdist.data.audit.documents import PoolAudit, Rules
-from hfdist.data.audit.findings import Kind, escape
+from hfdist.data.audit.findings import Kind
 from hfdist.data.audit.ledger import read_ledger
 from hfdist.data.audit.steps import StepReader
 from hfdist.data.cache.tokens import TokenCache
@@ -349,9 +349,6 @@ class TestSteps:
         with pytest.raises(ConfigError, match="does not hold this step") as caught:
             list(reader.describe(step, shows_all_text=False))
         assert caught.value.allowed.startswith("1 to 30;")
-
-    def test_text_cannot_write_to_the_terminal(self):
-        assert escape("a\x1b[2J\nä") == "a\\x1b[2J\\nä"
 
 
 class TestCommandLine:
