@@ -135,6 +135,8 @@ class LauncherPlace:
     world_size: int = 1
     rank: int = 0
     local_rank: int = 0
+    is_given: bool = False
+    """Whether there is a launcher."""
 
 
 def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace:
@@ -154,7 +156,9 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
             allowed="0 <= RANK < WORLD_SIZE",
             hint="start with `accelerate launch`, or unset both for a single process",
         )
-    return LauncherPlace(world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0))
+    return LauncherPlace(
+        world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0), is_given="RANK" in values
+    )
 
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:

@@ -33,7 +33,7 @@ from hfdist.config.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.strategies.select import select_strategy
 from hfdist.trainer.arguments import build_arguments
-from hfdist.trainer.session import RunData, build_data, build_trainer, plan_run, prepare_run, train
+from hfdist.trainer.session import RunData, build_data, build_trainer, prepare_run, train
 
 BARE, OURS, RECIPE = "bare loop", "hfdist.Trainer", "hfdist, whole recipe"
 TRANSFORMERS, ACCELERATE, LIGHTNING = "transformers.Trainer", "accelerate loop", "Lightning"

@@ -18,8 +18,10 @@ from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.compose import to_yaml
 from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
+from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.plan import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
@@ -28,7 +30,6 @@ from hfdist.models.shrink import shrink
 from hfdist.topology import without_launcher
 from hfdist.trainer.certificate import BOUNDS, certify
 from hfdist.trainer.saving import CHECKPOINTS
-from hfdist.trainer.session import plan_run
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     single = replace(
         layout,
         run=replace(layout.run, dir=str(folder / "single")),
+        launch=LaunchConfig(),
         strategy=StrategyConfig(data=1),
         # The tokenizer of a GGUF file lies in a checkpoint.
         model=_of_architecture(layout.model, folder / ARCHITECTURE, tokenizer=checkpoints / step_name(1)),

@@ -21,9 +21,10 @@ from transformers import (
 from hfdist.checkpoint import Keep, find_newest, read_state, verify
 from hfdist.checkpoint.exchange import on_rank_zero
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
-from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.batch import BatchPlan
 from hfdist.config.changes import Change, check_changes, find_changes
 from hfdist.config.compose import to_values, to_yaml
+from hfdist.config.plan import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Recompute
 from hfdist.data import (
@@ -89,23 +90,6 @@ class LocatedRun:
     """The run's config, with folders of this machine in place of Hub ids and GGUF files; never written down."""
     fetch_weights: Callable[[], None]
     """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
-
-
-def plan_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
-    """Find this process's place and the batch arithmetic.
-
-    Raises:
-        ConfigError: too few processes, or sizes that do not divide.
-    """
-    topology = Topology.from_environment(config.strategy.degrees)
-    batch = plan_batch(
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_size=topology.data_size,
-        sequence_length=config.data.sequence_length,
-        lanes=config.data.lanes,
-    )
-    return topology, batch
 
 
 def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:

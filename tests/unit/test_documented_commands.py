@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hfdist.config.compose import compose_config
-from hfdist.trainer.session import plan_run
+from hfdist.config.plan import plan_run
 from tests.unit.config.shipped import CONF
 
 ROOT = CONF.parent
