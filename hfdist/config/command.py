@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from hfdist.config.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.explain import Request
+from hfdist.config.help import describe
 from hfdist.config.launch import AUTO
 from hfdist.config.offline import FLAG, check_offline, go_offline
 from hfdist.config.plan import plan_run
@@ -222,14 +223,25 @@ def _unknown_flag(text: str, parser: argparse.ArgumentParser) -> ConfigError:
 
 
 def _print_only(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
-    """Let Hydra print its help or the config, once nothing in the command line is wrong."""
+    """Print the help, or let Hydra print the config, once nothing in the command line is wrong."""
     if read_launcher().rank != 0:
         return
-    if flags.cfg:
-        to_run_config(compose_untyped(request))
-    elif not flags.shell_completion:
-        compose_untyped(request)
+    try:
+        if flags.help:
+            sys.stdout.write(describe(compose_untyped(request), request))
+        else:
+            if flags.cfg:
+                to_run_config(compose_untyped(request))
+            elif not flags.shell_completion:
+                compose_untyped(request)
+            _ask_hydra(command, flags, request)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+
+def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
     @functools.wraps(command)
     def task(config: DictConfig) -> None:
         raise AssertionError("Hydra runs nothing here")
@@ -244,16 +256,12 @@ def _print_only(command: Callable[[], None], flags: argparse.Namespace, request:
     try:
         with searching(request.folders):
             hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         sys.argv = before
 
 
 def _flags_without_value(flags: argparse.Namespace) -> list[str]:
-    return [name for name in ("help", "hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
+    return [name for name in ("hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
 
 
 def stop_everywhere(error: HfdistError) -> NoReturn:
@@ -277,7 +285,9 @@ def _stop_here(error: HfdistError) -> NoReturn:
     is_met_by_all = not has_group or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
     if rank != 0 and is_met_by_all:
         time.sleep(RANK_0_PRINTS_SECONDS)
-    _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
+    if rank == 0 or not isinstance(error, PreemptedError):
+        # All ranks agree to stop, so that rank 0 says it for certain.
+        _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
     if has_group:
         # Not through the interpreter's exit, in which a backend waits for its peers.
         os._exit(error.exit_code)
