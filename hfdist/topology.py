@@ -135,6 +135,8 @@ class LauncherPlace:
     world_size: int = 1
     rank: int = 0
     local_rank: int = 0
+    is_given: bool = False
+    """Whether there is a launcher."""
 
 
 def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace:
@@ -152,9 +154,11 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
             where="RANK, WORLD_SIZE",
             found=f"RANK={rank} WORLD_SIZE={world_size}",
             allowed="0 <= RANK < WORLD_SIZE",
-            hint="start with `accelerate launch`, or unset both for a single process",
+            hint="unset both: launch.processes=2 starts two processes",
         )
-    return LauncherPlace(world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0))
+    return LauncherPlace(
+        world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0), is_given="RANK" in values
+    )
 
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:
@@ -178,11 +182,13 @@ def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
             needed += f", a multiple of {degrees.model} ({product})"
     if example == 1:
         start = "start it without a launcher"
-    else:
+    elif world_size == 1:
         start = (
-            f"accelerate launch --multi_gpu --num_processes {example} ... or --config_file conf/launch/*.yaml "
-            "(without --multi_gpu, or with --cpu, accelerate starts one process, whatever the number)"
+            f"launch.processes={example} (or accelerate launch --multi_gpu --num_processes {example} ...: without "
+            "--multi_gpu, or with --cpu, it starts one process, whatever the number)"
         )
+    else:
+        start = f"launch.processes={example}, or that number for the launcher"
     return ConfigError(
         "the layout does not fit the number of processes",
         where="strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy",

@@ -7,7 +7,7 @@ from hfdist.config.command import recipe
 from hfdist.config.run import RunConfig
 
 
-@recipe(primary="pretrain")
+@recipe(primary="pretrain", takes_ranks=False)
 def main(config: RunConfig) -> None:
     """Open the corpus, find or train its tokenizer, and write the token files."""
     # Imported here, so that --help and a misspelt key need no torch.
@@ -15,12 +15,11 @@ def main(config: RunConfig) -> None:
 
     from hfdist.data import cache_dir, open_corpus
     from hfdist.data.chat.template import adopt_template
-    from hfdist.data.pretokenize import check_one_process, pretokenize, say_what_was_made
+    from hfdist.data.pretokenize import pretokenize, say_what_was_made
     from hfdist.models.tokenizer import load_tokenizer
     from hfdist.topology import Topology
     from hfdist.trainer.logs import set_up_logging
 
-    check_one_process()
     set_up_logging(Topology())
     corpus = open_corpus(config.data)
     tokenizer = load_tokenizer(

@@ -17,6 +17,7 @@ from hfdist.errors import CheckpointError
 # quarantined while a run goes on, and leave the others where they were.
 _SAFE = (
     "run.*",
+    "launch.*",
     "report.*",
     "export.*",
     "checkpoint.*",

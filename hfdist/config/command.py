@@ -22,7 +22,10 @@ from omegaconf import DictConfig
 from hfdist.config.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.ending import ending, group_size
 from hfdist.config.explain import Request
+from hfdist.config.help import describe
+from hfdist.config.launch import AUTO
 from hfdist.config.offline import FLAG, check_offline, go_offline
+from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.config.sources import searching
@@ -34,14 +37,22 @@ INTERRUPTED = 130
 RANK_0_PRINTS_SECONDS = 5.0
 """How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
 
+_IMPORTED_BY_A_RANK = "__mp_main__"
+"""Name under which multiprocessing imports the script that has started a process: the script must not start again."""
 _PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
-def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
+def recipe(
+    primary: str = "pretrain", *, takes_ranks: bool = True
+) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
     """Make `main(config)` a command that is configured from the command line.
+
+    Where `launch.processes` asks for several processes, `main` runs in each of them. They import the module of `main`
+    anew, and get the config from this process.
 
     Args:
         primary: name of the primary config.
+        takes_ranks: whether several processes can do it together.
 
     Returns:
         A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
@@ -52,8 +63,9 @@ def recipe(primary: str = "pretrain") -> Callable[[Callable[[RunConfig], None]],
     def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            with ending():
-                _run_command(main, primary, sys.argv[1:])
+            if main.__module__ != _IMPORTED_BY_A_RANK:
+                with ending():
+                    _run_command(command, primary, sys.argv[1:], takes_ranks)
 
         return command
 
@@ -66,7 +78,7 @@ def quick_imports() -> Iterator[None]:
 
     Modules stay as long as the process, and torch and transformers make millions of objects.
     """
-    was_enabled, is_first = gc.isenabled(), "torch" not in sys.modules
+    was_enabled, is_first = gc.isenabled(), "transformers" not in sys.modules
     gc.disable()
     try:
         yield
@@ -78,27 +90,84 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
-def _run_command(main: Callable[[RunConfig], None], primary: str, arguments: Sequence[str]) -> None:
+def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool) -> None:
     try:
-        try:
-            flags = _parse_flags(arguments)
-            if flags.offline:
-                go_offline()
-            request = make_request(flags.config_name or primary, flags.overrides, flags.config_dir)
-            if any(getattr(flags, name) for name in _PRINTING_FLAGS):
-                _print_only(main, flags, request)
-                return
-            config = to_run_config(compose_untyped(request))
-            if flags.offline:
-                check_offline(config)
-        except HfdistError as error:
-            stop_everywhere(error)
-        try:
-            main(config)
-        except HfdistError as error:
-            stop_here(error)
+        flags = _parse_flags(arguments)
+        if flags.offline:
+            go_offline()
+        request = make_request(flags.config_name or primary, flags.overrides, flags.config_dir)
+        if any(getattr(flags, name) for name in _PRINTING_FLAGS):
+            _print_only(command, flags, request)
+            return
+        config = to_run_config(compose_untyped(request))
+        if flags.offline:
+            check_offline(config)
+        if not takes_ranks:
+            _check_one_process(config)
+        processes = _processes_to_start(config)
+        if processes > 1:
+            check_run(config, world_size=processes)
+            sys.exit(_start_ranks(command, config, processes))
+    except HfdistError as error:
+        stop_everywhere(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    run_composed(command, config)
+
+
+def run_composed(command: Callable[[], None], config: RunConfig) -> None:
+    """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
+    main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
+    try:
+        main(config)
+    except HfdistError as error:
+        stop_here(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _processes_to_start(config: RunConfig) -> int:
+    """How many processes are to do the run for this one; 1: none, this one does it.
+
+    Raises:
+        ConfigError: a launcher has started another number.
+    """
+    launcher, asked = read_launcher(), config.launch.processes
+    if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
+        raise ConfigError(
+            "the launcher has started another number of processes",
+            where="launch.processes",
+            found=f"{asked}, and {launcher.world_size} of the launcher",
+            hint="launch.processes=1 leaves it to the launcher; without one, hfdist starts them",
+        )
+    if launcher.is_given:
+        return 1
+    if asked == AUTO:
+        from hfdist.launch import count_gpus
+
+        return max(1, count_gpus())
+    return int(asked)
+
+
+def _check_one_process(config: RunConfig) -> None:
+    launched, asked = read_launcher().world_size, config.launch.processes
+    if launched > 1 or asked not in (AUTO, "1"):
+        processes = launched if launched > 1 else int(asked)
+        raise ConfigError(
+            "this takes one process, which starts its own workers",
+            where="accelerate launch" if launched > 1 else "launch.processes",
+            found=f"{processes} processes",
+            hint=f"data.workers={processes}, " + ("without a launcher" if launched > 1 else "and launch.processes=1"),
+        )
+
+
+def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int) -> int:
+    # Imported here, so that a mistake needs no torch.
+    from hfdist.launch import start_ranks
+
+    return start_ranks(
+        run_composed, command, config, processes=processes, max_restarts=config.launch.max_restarts
+    )
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
@@ -161,16 +230,27 @@ def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentPar
     )
 
 
-def _print_only(main: Callable[[RunConfig], None], flags: argparse.Namespace, request: Request) -> None:
-    """Let Hydra print its help or the config, once nothing in the command line is wrong."""
+def _print_only(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
+    """Print the help, or let Hydra print the config, once nothing in the command line is wrong."""
     if read_launcher().rank != 0:
         return
-    if flags.cfg:
-        to_run_config(compose_untyped(request))
-    elif not flags.shell_completion:
-        compose_untyped(request)
+    try:
+        if flags.help:
+            sys.stdout.write(describe(compose_untyped(request), request))
+        else:
+            if flags.cfg:
+                to_run_config(compose_untyped(request))
+            elif not flags.shell_completion:
+                compose_untyped(request)
+            _ask_hydra(command, flags, request)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    @functools.wraps(main)
+
+def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
+    @functools.wraps(command)
     def task(config: DictConfig) -> None:
         raise AssertionError("Hydra runs nothing here")
 
@@ -184,16 +264,12 @@ def _print_only(main: Callable[[RunConfig], None], flags: argparse.Namespace, re
     try:
         with searching(request.folders):
             hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         sys.argv = before
 
 
 def _flags_without_value(flags: argparse.Namespace) -> list[str]:
-    return [name for name in ("help", "hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
+    return [name for name in ("hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
 
 
 def stop_everywhere(error: HfdistError) -> NoReturn:
@@ -216,7 +292,9 @@ def stop_here(error: HfdistError) -> NoReturn:
     is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
     if rank != 0 and is_met_by_all:
         time.sleep(RANK_0_PRINTS_SECONDS)
-    _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
+    if rank == 0 or not isinstance(error, PreemptedError):
+        # All ranks agree to stop, so that rank 0 says it for certain.
+        _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
     sys.exit(error.exit_code)
 
 

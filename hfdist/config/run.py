@@ -9,6 +9,7 @@ from hfdist.config.checkpoint import CheckpointConfig
 from hfdist.config.data import DataConfig
 from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
+from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.report import ReportConfig
@@ -31,6 +32,7 @@ class RunConfig:
     """What a recipe receives."""
 
     run: RunSection = field(default_factory=RunSection)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

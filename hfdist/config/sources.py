@@ -59,9 +59,10 @@ def list_options(folder: Path, group: str) -> list[str]:
 
 
 def list_groups(folder: Path) -> list[str]:
-    """Names of the groups in a config folder, without Hydra's own."""
+    """Names of the groups in a config folder, without Hydra's own, and those whose name starts with `_`."""
     hidden = NOT_GROUPS | {"hydra"}
-    return sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in hidden and list_options(p, "."))
+    names = (path.name for path in folder.iterdir() if path.is_dir() and list_options(path, "."))
+    return sorted(name for name in names if name not in hidden and not name.startswith("_"))
 
 
 class AddFolders(SearchPathPlugin):

@@ -8,7 +8,6 @@ from types import MappingProxyType
 VALUE = "{value}"
 """Replaced in an override below by the value that was given."""
 
-_LAUNCHER = "the launcher says how many processes there are: accelerate launch --config_file conf/launch/..."
 _QUANTIZED = "quantized weights (QLoRA) are not supported: model.dtype=bfloat16 with adapter=lora is the least memory"
 
 OVERRIDES: Mapping[str, str] = MappingProxyType(
@@ -111,6 +110,11 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "data_parallel_size": "strategy.data={value}",
         "cp_size": "strategy.context={value}",
         "ep_size": "strategy.expert={value}",
+        "num_processes": "launch.processes={value}",
+        "nproc_per_node": "launch.processes={value}",
+        "num_gpus": "launch.processes={value}",
+        "world_size": "launch.processes={value}",
+        "max_restarts": "launch.max_restarts={value}",
         # run, checkpoints, reports
         "output_dir": "run.dir={value}",
         "run_name": "run.name={value}",
@@ -126,18 +130,14 @@ REASONS: Mapping[str, str] = MappingProxyType(
     {
         "gradient_accumulation_steps": "it follows from train.global_batch_size / (train.micro_batch_size x data "
         "ranks): set train.global_batch_size",
-        "do_train": "the recipe says what is done: recipes/pretrain.py trains",
+        "do_train": "the command says what is done: `hfdist pretrain` trains",
         "do_eval": "the run always evaluates at the end; train.eval_every says how often before",
         "streaming": "data is always streamed",
         "load_in_4bit": _QUANTIZED,
         "load_in_8bit": _QUANTIZED,
-        "num_processes": _LAUNCHER,
-        "nproc_per_node": _LAUNCHER,
-        "num_gpus": _LAUNCHER,
-        "world_size": _LAUNCHER,
-        "local_rank": _LAUNCHER,
-        "no_cuda": "a machine without a GPU trains on the CPU; conf/launch/cpu_2.yaml starts two ranks on it",
-        "use_cpu": "a machine without a GPU trains on the CPU; conf/launch/cpu_2.yaml starts two ranks on it",
+        "local_rank": "launch.processes=2 starts two processes; a launcher gives each its place",
+        "no_cuda": "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it",
+        "use_cpu": "a machine without a GPU trains on the CPU; launch.processes=2 starts two ranks on it",
     }
 )
 

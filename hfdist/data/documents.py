@@ -150,8 +150,10 @@ class Documents:
             return
         start = 0
         for texts in _batches(shard, [row for row in rows if row not in known]):
-            new = self._tokenize(shard, texts)
+            passed_over = self._passed_over(texts)
+            new = self._tokenize(shard, {row: text for row, text in texts.items() if row not in passed_over})
             self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
+            new |= passed_over
             # As far as the new ones reach, with the known ones between them.
             stop = start
             ready: list[TokenRow | BadRow] = []
@@ -168,6 +170,13 @@ class Documents:
         for (row, text), tokens in zip(good.items(), many, strict=True):
             made[row] = tokens if isinstance(tokens, BadRow) else TokenRow(tokens, text_digest(text))
         return made
+
+    def _passed_over(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
+        """Of a held-out set, those of training, which are most: they need no tokens."""
+        if not self._wants_held_out:
+            return {}
+        digests = {row: text_digest(text) for row, text in texts.items() if isinstance(text, str)}
+        return {row: TokenRow(_NOTHING, one) for row, one in digests.items() if not self.corpus.is_held_out(one)}
 
 
 def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:

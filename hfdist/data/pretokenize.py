@@ -45,7 +45,6 @@ from hfdist.data.sources.tokenfile import (
 from hfdist.data.tokenize import token_dtype, tokenizer_digest
 from hfdist.data.tokenizing import Made, cut_portions, make_tokens
 from hfdist.errors import ConfigError, DataError, ResourceError
-from hfdist.topology import read_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -116,22 +115,6 @@ def pretokenize(
     files = read_meta(folder).files
     size_bytes = sum(sum(sizes_of(file, job.dtype)) for file in files)
     return Tokenized(files, size_bytes, new_tokens, time.monotonic() - began)
-
-
-def check_one_process() -> None:
-    """Refuse a launcher's several processes.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    num_processes = read_launcher().world_size
-    if num_processes > 1:
-        raise ConfigError(
-            "a corpus is tokenized by one process, which starts its own workers",
-            where="accelerate launch",
-            found=f"{num_processes} processes",
-            hint=f"python recipes/pretokenize.py ... data.workers={num_processes}",
-        )
 
 
 def say_what_was_made(made: Tokenized, folder: Path, *, vocab_size: int | None) -> None:

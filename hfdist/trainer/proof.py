@@ -18,6 +18,7 @@ from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.compose import to_yaml
 from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
+from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.preflight import check_run
@@ -92,6 +93,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     single = replace(
         layout,
         run=replace(layout.run, dir=str(folder / "single")),
+        launch=LaunchConfig(),
         strategy=StrategyConfig(data=1),
         # The tokenizer of a GGUF file lies in a checkpoint.
         model=_of_architecture(layout.model, folder / ARCHITECTURE, tokenizer=checkpoints / step_name(1)),

@@ -48,6 +48,21 @@ def test_one_process_ends_with_75(tmp_path, cache_dir):
     assert "Traceback" not in said
 
 
+def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir):
+    command = [sys.executable, "-m", "hfdist", "pretrain", "launch.processes=2", "strategy=zero1", *SMALL, *LONGER]
+    process, metrics = start(tmp_path, *command)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75
+    said = (tmp_path / "log").read_text()
+    (checkpoint,) = (metrics.parent / "checkpoints").iterdir()
+    steps = [line["step"] for line in read_metrics(metrics) if "loss" in line]
+    assert checkpoint.name == f"step-{len(steps):08d}"
+    assert said.count("SIGTERM: saving after step") == 1, said
+    assert said.count("Stopped: the run was told to stop, and has saved where it was") == 1
+    assert "Traceback" not in said
+    assert "elastic" not in said
+
+
 @pytest.mark.parametrize("to_launcher", [True, False])
 def test_ranks_save_and_a_launcher_with_restarts_goes_on(tmp_path, cache_dir, to_launcher):
     config = str(ROOT / "conf" / "launch" / "cpu_2.yaml")

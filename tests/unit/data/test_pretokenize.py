@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from hfdist.config.data import BadRows
-from hfdist.data.pretokenize import check_one_process, pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
 from hfdist.data.tokenize import Encoder, text_digest, tokenizer_digest
@@ -210,14 +210,6 @@ class Deadly(Texts):
 def test_a_worker_that_dies_is_an_error(tmp_path):
     with pytest.raises(ResourceError):
         write([("a", Deadly("rows", ["x"]))], tmp_path, workers=1)
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match="one process") as caught:
-        check_one_process()
-    assert "data.workers=4" in caught.value.hint
 
 
 def test_tokens_are_not_tokenized_again(made, tmp_path):

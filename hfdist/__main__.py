@@ -1,0 +1,92 @@
+"""The command `hfdist`: `hfdist pretrain ...` is the recipe of that name, with the same flags and overrides."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from hfdist.errors import ConfigError
+
+_COMPLETION = """\
+_hfdist() {
+    local choices
+    choices=$(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" "${COMP_WORDS[0]}" completion query 2>/dev/null)
+    COMPREPLY=($(compgen -W "$choices" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+complete -o nospace -o default -F _hfdist hfdist
+"""
+_USAGE = """\
+hfdist COMMAND [flags] [key=value ...]
+
+{commands}
+
+hfdist COMMAND --help lists its groups, options and keys; launch.processes=2 (or auto: the GPUs) starts that many
+processes; eval "$(hfdist completion bash)" completes all of them (in zsh, after bashcompinit).
+"""
+
+
+def main() -> None:
+    """Run the recipe that the first argument names; end with its exit code."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    recipes = find_recipes()
+    if name in ("-h", "--help"):
+        width = max(map(len, recipes))
+        lines = (f"  {name:<{width}}  {_first_line(path)}" for name, path in recipes.items())
+        sys.stdout.write(_USAGE.format(commands="\n".join(lines)))
+    elif sys.argv[1:] == ["completion", "bash"]:
+        sys.stdout.write(_COMPLETION)
+    elif sys.argv[1:] == ["completion", "query"]:
+        _complete(os.environ["COMP_LINE"], recipes)
+    elif name in recipes:
+        _call(name, sys.argv[2:], recipes)
+    else:
+        known = [*recipes, "completion bash"]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        error = ConfigError(
+            "there is no such command",
+            where="command line",
+            found=" ".join(sys.argv[1:3]),
+            allowed=", ".join(known),
+            hint=f"hfdist {near[0] if near else '--help'}",
+        )
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+
+
+def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
+    sys.argv = [f"{sys.argv[0]} {name}", *arguments]
+    package = "hfdist.recipes" if recipes[name].parents[1] == Path(__file__).resolve().parent else "recipes"
+    importlib.import_module(f"{package}.{name}").main()
+
+
+def _complete(line: str, recipes: dict[str, Path]) -> None:
+    """Print what may stand at the end of a command line that begins with `hfdist`."""
+    _, *words = line.split(" ")
+    if len(words) < 2:
+        sys.stdout.write(" ".join(recipes))
+    elif words[0] == "audit":
+        sys.stdout.write("run= step= text=short text=full")
+    elif words[0] in recipes:
+        os.environ["COMP_LINE"] = " ".join(["hfdist", *words[1:]])
+        _call(words[0], ["--shell-completion", "query=bash"], recipes)
+
+
+def find_recipes() -> dict[str, Path]:
+    """The shipped recipes by name: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    folders = (package / "recipes", package.parent / "recipes")
+    folder = next(folder for folder in folders if folder.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+if __name__ == "__main__":
+    main()

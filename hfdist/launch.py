@@ -1,0 +1,163 @@
+"""Starts the processes of a run on this machine, through torch's elastic agent, and ends with what they end with."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hfdist.errors import ConfigError, PeerError, PreemptedError, ResourceError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What the processes are told when this one is told so."""
+_MAY_PASS = (PreemptedError.exit_code, PeerError.exit_code, ResourceError.exit_code)
+"""After these another start may help; a mistake in the config stays one."""
+START_METHOD = "spawn"
+_POLL_SECONDS = 0.05
+
+
+class _ToldError(BaseException):
+    """This process was told to stop, and the others have ended."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_restarts: int) -> int:
+    """Call `main(*arguments)` in so many new processes, each with a rank, and wait for their end.
+
+    A signal of `SIGNALS` to this process is passed on, and then the processes may take the time that a save takes.
+    Without one, all are started again after a failure that may pass.
+
+    Args:
+        main: a function of a module, which says by itself what went wrong, and ends by `sys.exit`.
+        arguments: picklable.
+        processes: how many.
+        max_restarts: how often they are started again.
+
+    Returns:
+        The exit code of the process that failed first, or 0.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+        PeerError: that process was killed.
+    """
+    gpus = count_gpus()
+    if 0 < gpus < processes:
+        raise ConfigError(
+            "each process needs a GPU of its own",
+            where="launch.processes",
+            found=f"{processes}, with {gpus} GPU{'s' if gpus > 1 else ''} (CUDA_VISIBLE_DEVICES= trains on the CPU)",
+            hint="launch.processes=auto",
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    for starts_left in reversed(range(max_restarts + 1)):
+        try:
+            with _passing_signals_on():
+                exit_code = _start_once(main, arguments, processes)
+        except _ToldError as told:
+            return told.exit_code
+        if not starts_left or (exit_code >= 0 and exit_code not in _MAY_PASS):
+            break
+        sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
+    if exit_code < 0:
+        raise PeerError(
+            f"a process was ended by {signal.Signals(-exit_code).name}, and with it the run",
+            where="launch.processes",
+            hint="the same command goes on from the last checkpoint; `dmesg` tells whether memory ran out",
+        )
+    return exit_code
+
+
+def count_gpus() -> int:
+    """How many GPUs this process may use."""
+    return torch.cuda.device_count()
+
+
+def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> int:
+    """Start them, and give the exit code; below zero: the signal that has killed one."""
+    with tempfile.TemporaryDirectory(prefix="hfdist-launch-") as folder, _without_its_reports():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=_POLL_SECONDS,
+            start_method=START_METHOD,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="",  # its handlers would take the place of ours
+        )
+        try:
+            elastic_launch(config, _run_rank)(main, arguments)
+        except ChildFailedError as error:
+            return int(error.get_first_failure()[1].exitcode)
+    return 0
+
+
+def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        main(*arguments)
+    except Exception:
+        # The agent would keep it to itself.
+        traceback.print_exc()
+        sys.exit(1)
+
+
+@contextmanager
+def _passing_signals_on() -> Iterator[None]:
+    before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
+    """Tell all processes, and leave the agent, which would not wait for long, once they have ended."""
+    ranks = multiprocessing.active_children()
+    for rank in ranks:
+        assert rank.pid is not None
+        os.kill(rank.pid, number)
+    for rank in ranks:
+        rank.join()
+    codes = {rank.exitcode or 0 for rank in ranks}
+    if PreemptedError.exit_code in codes:
+        raise _ToldError(PreemptedError.exit_code)
+    # Below zero: they did not listen yet or any more, or were told twice.
+    raise _ToldError(128 + number if not codes or min(codes) < 0 else max(codes))
+
+
+@contextmanager
+def _without_its_reports() -> Iterator[None]:
+    """Let torch say nothing: what went wrong, the process that failed has said."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    quiet = logging.NullHandler()
+    before = [logger.propagate for logger in loggers]
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(quiet)
+    try:
+        yield
+    finally:
+        for logger, propagated in zip(loggers, before, strict=True):
+            logger.removeHandler(quiet)
+            logger.propagate = propagated
