@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
 
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, decode_text, first_line
 from hfdist.data.sources.rows import RowReader
@@ -76,6 +80,34 @@ def _plain_texts(column: pa.Array, places: Sequence[int], rows: Sequence[int], w
             shared[key] = text
         texts.append(text)
     return texts
+
+
+def hash_table(table: pa.Table) -> int:
+    """XXH3 of values, however they are cut into chunks and whatever the width of their offsets."""
+    hashed = xxhash.xxh3_64()
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        hashed.update(name.encode())
+        _hash_array(column.combine_chunks(), hashed)
+    return hashed.intdigest()
+
+
+def _hash_array(array: pa.Array, hashed: xxhash.xxh3_64) -> None:
+    hashed.update(array.is_valid().to_numpy(zero_copy_only=False).tobytes())
+    present, kind = array.drop_null(), array.type
+    if pa.types.is_struct(kind):
+        for child in present.flatten():
+            _hash_array(child, hashed)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        hashed.update(pc.list_value_length(present).cast(pa.int64()).to_numpy().tobytes())
+        _hash_array(present.flatten(), hashed)
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        present = present.cast(pa.large_binary())
+        ends = np.frombuffer(present.buffers()[1], np.int64)[present.offset : present.offset + len(present) + 1]
+        hashed.update(np.diff(ends).tobytes())
+        if len(present):
+            hashed.update(memoryview(present.buffers()[2])[ends[0] : ends[-1]])
+    else:
+        hashed.update(json.dumps(present.to_pylist(), default=str).encode())
 
 
 def _text(value: pa.Scalar | None, where: str) -> str | BadRow:

@@ -11,12 +11,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hfdist.data.sources.base import BadRow, ContentError, damage, local_identity, rows_held_at_once
+from hfdist.data.sources.base import (
+    BadRow,
+    ContentError,
+    damage,
+    local_identity,
+    rows_held_at_once,
+    rows_of_runs,
+    spans_of_part,
+    uncompared,
+)
 from hfdist.data.sources.columns import check_schema, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.unpack import expands_too_much
-from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.whole import whole_file
 
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
@@ -57,6 +66,7 @@ class ParquetShard:
     def __init__(self, file: DataFile, identity: str, rows: RowReader) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
+        self.contents, self.place = file.contents, uncompared(file)
         self._file, self._rows = file, rows
         self.gives_examples = rows.gives_examples
         try:
@@ -76,6 +86,7 @@ class ParquetShard:
                 found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
             )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
         self._ends = np.cumsum(np.array(self.runs, dtype=np.int64))
         self._decoded_bytes = [
             unpacked + _ROW_BYTES * num for (_, unpacked), num in zip(group_bytes, self.runs, strict=True)
@@ -91,6 +102,10 @@ class ParquetShard:
         with whole_file(self._file) as path:
             texts, missing = self._decode_rows(path, group, sorted(rows))
         return [texts.get(row, missing) for row in rows]
+
+    def rows_of_part(self, part: int) -> range:
+        """Tell the rows of the row groups."""
+        return rows_of_runs(*spans_of_part(self._starts, self._file, part), self.runs)
 
     def _decode_rows(self, path: Path, group: int, rows: list[int]) -> tuple[dict[int, str | BadRow], BadRow]:
         """Decode in the order of the file; also give what stands for rows that are not in the result."""
@@ -129,6 +144,11 @@ class ParquetShard:
         with pq.ParquetFile(path, **options) as file:
             for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
                 yield one_array(batch, self._rows)
+
+
+def _first_byte(group: pq.RowGroupMetaData) -> int:
+    column = group.column(0)
+    return int(column.dictionary_page_offset or column.data_page_offset)
 
 
 def _column_bytes(metadata: pq.FileMetaData, columns: list[str]) -> list[tuple[int, int]]:
