@@ -161,7 +161,7 @@ class Inventory:
         return f", {'row' if len(spans) == 1 and len(spans[0]) == 1 else 'rows'} {listed}" if listed else ""
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
-        """Names of files of which only size and ends are known to be the same, while their times or addresses differ."""
+        """Names of files known to be the same in size and ends only, of which times or addresses differ."""
         if self.is_whole:
             return []
         places = {entry.name: entry.place for entry in read_inventory(folder, digest) or ()}

@@ -110,11 +110,17 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 self._begin_anew(cursor)
                 return
             changes = self.corpus.inventory.changes_since(cursor.contents, folder)
+            if changes:
+                raise CheckpointError(
+                    "files have changed since this checkpoint",
+                    where="; ".join(changes),
+                    hint="put the old ones back, or checkpoint.allow_changes=true to begin the new data",
+                )
             raise CheckpointError(
                 "the data, the tokenizer, data.* or the rules of packing have changed since this checkpoint",
-                where="cursor.identity" if not changes else "; ".join(changes),
-                found=None if changes else self.identity,
-                allowed=None if changes else cursor.identity,
+                where="cursor.identity",
+                found=self.identity,
+                allowed=cursor.identity,
                 hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
             )
         self.corpus.inventory.check(cursor.contents, folder, may_change=self.may_begin_anew)

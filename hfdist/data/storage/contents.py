@@ -21,7 +21,7 @@ from hfdist.data.storage.whole import whole_file
 Contents = NDArray[np.uint64]
 """XXH3 of each part, in order; the same on every machine. Shape [parts]."""
 
-# What all files of a source may be together for a start to read them: a minute of a disk that gives a gigabyte a second.
+# What all files of a source may be together for a start to read them: a minute of a disk that gives 1 GB/s.
 MOST_BYTES = 64 << 30
 _LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
 _READ_BYTES = 1 << 22

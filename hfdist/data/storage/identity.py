@@ -21,8 +21,8 @@ _DIGEST_BYTES = 12
 def identify(file: DataFile, column: str) -> str:
     """Hash of a file's size, of its first and last 64 KiB, and of the column that is read from it.
 
-    Not of its times: a copy on another machine is the same data. What stands between the ends is for `contents.py`. What was found for a remote file is kept under its
-    address and version, so that the next run asks nothing.
+    Not of its times: a copy on another machine is the same data. What stands between the ends is for `contents.py`.
+    What was found for a remote file is kept under its address and version, so that the next run asks nothing.
 
     Raises:
         DataError: it cannot be read.
