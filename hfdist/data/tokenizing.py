@@ -123,19 +123,16 @@ class _Portions(Dataset[Any]):
     def __getitem__(self, index: int) -> Made | HfdistError:
         shard, rows = self._portions[index]
         try:
-            found = shard.read(rows)
-            made = [
-                row
-                for start in range(0, len(found), _ENCODED_ROWS)
-                for row in self._encode(
-                    shard, rows[start : start + _ENCODED_ROWS], found[start : start + _ENCODED_ROWS]
-                )
-            ]
+            found, digests = shard.read(rows), list[int]()
+            made: list[NDArray[np.int32] | BadRow] = []
+            for start in range(0, len(found), _ENCODED_ROWS):
+                texts = found[start : start + _ENCODED_ROWS]
+                digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
+                made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
         except HfdistError as error:
             return error
         bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
         documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
-        digests = [text_digest("" if isinstance(text, BadRow) else text) for text in found]
         lengths = [len(tokens) for tokens in documents]
         return Made(np.concatenate(documents).astype(self._dtype), lengths, digests, bad)
 

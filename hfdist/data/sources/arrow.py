@@ -56,7 +56,7 @@ class ArrowShard:
                 found = _batch_at(int(self._offsets[batch]), source, reader)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
-                texts = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
+                texts = list(texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url))
         except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
             where = f"{self._file.url}, record batch {batch}"
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)

@@ -67,8 +67,8 @@ class Shard(Protocol):
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 
-    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give the texts of some rows of one run, in the order asked for.
+    def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
+        """Give the texts of some rows of one run, in the order asked for; look at each once, it may be made then.
 
         Raises:
             DataError: the file has changed since it was opened, or cannot be read at all.

@@ -67,4 +67,4 @@ class DatasetShard:
             (batch,) = self._rows[list(rows)].combine_chunks().to_batches()
         except (pa.ArrowException, OSError) as error:
             return [BadRow(damage("the dataset is damaged", error, where=self.name))] * len(rows)
-        return texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name)
+        return list(texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name))
