@@ -219,6 +219,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             if packed[1] is not None:
                 yield {name: rows[0] for name, rows in batch.items()}
 
+    def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
+        """Lanes that a worker owns from here on, in the order of their turns; `num_workers` divides those of the rank."""
+        number = self._num_sequences + worker
+        return [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on.
 
@@ -229,7 +234,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         cache = open_token_cache(self.config)
         documents = Documents(self.corpus, self._encoders, cache, self.config)
         number = self._num_sequences + worker
-        turns = [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+        turns = self.lanes_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, documents, {lane: self._states[lane].pools for lane in turns})
         for lane in itertools.cycle(lanes.values()):
             yield lane.next(number * self._data_size + self._data_rank)
