@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hfdist.config.checks_data import check_mixture
 from hfdist.config.data import DataConfig, SourceConfig
 from hfdist.data.files import digest_of
+from hfdist.data.inventory import Inventory
 from hfdist.data.order import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
@@ -71,6 +72,8 @@ class Corpus:
         """Whether only some tokens of some documents are targets."""
         self.fingerprint = self._identity(config.eval_fraction)
         """Changes when a file's size, ends or rows, the column, or the split changes."""
+        self.inventory = Inventory(self.shards)
+        """What the files hold."""
         self.local_fingerprint = digest_of([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
         """For this machine's caches: also changes with any file's time of change, or another version of it."""
 

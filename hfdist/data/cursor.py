@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hfdist.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
+_OLDER_FORMATS = (2,)
+"""Without `contents`, and without how many documents were read."""
+_OLDER_COUNTS = 2
 
 
 class Place(NamedTuple):
@@ -30,6 +33,8 @@ class Progress(NamedTuple):
     """Handed out so far."""
     tokens: int = 0
     """In those sequences, without filling."""
+    documents: int = 0
+    """Begun in those sequences, or passed over before them."""
 
 
 class LaneState(NamedTuple):
@@ -46,6 +51,8 @@ class Cursor:
 
     identity: str
     """Of what the order depends on: corpus, tokenizer and settings."""
+    contents: str | None
+    """`Inventory.digest` of what the files held; None: a cursor of before that was noted."""
     num_lanes: int
     samples: int
     """Sequences that the whole run has consumed."""
@@ -56,10 +63,11 @@ class Cursor:
         return {
             "format": FORMAT,
             "identity": self.identity,
+            "contents": self.contents,
             "lanes": self.num_lanes,
             "samples": self.samples,
             "places": [
-                [lane, f"{state.digest:016x}", *([*pool.place, pool.sequences, pool.tokens] for pool in state.pools)]
+                [lane, f"{state.digest:016x}", *([*pool.place, *pool[1:]] for pool in state.pools)]
                 for lane, state in sorted(self.lanes.items())
             ],
         }
@@ -72,15 +80,16 @@ class Cursor:
             CheckpointError: another format or a damaged value.
         """
         try:
-            if value["format"] != FORMAT:
+            if value["format"] not in (FORMAT, *_OLDER_FORMATS):
                 raise CheckpointError(
                     "the data cursor has another format",
                     where="cursor.format",
                     found=value["format"],
-                    allowed=str(FORMAT),
+                    allowed=", ".join(map(str, (*_OLDER_FORMATS, FORMAT))),
                 )
             return cls(
                 identity=str(value["identity"]),
+                contents=None if value.get("contents") is None else str(value["contents"]),
                 num_lanes=int(value["lanes"]),
                 samples=_natural(value["samples"]),
                 lanes={_natural(lane): _lane_state(digest, pools) for lane, digest, *pools in value["places"]},
@@ -100,17 +109,24 @@ class Cursor:
         for cursor in cursors:
             if (cursor.identity, cursor.samples) != (first.identity, first.samples):
                 raise CheckpointError("the data ranks stand at different places", where="cursor", found=cursor.samples)
+            if cursor.contents != first.contents:
+                raise CheckpointError(
+                    "the files that the data ranks read do not hold the same",
+                    where="data.sources",
+                    hint="the same files on each machine",
+                )
             lanes |= cursor.lanes
         if sorted(lanes) != list(range(first.num_lanes)):
             raise CheckpointError("lanes are missing", where="cursor", found=f"{len(lanes)} of {first.num_lanes} lanes")
-        return Cursor(identity=first.identity, num_lanes=first.num_lanes, samples=first.samples, lanes=lanes)
+        return replace(first, lanes=lanes)
 
 
 def _lane_state(digest: str, pools: Sequence[Sequence[int]]) -> LaneState:
     progress = []
-    for epoch, position, offset, sequences, tokens in pools:
+    for epoch, position, offset, *counts in pools:
         place = Place(_natural(epoch), _natural(position), _natural(offset))
-        progress.append(Progress(place, _natural(sequences), _natural(tokens)))
+        sequences, tokens, documents = counts if len(counts) > _OLDER_COUNTS else (*counts, 0)
+        progress.append(Progress(place, _natural(sequences), _natural(tokens), _natural(documents)))
     return LaneState(digest=int(digest, 16), pools=tuple(progress))
 
 

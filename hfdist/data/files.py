@@ -1,4 +1,4 @@
-"""Files of the data room: what identifies one, and writing into the shared cache."""
+"""Files of the data room: writing into the shared cache, and names in it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from filelock import FileLock
-
-_SAMPLE_BYTES = 1 << 16
-
-
-def identify(path: Path, column: str) -> str:
-    """Hash of a file's size, of its first and last bytes, and of the column that is read from it.
-
-    Not of its times: a copy on another machine is the same data.
-    """
-    size_bytes = path.stat().st_size
-    digest = hashlib.blake2b(f"{size_bytes}:{column}:".encode(), digest_size=12)
-    with path.open("rb") as file:
-        digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size_bytes - _SAMPLE_BYTES))
-        digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:

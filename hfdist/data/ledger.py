@@ -47,7 +47,7 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
-        self._folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
+        self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._records_files: dict[int, Path] = {}
         """Of lanes; kept, as making a path takes longer than adding to it."""
         self._waiting: dict[Path, list[bytes]] = {}
@@ -62,7 +62,7 @@ class Ledger:
         """Take the records of one sequence; bad rows are warned of."""
         path = self._records_files.get(lane)
         if path is None:
-            path = self._records_files[lane] = records_file(self._folder, lane)
+            path = self._records_files[lane] = records_file(self.folder, lane)
         self._wait(path, records.tobytes())
         # Comparing the fates of each sequence would cost more than all else here.
         bad = records[records["fate"] == Fate.bad] if problems else ()
@@ -71,7 +71,7 @@ class Ledger:
             if self.num_bad_rows <= _MOST_WARNINGS:
                 logger.warning("left out: %s", problem)
             if self._on_bad_rows is BadRows.quarantine:
-                self._wait(bad_rows_file(self._folder, lane), self._describe(record, problem))
+                self._wait(bad_rows_file(self.folder, lane), self._describe(record, problem))
 
     def _wait(self, path: Path, content: bytes) -> None:
         self._waiting.setdefault(path, []).append(content)
@@ -94,7 +94,8 @@ class Ledger:
     def write_counted(self) -> None:
         """Write what was set apart, to the disk itself; while training goes on, if called from a thread."""
         with self._writing:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._corpus.inventory.write(self.folder)
             while self._counted:
                 counted = self._counted[0]
                 for path in list(counted):
@@ -110,7 +111,7 @@ class Ledger:
             samples: of the run, when they were read last.
         """
         for lane in lanes:
-            for path in (records_file(self._folder, lane), bad_rows_file(self._folder, lane)):
+            for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
                 kept = path.with_name(f"{path.name}.until-{samples}")
                 if kept.exists():
                     # Set aside by a start that was killed before its first checkpoint; what it wrote does not count.
@@ -128,12 +129,12 @@ class Ledger:
         with self._writing:
             self._waiting, self._counted = {}, []
             for lane, count in sequences.items():
-                path = records_file(self._folder, lane)
+                path = records_file(self.folder, lane)
                 if path.is_file():
                     # Not searchsorted, which would read the whole column.
-                    kept = bisect.bisect_left(read_records(self._folder, lane), count, key=_sequence_of_record)
+                    kept = bisect.bisect_left(read_records(self.folder, lane), count, key=_sequence_of_record)
                     os.truncate(path, kept * RECORD.itemsize)
-                path = bad_rows_file(self._folder, lane)
+                path = bad_rows_file(self.folder, lane)
                 if path.is_file():
                     os.truncate(path, _num_bytes_before(path, count))
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from hfdist.data.deaths import Vitals
 from hfdist.data.lane import Packed
 from hfdist.data.order import workers_that_fit
 from hfdist.data.packing.sequence import Bundle, bundle, unbundle
 from hfdist.data.signals import forward_to_rank
-from hfdist.errors import HfdistError, ResourceError
+from hfdist.errors import HfdistError
 
 if TYPE_CHECKING:
     from hfdist.data.stream import TokenStream
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Sequences that travel together: few at first, so that the first batch comes soon, then twice as many each time, since
 # each item costs as much as many sequences.
 _FIRST_TOGETHER, _MOST_TOGETHER = 8, 64
+_SHOWN_LANES = 8
 
 _Sent = tuple[list[tuple[int, int | None]], Bundle]
 """Lanes, pools and sequences of a worker."""
@@ -56,8 +58,10 @@ class StreamLoader:
         num_workers = workers_that_fit(config.workers, len(self.dataset.lanes))
         if num_workers == 0:
             yield from self.dataset.packed(0, 1)
+        lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
+        vitals = Vitals(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
         loader = DataLoader(
-            _Worker(self.dataset),
+            _Worker(self.dataset, vitals),
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=-(-config.prefetch // _most_together(config.prefetch)),
@@ -68,12 +72,13 @@ class StreamLoader:
         )
         items = iter(loader)
         try:
-            for num_together in _sizes(config.prefetch):
-                # Workers take turns sequence by sequence, and the items of each hold several.
-                turns = [_opened(next_item(items)) for _ in range(num_workers)]
-                for _ in range(num_together):
-                    for turn in turns:
-                        yield next(turn)
+            with vitals.told():
+                for num_together in _sizes(config.prefetch):
+                    # Workers take turns sequence by sequence, and the items of each hold several.
+                    turns = [_opened(next(items)) for _ in range(num_workers)]
+                    for _ in range(num_together):
+                        for turn in turns:
+                            yield next(turn)
         finally:
             del items
 
@@ -84,13 +89,13 @@ class _Worker(IterableDataset[Any]):
     Errors for the reader travel as values, since torch would wrap them.
     """
 
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: TokenStream, vitals: Vitals) -> None:
+        self._stream, self._vitals = stream, vitals
 
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         assert info is not None
-        forward_to_rank()
+        forward_to_rank(each_second=lambda: self._vitals.note(info.id))
         # What is inherited is no garbage: looking through it takes tenths of a second, and copies its memory.
         gc.freeze()
         together: list[Packed] = []
@@ -100,6 +105,7 @@ class _Worker(IterableDataset[Any]):
                 together = []
                 for _ in range(num_together):
                     together.append(next(sequences))
+                self._vitals.note(info.id)
                 yield _closed(together), None
         except HfdistError as error:
             yield _closed(together) if together else None, error
@@ -137,24 +143,8 @@ def _opened(item: _Item) -> Iterator[Packed]:
         raise error
 
 
-def next_item(items: Iterator[Any]) -> Any:
-    """Take what loader processes made next.
-
-    Raises:
-        ResourceError: one of them has died.
-    """
-    try:
-        return next(items)
-    except RuntimeError as error:
-        # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise ResourceError(
-            "a process that reads data ahead has died, often because memory ran out",
-            where="data.workers",
-            found=error,
-            hint="more memory, a smaller data.prefetch, or data.workers=0",
-        ) from error
+def _shown(lanes: list[int]) -> str:
+    return ", ".join([*map(str, lanes[:_SHOWN_LANES]), *(["..."] if len(lanes) > _SHOWN_LANES else [])])
 
 
 def as_it_is(item: Any) -> Any:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hfdist.config.data import DataConfig, Packing, TooLong
-from hfdist.data.cursor import Cursor, Place
+from hfdist.data.cursor import Cursor
 from hfdist.data.lane import Plan
-from hfdist.data.order import LaneOrder
 from hfdist.data.records import Fate, Records
 
 
@@ -21,7 +20,7 @@ class PoolReport(NamedTuple):
     """Of all sequences."""
     tokens: int
     epochs: float
-    """Passes over it, as a mean over the lanes."""
+    """Passes over it: documents begun or passed over, by those that are there; the audit counts the same."""
     filled: float
     """Share of its sequences' places that held tokens."""
 
@@ -30,11 +29,12 @@ def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
     """Sum up a merged cursor, by pool."""
     num_sequences = sum(progress.sequences for state in cursor.lanes.values() for progress in state.pools)
     reports = []
-    for number, (pool, order) in enumerate(zip(plan.pools, plan.orders, strict=True)):
-        progress = {lane: state.pools[number] for lane, state in cursor.lanes.items()}
-        sequences = sum(own.sequences for own in progress.values())
-        tokens = sum(own.tokens for own in progress.values())
-        epochs = sum(_epochs(order, lane, own.place) for lane, own in progress.items()) / len(progress)
+    for number, pool in enumerate(plan.pools):
+        progress = [state.pools[number] for state in cursor.lanes.values()]
+        sequences = sum(own.sequences for own in progress)
+        tokens = sum(own.tokens for own in progress)
+        documents = sum(own.documents for own in progress)
+        epochs = documents / max(sum(sum(shard.runs) for shard in pool.shards), 1)
         places = max(sequences * plan.shape.length, 1)
         reports.append(
             PoolReport(pool.name, sequences, sequences / max(num_sequences, 1), tokens, epochs, tokens / places)
@@ -69,7 +69,3 @@ _LOSSES = {
     Fate.bad: "left out as bad",
     Fate.empty: "empty",
 }
-
-
-def _epochs(order: LaneOrder, lane: int, place: Place) -> float:
-    return place.epoch + place.position / max(order.lane_length(place.epoch, lane), 1)

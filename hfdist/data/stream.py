@@ -7,8 +7,10 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
@@ -84,22 +86,36 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Give the cursor of this rank's lanes, after what was handed out (not what was read ahead)."""
         return Cursor(
             identity=self.identity,
+            contents=self.corpus.inventory.digest,
             num_lanes=self.config.lanes,
             samples=self._num_sequences * self._data_size,
             lanes=dict(self._states),
         ).to_json()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Go on behind `state`: of this rank, or merged from the ranks of any number of them.
+
+        Args:
+            state: see `state_dict`.
+            ledger: folder of the run that it is of, in which stands what its files held; None: this stream's own, if
+                any.
 
         Raises:
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
         cursor = Cursor.from_json(state)
-        if cursor.identity != self.identity and self.may_begin_anew:
-            self._begin_anew(cursor)
-            return
+        folder = ledger if self.ledger is None or ledger is not None else self.ledger.folder
         if cursor.identity != self.identity:
+            if self.may_begin_anew:
+                self._begin_anew(cursor)
+                return
+            changes = self.corpus.inventory.changes_since(cursor.contents, folder)
+            if changes:
+                raise CheckpointError(
+                    "files have changed since this checkpoint",
+                    where="; ".join(changes),
+                    hint="put the old ones back, or checkpoint.allow_changes=true to begin the new data",
+                )
             raise CheckpointError(
                 "the data, the tokenizer, data.* or the rules of packing have changed since this checkpoint",
                 where="cursor.identity",
@@ -107,11 +123,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 allowed=cursor.identity,
                 hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
             )
+        self.corpus.inventory.check(cursor.contents, folder, may_change=self.may_begin_anew)
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
         for lane in self.lanes:
             self._check(lane, cursor.lanes.get(lane))
         self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
+        if cursor.contents is None:
+            self._states = {lane: self._with_documents(lane, state) for lane, state in self._states.items()}
         self._num_sequences = cursor.samples // self._data_size
         self.cut_ledger()
 
@@ -139,6 +158,18 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             raise CheckpointError(
                 "the data cursor is damaged", where=f"cursor.places, lane {lane}", found=places or "no place"
             )
+
+    def _with_documents(self, lane: int, state: LaneState) -> LaneState:
+        """Fill in, by the places, what an older cursor does not count."""
+        return state._replace(
+            pools=tuple(
+                progress._replace(
+                    documents=progress.place.position
+                    + sum(order.lane_length(epoch, lane) for epoch in range(progress.place.epoch))
+                )
+                for progress, order in zip(state.pools, self.plan.orders, strict=True)
+            )
+        )
 
     def _count(self, lane: int) -> int:
         """Sequences that a lane has handed out."""
@@ -188,6 +219,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             if packed[1] is not None:
                 yield {name: rows[0] for name, rows in batch.items()}
 
+    def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
+        """Lanes that a worker owns from here on, in the order of their turns; `num_workers` divides those of the rank."""
+        number = self._num_sequences + worker
+        return [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on.
 
@@ -198,7 +234,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         cache = open_token_cache(self.config)
         documents = Documents(self.corpus, self._encoders, cache, self.config)
         number = self._num_sequences + worker
-        turns = [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
+        turns = self.lanes_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, documents, {lane: self._states[lane].pools for lane in turns})
         for lane in itertools.cycle(lanes.values()):
             yield lane.next(number * self._data_size + self._data_rank)
@@ -216,8 +252,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         (digest, pools), records = self._states[lane], sequence.records
         # The lane's turn: each round of this rank serves each of its lanes once.
         records["sequence"] = self._num_sequences // len(self.lanes)
-        _, num_sequences, num_tokens = pools[pool]
-        after = Progress(sequence.next_place, num_sequences + 1, num_tokens + sequence.num_tokens)
+        _, num_sequences, num_tokens, num_documents = pools[pool]
+        num_documents += int(np.count_nonzero(records["first_token"] == 0))
+        after = Progress(sequence.next_place, num_sequences + 1, num_tokens + sequence.num_tokens, num_documents)
         pools = (after,) if len(pools) == 1 else (*pools[:pool], after, *pools[pool + 1 :])
         self._states[lane] = LaneState(chain(digest, records), pools)
         if self.ledger is not None:

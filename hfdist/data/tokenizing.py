@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hfdist.config.data import BadRows
+from hfdist.data.deaths import Vitals
 from hfdist.data.encoders import Encoders
-from hfdist.data.loader import as_it_is, next_item
+from hfdist.data.loader import as_it_is
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.tokenize import text_digest
 from hfdist.errors import DataError, HfdistError
@@ -77,8 +78,9 @@ def make_tokens(
         DataError: a shard cannot be read, or a row, where `on_bad_rows` is to stop.
         ResourceError: a worker has died.
     """
+    vitals = Vitals(workers, lambda _: "which tokenizes")
     loader = DataLoader(
-        _Portions(portions, encoders, dtype),
+        _Portions(portions, encoders, dtype, vitals),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=_PORTIONS_AHEAD if workers else None,
@@ -88,18 +90,19 @@ def make_tokens(
     )
     made, num_bad = iter(loader), 0
     try:
-        for _ in portions:
-            portion = next_item(made)
-            if isinstance(portion, HfdistError):
-                raise portion
-            for error in portion.bad.values():
-                if on_bad_rows is BadRows.error:
-                    error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
-                    raise error
-                num_bad += 1
-                if num_bad <= _SHOWN_BAD_ROWS:
-                    logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
-            yield portion
+        with vitals.told():
+            for _ in portions:
+                portion = next(made)
+                if isinstance(portion, HfdistError):
+                    raise portion
+                for error in portion.bad.values():
+                    if on_bad_rows is BadRows.error:
+                        error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
+                        raise error
+                    num_bad += 1
+                    if num_bad <= _SHOWN_BAD_ROWS:
+                        logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
+                yield portion
     finally:
         # Ends the workers now. An error would hold it until the garbage is collected, and they would take five seconds.
         del made
@@ -113,8 +116,8 @@ def _keep_to_one_thread(worker: int) -> None:
 class _Portions(Dataset[Any]):
     """Portions, each tokenized in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, portions: Sequence[Portion], encoders: Encoders, dtype: str) -> None:
-        self._portions, self._encoders = portions, encoders
+    def __init__(self, portions: Sequence[Portion], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
+        self._portions, self._encoders, self._vitals = portions, encoders, vitals
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def __len__(self) -> int:
@@ -122,20 +125,19 @@ class _Portions(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Made | HfdistError:
         shard, rows = self._portions[index]
+        if (info := get_worker_info()) is not None:
+            self._vitals.note(info.id)
         try:
-            found = shard.read(rows)
-            made = [
-                row
-                for start in range(0, len(found), _ENCODED_ROWS)
-                for row in self._encode(
-                    shard, rows[start : start + _ENCODED_ROWS], found[start : start + _ENCODED_ROWS]
-                )
-            ]
+            found, digests = shard.read(rows), list[int]()
+            made: list[NDArray[np.int32] | BadRow] = []
+            for start in range(0, len(found), _ENCODED_ROWS):
+                texts = found[start : start + _ENCODED_ROWS]
+                digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
+                made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
         except HfdistError as error:
             return error
         bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
         documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
-        digests = [text_digest("" if isinstance(text, BadRow) else text) for text in found]
         lengths = [len(tokens) for tokens in documents]
         return Made(np.concatenate(documents).astype(self._dtype), lengths, digests, bad)
 

@@ -51,6 +51,13 @@ def open_past_run(folder: Path, config: RunConfig) -> PastRun:
     ledger = read_ledger(folder / LEDGER, config.data.lanes)
     cursors = read_cursors(folder / CHECKPOINTS)
     corpus = open_corpus(config.data)
+    changes = corpus.inventory.changes_since(cursors[max(cursors)].contents, folder / LEDGER) if cursors else []
+    if changes:
+        raise DataError(
+            "files have changed since the run",
+            where="; ".join(changes),
+            hint="an audit needs the data as the run read them",
+        )
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )

@@ -30,7 +30,7 @@ from hfdist.checkpoint.folder import original_name, remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.checkpoint.retention import HELD_OUT_LOSS, by_held_out_loss
-from hfdist.data import Cursor, PoolReport, TokenStream, report
+from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.trainer import schedule
 from hfdist.trainer.adapter_files import adapter_pieces, has_adapter
@@ -248,7 +248,8 @@ def restore(trainer: Any, path: Path) -> None:
     if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
         trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
     if isinstance(trainer.train_dataset, TokenStream):
-        trainer.train_dataset.load_state_dict(state["cursor"])
+        ledger = path.resolve().parents[1] / LEDGER
+        on_all_ranks(lambda: trainer.train_dataset.load_state_dict(state["cursor"], ledger=ledger))
     restore_random_state(path)
     on_rank_zero(lambda: _tidy(trainer))
 

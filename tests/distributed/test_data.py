@@ -53,7 +53,7 @@ def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources
     lines = [line for line in read_metrics(run / METRICS) if "data/a/share" in line]
     assert [(line["step"], line["data/a/share"]) for line in lines] == [(3, 0.75), (6, (18 + 12) / 48)]
     assert lines[-1]["data/b/tokens"] == 18 * 64
-    assert sorted(path.name for path in (run / "ledger").iterdir()) == [f"lane-{n:05d}.records" for n in range(8)]
+    assert sorted(path.name for path in (run / "ledger").glob("lane-*")) == [f"lane-{n:05d}.records" for n in range(8)]
 
 
 @pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("ddp", 2), ("pipeline", 2)])

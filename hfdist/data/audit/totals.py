@@ -1,4 +1,4 @@
-"""What a ledger adds up to, by source: documents and what became of them, tokens, passes."""
+"""What a ledger adds up to, by source: documents and what became of them, tokens, epochs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from hfdist.data.corpus import Corpus
 from hfdist.data.records import Fate, Records
 
-_HEADS = ("source", *(fate.name.replace("_", " ") for fate in Fate), "tokens", "passes")
+_HEADS = ("source", *(fate.name.replace("_", " ") for fate in Fate), "tokens", "epochs")
 
 
 class Totals:
@@ -54,7 +54,7 @@ class Totals:
         rows = [_HEADS]
         for number, name in enumerate(self._names):
             counts = self._documents[number]
-            passes = counts.sum() / max(self._rows[number], 1)
-            rows.append((name, *(f"{count:,}" for count in counts), f"{self._tokens[number]:,}", f"{passes:.2f}"))
+            epochs = counts.sum() / max(self._rows[number], 1)
+            rows.append((name, *(f"{count:,}" for count in counts), f"{self._tokens[number]:,}", f"{epochs:.2f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)

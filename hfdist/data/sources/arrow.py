@@ -11,13 +11,21 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
 
-from hfdist.data.sources.base import BadRow, damage, local_identity, rows_held_at_once
+from hfdist.data.sources.base import (
+    BadRow,
+    damage,
+    local_identity,
+    rows_held_at_once,
+    rows_of_runs,
+    spans_of_part,
+    uncompared,
+)
 from hfdist.data.sources.columns import check_schema, one_array, texts_at
 from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.whole import whole_file
 
 # A file is a stream between a mark of eight bytes and a footer.
 _FILE_MARK = b"ARROW1\0\0"
@@ -30,6 +38,7 @@ class ArrowShard:
     def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
+        self.contents, self.place = file.contents, uncompared(file)
         self._file, self._rows = file, rows
         self.gives_examples = rows.gives_examples
         index = cached_index(cache.folder, file, identity, self._index)
@@ -47,11 +56,15 @@ class ArrowShard:
                 found = _batch_at(int(self._offsets[batch]), source, reader)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
-                texts = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
+                texts = list(texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url))
         except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
             where = f"{self._file.url}, record batch {batch}"
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
         return texts
+
+    def rows_of_part(self, part: int) -> range:
+        """Tell the rows of the record batches."""
+        return rows_of_runs(*spans_of_part(self._offsets, self._file, part), self.runs)
 
     def _index(self) -> NDArray[np.int64]:
         """Find where each record batch starts and how many rows it has; shape [2, batches]."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.portion import TokenColumns
+from hfdist.data.storage.contents import digests_of, is_in_identity, part_bytes
 from hfdist.data.storage.datafile import DataFile
 from hfdist.errors import DataError, ResourceError
 
@@ -54,6 +55,10 @@ class Shard(Protocol):
     """Of what is read from it, the same on every machine; told without reading all of it."""
     local_identity: str
     """For this machine's caches: with the address and the version of the file, also where size and ends stay alike."""
+    contents: NDArray[np.uint64] | None
+    """Hashes of its parts, in order, the same on every machine; None: the identity is of all of it, or nobody knows."""
+    place: tuple[str, str] | None
+    """Address and version of the file: what may tell of a change where `contents` cannot; None: nothing can escape."""
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
@@ -62,12 +67,15 @@ class Shard(Protocol):
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 
-    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give the texts of some rows of one run, in the order asked for.
+    def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
+        """Give the texts of some rows of one run, in the order asked for; look at each once, it may be made then.
 
         Raises:
             DataError: the file has changed since it was opened, or cannot be read at all.
         """
+
+    def rows_of_part(self, part: int) -> range | None:
+        """Tell the rows of which something lies in a part of `contents`; None: nobody knows."""
 
 
 class TokenShard(Shard, Protocol):
@@ -79,7 +87,24 @@ class TokenShard(Shard, Protocol):
 
 def local_identity(identity: str, file: DataFile) -> str:
     """Give the `local_identity` of a shard that is a file."""
-    return json.dumps([identity, file.url, file.version])
+    return json.dumps([identity, file.url, file.version, *digests_of(file.contents)])
+
+
+def uncompared(file: DataFile) -> tuple[str, str] | None:
+    """Give the `place` of a shard that is a file."""
+    return None if file.contents is not None or is_in_identity(file) else (file.url, file.version)
+
+
+def spans_of_part(starts: NDArray[np.int64], file: DataFile, part: int) -> tuple[int, int]:
+    """Which spans a part of a file cuts: the first, and the one behind the last; `starts` are their first bytes."""
+    size = part_bytes(file.size_bytes)
+    first = max(int(np.searchsorted(starts, part * size, side="right")) - 1, 0)
+    return first, max(int(np.searchsorted(starts, (part + 1) * size)), first + 1)
+
+
+def rows_of_runs(first: int, stop: int, runs: Sequence[int]) -> range:
+    """Rows of some neighbouring runs."""
+    return range(sum(runs[:first]), sum(runs[:stop]))
 
 
 def rows_held_at_once(num_bytes: int, num_rows: int) -> int:

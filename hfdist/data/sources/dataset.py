@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
 from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, one_array, texts_at
+from hfdist.data.sources.columns import check_schema, hash_table, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.storage.contents import MOST_BYTES, Contents, digests_of, part_rows
 
 _SAMPLED_ROWS = 64
 
@@ -43,7 +45,19 @@ class DatasetShard:
         # caches only. It has no public name.
         identity = json.dumps([rows.key, len(dataset), texts])
         self.identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-        self.local_identity = json.dumps([self.identity, dataset._fingerprint])
+        self.contents = self._hash_parts() if self._rows.data.nbytes <= MOST_BYTES else None
+        self.place = None if self.contents is not None else (name, dataset._fingerprint)
+        self.local_identity = json.dumps([self.identity, dataset._fingerprint, *digests_of(self.contents)])
+
+    def rows_of_part(self, part: int) -> range:
+        """Tell its rows."""
+        size = part_rows(self.runs[0])
+        return range(part * size, min((part + 1) * size, self.runs[0]))
+
+    def _hash_parts(self) -> Contents:
+        size = part_rows(self.runs[0])
+        parts = (self._rows[start : start + size] for start in range(0, self.runs[0], size))
+        return np.array([hash_table(part) for part in parts], dtype=np.uint64)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
         """Give the texts of rows."""
@@ -53,4 +67,4 @@ class DatasetShard:
             (batch,) = self._rows[list(rows)].combine_chunks().to_batches()
         except (pa.ArrowException, OSError) as error:
             return [BadRow(damage("the dataset is damaged", error, where=self.name))] * len(rows)
-        return texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name)
+        return list(texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name))

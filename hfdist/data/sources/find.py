@@ -18,10 +18,12 @@ from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.text import TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.at_once import map_at_once
+from hfdist.data.storage.contents import MOST_BYTES, read_contents
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.identity import identify_all
+from hfdist.data.storage.localfile import LocalFile
 from hfdist.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
@@ -56,7 +58,7 @@ def find_shards(
             return [open_hub(key, config, data.format)]
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
-            return open_token_shards(config.path, key)
+            return open_token_shards(config.path, key, cache.folder)
         case SourceKind.files:
             assert config.path is not None
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
@@ -81,6 +83,8 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, prob
             return error
 
     identities = identify_all(files, rows.key)
+    if sum(file.size_bytes for file in files) <= MOST_BYTES:
+        read_contents([file for file in files if _is_read_at_a_start(file)], cache.folder)
     shards: list[Shard] = []
     first_by_identity: dict[str, DataFile] = {}
     for file, opened in zip(files, map_at_once(try_open, files, identities), strict=True):
@@ -112,6 +116,11 @@ def _open(file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> S
     if not sum(shard.runs):
         raise ContentError("the file has no rows", where=file.url)
     return shard
+
+
+def _is_read_at_a_start(file: DataFile) -> bool:
+    """Whether a start may read all of it: it is here, or is fetched for its index anyway."""
+    return isinstance(file, LocalFile) or not file.name.endswith((".parquet", ".txt"))
 
 
 def _digest(file: DataFile) -> bytes:

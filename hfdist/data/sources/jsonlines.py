@@ -19,10 +19,12 @@ from hfdist.data.sources.base import (
     decode_text,
     local_identity,
     rows_held_at_once,
+    spans_of_part,
+    uncompared,
 )
 from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.unpack import open_unpacked, whole_unpacked
+from hfdist.data.sources.unpack import is_packed, open_unpacked, whole_unpacked
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 
@@ -38,6 +40,7 @@ class JsonLinesShard:
     def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
+        self.contents, self.place = file.contents, uncompared(file)
         self._file, self._rows, self._cache = file, rows, cache
         self.gives_examples = rows.gives_examples
         self._starts = cached_index(cache.folder, file, identity, self._index)
@@ -48,6 +51,13 @@ class JsonLinesShard:
         """Give the texts of lines."""
         with whole_unpacked(self._file, int(self._starts[-1]), self._cache) as path, path.open("rb") as file:
             return [self._text(file, row) for row in rows]
+
+    def rows_of_part(self, part: int) -> range | None:
+        """Tell the lines; None: of a compressed file."""
+        if is_packed(self._file):
+            return None
+        first, stop = spans_of_part(self._starts, self._file, part)
+        return range(first, min(stop, self.runs[0]))
 
     def _index(self) -> NDArray[np.int64]:
         """Find the lines, and check that the columns are in the first."""

@@ -6,22 +6,32 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hfdist.data.sources.base import BadRow, ContentError, damage, local_identity, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, one_array, texts_at
+from hfdist.data.sources.base import (
+    BadRow,
+    ContentError,
+    damage,
+    local_identity,
+    rows_held_at_once,
+    rows_of_runs,
+    spans_of_part,
+    uncompared,
+)
+from hfdist.data.sources.columns import Pick, Picked, check_schema, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.unpack import expands_too_much
-from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.whole import whole_file
 
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 4 << 20, 64 << 20
-_ROW_BYTES = 8
+_VALUE_BYTES = 8
 
 
 class _Recent:
@@ -57,6 +67,7 @@ class ParquetShard:
     def __init__(self, file: DataFile, identity: str, rows: RowReader) -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
+        self.contents, self.place = file.contents, uncompared(file)
         self._file, self._rows = file, rows
         self.gives_examples = rows.gives_examples
         try:
@@ -67,7 +78,10 @@ class ParquetShard:
         except (pa.ArrowException, OSError) as error:
             raise damage("not a whole parquet file", error, where=file.url) from error
         self._columns = check_schema(schema, rows, where=file.url)
-        group_bytes = _column_bytes(metadata, self._columns)
+        leaves = _leaves(metadata, self._columns)
+        # As dictionaries, because one value of a small file can stand for a million. Other types have none in Arrow.
+        self._dictionaries = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        group_bytes = _column_bytes(metadata, leaves)
         packed_bytes, text_bytes = sum(size for size, _ in group_bytes), sum(size for _, size in group_bytes)
         if expands_too_much(packed_bytes, text_bytes):
             raise ContentError(
@@ -76,27 +90,31 @@ class ParquetShard:
                 found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
             )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
         self._ends = np.cumsum(np.array(self.runs, dtype=np.int64))
-        self._decoded_bytes = [
-            unpacked + _ROW_BYTES * num for (_, unpacked), num in zip(group_bytes, self.runs, strict=True)
-        ]
+        self._decoded_bytes = [in_memory for _, in_memory in group_bytes]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
-    def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give the texts of rows; all in one row group.
+    def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
+        """Give the texts of rows; all in one row group. Examples are decoded when they are looked at: see `texts_at`.
 
         Behind a damaged place of a row group all rows are bad, those before it are not, whatever is asked together.
         """
         group = int(np.searchsorted(self._ends, rows[0], side="right"))
         with whole_file(self._file) as path:
             texts, missing = self._decode_rows(path, group, sorted(rows))
-        return [texts.get(row, missing) for row in rows]
+        found = Picked([texts.get(row, ([missing], 0)) for row in rows])
+        return found if self.gives_examples else list(found)
 
-    def _decode_rows(self, path: Path, group: int, rows: list[int]) -> tuple[dict[int, str | BadRow], BadRow]:
+    def rows_of_part(self, part: int) -> range:
+        """Tell the rows of the row groups."""
+        return rows_of_runs(*spans_of_part(self._starts, self._file, part), self.runs)
+
+    def _decode_rows(self, path: Path, group: int, rows: list[int]) -> tuple[dict[int, Pick], BadRow]:
         """Decode in the order of the file; also give what stands for rows that are not in the result."""
         first = int(self._ends[group]) - self.runs[group]
         wanted = np.array(rows, dtype=np.int64) - first
-        texts: dict[int, str | BadRow] = {}
+        texts: dict[int, Pick] = {}
         start, where = 0, f"{self._file.url}, row group {group}"
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
@@ -104,7 +122,7 @@ class ParquetShard:
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 found = (inside + first + start).tolist()
                 read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
-                texts.update(zip(found, read, strict=True))
+                texts.update((row, (read, place)) for place, row in enumerate(found))
                 start += len(column)
                 if start > wanted[-1]:
                     break
@@ -123,24 +141,45 @@ class ParquetShard:
         yield from self._decode(path, group, num_rows=self.rows_at_once) if kept is None else kept
 
     def _decode(self, path: Path, group: int, *, num_rows: int) -> Iterator[pa.Array]:
-        # As a dictionary, because one value of a small file can stand for a million rows.
-        dictionaries = [] if self.gives_examples else self._columns
-        options = {"read_dictionary": dictionaries, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
+        options = {
+            "read_dictionary": self._dictionaries,
+            "buffer_size": _BUFFER_BYTES,
+            "page_checksum_verification": True,
+        }
         with pq.ParquetFile(path, **options) as file:
             for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
                 yield one_array(batch, self._rows)
 
 
-def _column_bytes(metadata: pq.FileMetaData, columns: list[str]) -> list[tuple[int, int]]:
-    """Size of the columns in the file and decompressed, of each row group, as the footer tells."""
+def _first_byte(group: pq.RowGroupMetaData) -> int:
+    column = group.column(0)
+    return int(column.dictionary_page_offset or column.data_page_offset)
+
+
+class _Leaf(NamedTuple):
+    """What is stored of a column: of a nested one each value by itself, such as messages.list.element.role."""
+
+    number: int
+    path: str
+    physical_type: str
+
+
+def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> list[_Leaf]:
+    """Those of some columns."""
+    every = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+    leaves = [_Leaf(number, column.path, column.physical_type) for number, column in enumerate(every)]
+    return [leaf for leaf in leaves if leaf.path in columns or leaf.path.split(".")[0] in columns]
+
+
+def _column_bytes(metadata: pq.FileMetaData, leaves: list[_Leaf]) -> list[tuple[int, int]]:
+    """Size of leaves in the file and in memory, of each row group, as the footer tells."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    if not groups:
-        return []
-    paths = [groups[0].column(index).path_in_schema for index in range(groups[0].num_columns)]
-    # Nested columns are stored by their leaves, such as messages.list.element.role.
-    leaves = [number for number, path in enumerate(paths) if path in columns or path.split(".")[0] in columns]
-    sizes = [[group.column(leaf) for leaf in leaves] for group in groups]
+    chunks = [[group.column(leaf.number) for leaf in leaves] for group in groups]
     return [
-        (sum(chunk.total_compressed_size for chunk in chunks), sum(chunk.total_uncompressed_size for chunk in chunks))
-        for chunks in sizes
+        (
+            sum(chunk.total_compressed_size for chunk in own),
+            # Each value has its place in memory, also where a million equal ones take a few bytes in the file.
+            sum(chunk.total_uncompressed_size + _VALUE_BYTES * chunk.num_values for chunk in own),
+        )
+        for own in chunks
     ]

@@ -6,18 +6,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from hfdist.data.cache.arrays import load_array, save_array
 from hfdist.data.files import write_atomically
 from hfdist.data.sources.base import ContentError, local_identity
 from hfdist.data.storage.datafile import DataFile
-
-# Larger ones are mapped: a corpus may have more files than a process may have mappings.
-_LARGEST_LOADED_BYTES = 1 << 20
 
 
 def cached_index(
@@ -33,26 +31,25 @@ def cached_index(
     # Identity alone is of the ends of a file, so that another version is another entry.
     key = hashlib.blake2b(local_identity(identity, file).encode(), digest_size=16).hexdigest()
     path, refusal = folder / "index" / f"{key}.npy", folder / "index" / f"{key}.json"
-    index = _load(path)
+    index = load_array(path)
     if index is not None:
         return index
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
-        if refusal.is_file():
-            raise ContentError(**json.loads(refusal.read_bytes()))
+        refused = _load_refusal(refusal)
+        if refused is not None:
+            raise refused
         # Another process may have made it meanwhile.
-        index = _load(path)
+        index = load_array(path)
         return _make(path, refusal, make) if index is None else index
 
 
-def _load(path: Path) -> NDArray[np.int64] | None:
+def _load_refusal(path: Path) -> ContentError | None:
     try:
-        mode: Literal["r"] | None = "r" if path.stat().st_size > _LARGEST_LOADED_BYTES else None
-        index: NDArray[np.int64] = np.load(path, mmap_mode=mode, allow_pickle=False)
-    # Not there, or cut off when the machine stopped.
-    except (OSError, ValueError, EOFError):
+        return ContentError(**json.loads(path.read_bytes()))
+    # Not there, or damaged.
+    except (OSError, ValueError, TypeError):
         return None
-    return index
 
 
 def _make(path: Path, refusal: Path, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -68,5 +65,5 @@ def _make(path: Path, refusal: Path, make: Callable[[], NDArray[np.int64]]) -> N
 
         write_atomically(refusal, write)
         raise
-    write_atomically(path, lambda out: np.save(out, index, allow_pickle=False))
+    save_array(path, index)
     return index

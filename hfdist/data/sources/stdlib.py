@@ -19,6 +19,7 @@ from hfdist.data.sources.base import Shard
 from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.text import TextShard
+from hfdist.data.storage.contents import read_contents
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.identity import identify_all
 from hfdist.data.storage.localfile import LocalFile
@@ -40,6 +41,7 @@ def open_standard_library(cache: FileCache) -> list[Shard]:
     files = [LocalFile(path, path.relative_to(root).as_posix()) for path in _source_files(_SKIPPED_FOLDERS)]
     files.sort(key=lambda file: file.name)
     # Some of its tests are deliberately badly encoded.
+    read_contents(files, cache.folder)
     pairs = zip(files, identify_all(files, ""), strict=True)
     return [TextShard(file, identity, cache, errors="replace") for file, identity in pairs]
 
@@ -52,6 +54,7 @@ def open_docstrings(cache: FileCache) -> list[Shard]:
     rows = RowReader("text", RowFormat.messages)
     file = LocalFile(path, path.name)
     (identity,) = identify_all([file], rows.key)
+    read_contents([file], cache.folder)
     return [JsonLinesShard(file, identity, rows, cache)]
 
 

@@ -9,11 +9,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.sources.base import BadRow, decode_text, local_identity
+from hfdist.data.sources.base import BadRow, decode_text, local_identity, spans_of_part, uncompared
 from hfdist.data.sources.rowindex import cached_index
-from hfdist.data.sources.whole import whole_file
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.whole import whole_file
 
 MOST_DOCUMENT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"
@@ -26,6 +26,7 @@ class TextShard:
     def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
         self.name = file.name
         self.identity, self.local_identity = identity, local_identity(identity, file)
+        self.contents, self.place = file.contents, uncompared(file)
         self.rows_at_once, self.gives_examples = 1, False
         self._file, self._errors = file, errors
         if file.size_bytes <= MOST_DOCUMENT_BYTES:
@@ -38,6 +39,11 @@ class TextShard:
         """Give parts of the file, by their numbers."""
         with whole_file(self._file) as path, path.open("rb") as file:
             return [self._text(file, row) for row in rows]
+
+    def rows_of_part(self, part: int) -> range:
+        """Tell the documents."""
+        first, stop = spans_of_part(self._starts, self._file, part)
+        return range(first, min(stop, self.runs[0]))
 
     def _text(self, file: BinaryIO, row: int) -> str | BadRow:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hfdist.data.portion import TokenColumns
-from hfdist.data.sources.base import BadRow, TokenRow
+from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
+from hfdist.data.storage.contents import MOST_BYTES, read_contents
+from hfdist.data.storage.localfile import LocalFile
 from hfdist.errors import ConfigError, DataError
 
 VERSION = 1
@@ -104,6 +106,29 @@ class TokenFileShard:
         self._tokens_path, self._index_path, self._digests_path = paths
         for path, size_bytes in zip(paths, sizes_of(record, meta.dtype), strict=True):
             _check_size(path, size_bytes)
+        self.files = [LocalFile(path, path.name) for path in paths]
+        """Tokens, index and digests."""
+
+    @property
+    def contents(self) -> NDArray[np.uint64] | None:
+        """Hashes of the parts of its three files."""
+        found = [file.contents for file in self.files if file.contents is not None]
+        return np.concatenate(found) if len(found) == len(self.files) else None
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """Address and times of the files, where they are not compared."""
+        if self.contents is not None:
+            return None
+        return self.files[0].url, " ".join(file.version for file in self.files)
+
+    def rows_of_part(self, part: int) -> range | None:
+        """Tell the documents; None: of a part that holds no tokens."""
+        tokens = self.files[0]
+        if tokens.contents is None or part >= len(tokens.contents):
+            return None
+        first, stop = spans_of_part(self._offsets * self._dtype.itemsize, tokens, part)
+        return range(first, min(stop, self._record.rows))
 
     def token_columns(self, rows: NDArray[np.int64]) -> TokenColumns:
         """Give documents in the order asked for; their tokens lie where the file is mapped."""
@@ -181,12 +206,13 @@ def load_saved(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def open_token_shards(path: str, key: str) -> list[TokenFileShard]:
+def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileShard]:
     """Open the token files of a folder, in order, all checked.
 
     Args:
         path: the folder.
         key: of the config, which names it.
+        cache_dir: of this machine's caches.
 
     Raises:
         ConfigError: it is no folder of token files.
@@ -199,7 +225,11 @@ def open_token_shards(path: str, key: str) -> list[TokenFileShard]:
         )
     meta = read_meta(folder)
     tokenizer = SavedTokenizer(folder / TOKENIZER)
-    return [TokenFileShard(folder, record, meta, tokenizer) for record in meta.files]
+    shards = [TokenFileShard(folder, record, meta, tokenizer) for record in meta.files]
+    files = [file for shard in shards for file in shard.files]
+    if sum(file.size_bytes for file in files) <= MOST_BYTES:
+        read_contents(files, cache_dir)
+    return shards
 
 
 def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, BinaryIO
 import pyarrow as pa
 
 from hfdist.data.sources.base import ContentError, damage
-from hfdist.data.sources.whole import check_here, whole_file
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.whole import check_here, whole_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -61,6 +61,11 @@ def whole_unpacked(file: DataFile, size_bytes: int, cache: FileCache) -> Abstrac
         return whole_file(file)
     check_here(file)
     return cache.fetch(_Unpacked(file, size_bytes))
+
+
+def is_packed(file: DataFile) -> bool:
+    """Whether it is unpacked before it is read."""
+    return _codec(file) is not None
 
 
 def _codec(file: DataFile) -> str | None:

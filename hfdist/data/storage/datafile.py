@@ -6,6 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class DataFile(Protocol):
     """A file that is read, never written. Usable in forked processes: nothing open is kept."""
@@ -17,6 +20,10 @@ class DataFile(Protocol):
     size_bytes: int
     version: str
     """Changes with the content, as far as the store tells without reading: time of change, ETag, ..."""
+    key: str
+    """Tells address, version and all else apart that this machine knows of it; a file name."""
+    contents: NDArray[np.uint64] | None
+    """Hashes of its parts, once they are known: see `contents.py`."""
 
     def local(self) -> AbstractContextManager[Path]:
         """Give the whole file on this machine, fetched where it is not yet, and kept from eviction inside the context.

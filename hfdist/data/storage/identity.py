@@ -14,15 +14,15 @@ from hfdist.data.storage.remotefile import READ_AHEAD_BYTES, RemoteFile
 from hfdist.errors import DataError
 
 # One request each.
-_SAMPLE_BYTES = READ_AHEAD_BYTES
+SAMPLE_BYTES = READ_AHEAD_BYTES
 _DIGEST_BYTES = 12
 
 
 def identify(file: DataFile, column: str) -> str:
     """Hash of a file's size, of its first and last 64 KiB, and of the column that is read from it.
 
-    Not of its times: a copy on another machine is the same data. What was found for a remote file is kept under its
-    address and version, so that the next run asks nothing.
+    Not of its times: a copy on another machine is the same data. What stands between the ends is for `contents.py`.
+    What was found for a remote file is kept under its address and version, so that the next run asks nothing.
 
     Raises:
         DataError: it cannot be read.
@@ -51,9 +51,9 @@ def _digest(file: DataFile, column: str) -> str:
     digest = hashlib.blake2b(f"{file.size_bytes}:{column}:".encode(), digest_size=_DIGEST_BYTES)
     try:
         with file.open_unchecked() if isinstance(file, RemoteFile) else file.open() as opened:
-            digest.update(opened.read(_SAMPLE_BYTES))
-            opened.seek(max(0, file.size_bytes - _SAMPLE_BYTES))
-            digest.update(opened.read(_SAMPLE_BYTES))
+            digest.update(opened.read(SAMPLE_BYTES))
+            opened.seek(max(0, file.size_bytes - SAMPLE_BYTES))
+            digest.update(opened.read(SAMPLE_BYTES))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=file.url) from error
     return digest.hexdigest()

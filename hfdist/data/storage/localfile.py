@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.errors import DataError
 
@@ -23,7 +29,13 @@ class LocalFile:
     def __init__(self, path: Path, name: str) -> None:
         self.url, self.name = str(path), name
         self._path = path
-        self.size_bytes, self.version = self._details()
+        status = self._status()
+        self.size_bytes, self.version = status.st_size, str(status.st_mtime_ns)
+        self.changed_ns = status.st_ctime_ns
+        """When anything of it was changed last: also where the time of its content was set back."""
+        known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
+        self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
+        self.contents: NDArray[np.uint64] | None = None
 
     def local(self) -> AbstractContextManager[Path]:
         """Give the path itself."""
@@ -46,15 +58,15 @@ class LocalFile:
         Raises:
             DataError: they are others.
         """
-        if self._details() != (self.size_bytes, self.version):
+        status = self._status()
+        if (status.st_size, str(status.st_mtime_ns)) != (self.size_bytes, self.version):
             raise changed(self.url)
 
-    def _details(self) -> tuple[int, str]:
+    def _status(self) -> os.stat_result:
         try:
-            status = self._path.stat()
+            return self._path.stat()
         except OSError as error:
             raise self._unreadable(error) from error
-        return status.st_size, str(status.st_mtime_ns)
 
     def _unreadable(self, error: OSError) -> DataError:
         return DataError(f"cannot be read: {error.strerror}", where=self.url)

@@ -9,6 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hfdist.config.addresses import redact
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.localfile import changed
@@ -39,6 +42,7 @@ class RemoteFile:
         # A hash: nothing in an address can lead out of the cache's folder.
         content = "\0".join((address, self.version, str(self.size_bytes)))
         self.key = hashlib.blake2b(content.encode("utf-8", "surrogateescape"), digest_size=20).hexdigest()
+        self.contents: NDArray[np.uint64] | None = None
         self.cache = cache
         self._address, self._network = address, cache.network
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import tracemalloc
 from collections import namedtuple
 
 import pyarrow as pa
@@ -13,8 +14,8 @@ import pytest
 import zstandard
 from pyarrow import feather, ipc
 
-from hfdist.config.data import BadRows, SourceConfig, SourceKind
-from hfdist.data.sources import unpack
+from hfdist.config.data import BadRows, RowFormat, SourceConfig, SourceKind
+from hfdist.data.sources import base, unpack
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.hub import open_hub
@@ -155,6 +156,10 @@ class TestTheSameFileTwice:
         assert read_all(open_shards(str(data), cache)) == ["the same", "the same"]
 
 
+def messages_type():
+    return pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
 class TestBombs:
     """A few kilobytes that want to become more than memory or disk holds."""
 
@@ -202,6 +207,44 @@ class TestBombs:
         assert len(texts) == 1024
         assert texts[0] == value
         assert len({id(text) for text in texts}) <= 2
+
+    def test_conversations_that_share_values_are_made_one_by_one(self, folders, monkeypatch):
+        data, cache = folders
+        monkeypatch.setattr(base, "MOST_ROW_BYTES", 4 << 20)
+        value, num_rows = "x" * (1 << 18), 200
+        shared = pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int32()), [value])
+        table = pa.table({"prompt": [str(n) for n in range(num_rows)], "completion": shared})
+        pq.write_table(table, data / "a.parquet", compression="zstd", store_schema=False)
+        nested = {"role": ["user", "assistant"] * 100, "content": ["hi", value] * 100}
+        messages = pa.StructArray.from_arrays([pa.array(column) for column in nested.values()], list(nested))
+        lists = pa.ListArray.from_arrays(pa.array(range(0, 201, 2), pa.int32()), messages)
+        bomb = pa.ListArray.from_arrays(pa.array([0, 2, 200], pa.int32()), messages)
+        for name, rows in (("b", lists), ("c", bomb)):
+            pq.write_table(pa.table({"messages": rows}), data / f"{name}.parquet", compression="zstd")
+        assert all(path.stat().st_size < 20_000 for path in data.iterdir())
+        del messages, lists, bomb, nested
+        tracemalloc.start()
+        a, b, c = open_shards(str(data), cache, format=RowFormat.auto)
+        for shard in (a, b):
+            lengths = [len(text) for text in shard.read(range(shard.rows_at_once))]
+            assert sum(lengths) > len(lengths) * len(value) > 2 << 20
+        good, bad = c.read([0, 1])
+        assert json.loads(good)["messages"][1]["content"] == value
+        assert bad.error.what == "the row is too large"
+        assert "row 1" in bad.error.where
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < 10 << 20
+
+    def test_values_that_are_nothing_count(self, folders, monkeypatch):
+        """A billion nulls are a few bytes in a file."""
+        data, cache = folders
+        monkeypatch.setattr(unpack, "_LEAST_BOMB_BYTES", 1 << 20)
+        nothing = pa.array([[{"role": None, "content": None}] * 200_000], messages_type())
+        pq.write_table(pa.table({"messages": nothing}), data / "a.parquet", compression="zstd")
+        assert (data / "a.parquet").stat().st_size < 2000
+        with pytest.raises(ContentError, match="expands beyond reason"):
+            open_shards(str(data), cache, format=RowFormat.messages)
 
     def test_a_page_that_is_all_one_letter(self, folders, monkeypatch):
         data, cache = folders

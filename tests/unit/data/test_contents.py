@@ -1,0 +1,217 @@
+"""What files hold is compared where a run goes on: an edit of equal size stops it, with the file and its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import ipc
+
+from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
+from hfdist.data import open_corpus
+from hfdist.data.inventory import read_inventory
+from hfdist.data.ledger import Ledger
+from hfdist.data.pretokenize import pretokenize
+from hfdist.data.storage import contents as contents_module
+from hfdist.errors import CheckpointError
+from tests.unit.data.corpora import files_config, tokenizer
+from tests.unit.data.streams import Run, memory_config, memory_corpus
+
+ROWS = [f"{number:05d} " + "lorem ipsum " * 25 for number in range(2000)]
+EDITED = 1050
+
+
+def rows_with(text):
+    return [*ROWS[:EDITED], text, *ROWS[EDITED + 1 :]]
+
+
+def write_jsonl(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def write_parquet(folder, rows):
+    pq.write_table(
+        pa.table({"text": rows}), folder / "rows.parquet", row_group_size=100, compression="none", use_dictionary=False
+    )
+    return folder / "rows.parquet"
+
+
+def write_arrow(folder, rows):
+    with ipc.new_stream(folder / "rows.arrow", pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": rows}), max_chunksize=100)
+    return folder / "rows.arrow"
+
+
+def write_txt(folder, rows):
+    for number in range(0, len(rows), 100):
+        (folder / f"{number:05d}.txt").write_text("\n".join(rows[number : number + 100]))
+    return folder / "01000.txt"
+
+
+def write_tokens(folder, rows):
+    source = folder.parent / "source"
+    source.mkdir(exist_ok=True)
+    config = files_config(str(write_jsonl(source, rows)), folder.parent / "cache")
+    pretokenize(open_corpus(config).shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error)
+    return folder / "00000.tokens"
+
+
+# With the row that is named; of several rows, the first and the last.
+WRITERS = {
+    "jsonl": (write_jsonl, "10\d\d to 10\d\d"),
+    "parquet": (write_parquet, "1000 to 1099"),
+    "arrow": (write_arrow, "1000 to 1099"),
+    "txt": (write_txt, "0"),
+    "tokens": (write_tokens, r"\d+ to 10\d\d"),
+}
+
+
+def edit_in_the_middle(path, *, keeps_times):
+    """Change one letter of the row in the middle, or one token; the size stays, and so may the times."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    place = content.index(b"01050 lorem") + 6 if path.suffix != ".tokens" else len(content) // 2
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert path.stat().st_size == before.st_size
+    if keeps_times:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def config_of(kind, folder, cache, **settings):
+    config = files_config(str(folder), cache, **settings)
+    if kind == "tokens":
+        config.sources = {"files": SourceConfig(kind=SourceKind.tokens, path=str(folder))}
+    return config
+
+
+@pytest.fixture(autouse=True)
+def files_that_were_just_written_count_as_old(monkeypatch):
+    """So that what a first start has found is kept, as it would be a few seconds later."""
+    monkeypatch.setattr(contents_module, "_SETTLED_NS", 0)
+
+
+@pytest.mark.parametrize("keeps_times", [False, True])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_an_edit_of_equal_size_stops_a_run_that_goes_on_and_names_the_rows(tmp_path, kind, keeps_times):
+    write, rows = WRITERS[kind]
+    folder, cache = tmp_path / "data", tmp_path / "cache"
+    folder.mkdir()
+    path = write(folder, ROWS)
+    config = config_of(kind, folder, cache)
+    corpus = open_corpus(config)
+    ledger = lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error)  # noqa: E731
+    run = Run(corpus, config, 1, ledger=ledger)
+    run.step()
+    run.flush()
+    state = run.state()
+
+    shutil.copytree(folder, tmp_path / "moved")
+    elsewhere = open_corpus(config_of(kind, tmp_path / "moved", cache))
+    Run(elsewhere, config, 1, state, ledger=ledger)
+
+    edit_in_the_middle(path, keeps_times=keeps_times)
+    corpus = open_corpus(config)
+    name = path.stem if kind == "tokens" else path.name
+    with pytest.raises(CheckpointError, match=rf"(?s)files have changed since.*:{name}, rows? {rows}\n.*allow_changes"):
+        Run(corpus, config, 1, state, ledger=ledger)
+    # A new run reads what is there now, and not what this machine had kept of it.
+    assert kind == "tokens" or ROWS[EDITED] not in corpus.text(10 if kind == "txt" else EDITED)
+
+
+def test_an_accepted_edit_goes_on_from_the_same_place_and_is_named_once(tmp_path, caplog):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = write_jsonl(folder, ROWS)
+    config = files_config(str(folder), tmp_path / "cache")
+    corpus = open_corpus(config)
+    run = Run(corpus, config, 1, ledger=lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error))
+    run.step()
+    run.flush()
+    edit_in_the_middle(path, keeps_times=True)
+    corpus = open_corpus(config)
+    stream = Run(corpus, config, 1).streams[0]
+    stream.may_begin_anew = True
+    stream.load_state_dict(run.state(), ledger=tmp_path / "ledger")
+    assert "files:rows.jsonl, rows" in caplog.text
+    caplog.clear()
+    assert stream.state_dict()["places"] == run.state()["places"]
+    stream.ledger = Ledger(tmp_path / "ledger", corpus, BadRows.error)
+    stream.ledger.flush()
+    stream.load_state_dict(stream.state_dict())
+    assert not caplog.text
+
+
+def test_what_is_too_large_to_be_read_at_a_start_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hfdist.data.sources.find.MOST_BYTES", 1000)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = write_jsonl(folder, ROWS)
+    config = files_config(str(folder), tmp_path / "cache")
+    corpus = open_corpus(config)
+    run = Run(corpus, config, 1, ledger=lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error))
+    run.flush()
+    ledger = lambda: Ledger(tmp_path / "ledger", open_corpus(config), BadRows.error)  # noqa: E731
+    Run(open_corpus(config), config, 1, run.state(), ledger=ledger)
+    assert not caplog.text
+    edit_in_the_middle(path, keeps_times=False)
+    Run(open_corpus(config), config, 1, run.state(), ledger=ledger)
+    assert "too large to be compared: of 1 files, files:rows.jsonl among them" in caplog.text
+
+
+def test_a_cursor_of_before_contents_were_noted_goes_on_and_says_so(tmp_path, caplog):
+    config = memory_config(tmp_path)
+    corpus = memory_corpus(config)
+    run = Run(corpus, config, 1)
+    run.step()
+    state = run.state()
+    old = {
+        **state,
+        "format": 2,
+        "places": [[*place[:2], *(pool[:5] for pool in place[2:])] for place in state["places"]],
+    }
+    del old["contents"]
+    resumed = Run(corpus, config, 1, old)
+    assert "only their sizes and ends are compared" in caplog.text
+    assert resumed.step().keys() == run.step().keys()
+
+
+def test_rows_of_a_dataset_are_compared_whatever_its_chunks(tmp_path):
+    chats = [[{"role": "user", "content": row[:40]}, {"role": "assistant", "content": "yes"}] for row in ROWS]
+    columns = {"text": ROWS, "n": list(range(len(ROWS)))}
+
+    def inventory(dataset, **source):
+        sources = DataConfig(sources={"x": SourceConfig(path="memory", **source)}, lanes=12, cache_dir=str(tmp_path))
+        return open_corpus(sources, {"x": dataset}).inventory
+
+    whole = datasets.Dataset.from_dict(columns)
+    parts = datasets.concatenate_datasets([whole.select(range(7)), whole.select(range(7, len(ROWS)))])
+    assert inventory(whole).digest == inventory(parts).digest
+    edited = datasets.Dataset.from_dict({**columns, "text": rows_with("x" * len(ROWS[EDITED]))})
+    inventory(whole).write(tmp_path)
+    assert inventory(edited).changes_since(inventory(whole).digest, tmp_path) == ["x:x, rows 1040 to 1055"]
+    talk = datasets.Dataset.from_dict({"messages": chats})
+    chats[EDITED][1]["content"] = "no!"
+    other = datasets.Dataset.from_dict({"messages": chats})
+    assert inventory(talk, format=RowFormat.messages).digest != inventory(other, format=RowFormat.messages).digest
+
+
+def test_a_damaged_note_is_no_traceback(tmp_path):
+    config = memory_config(tmp_path)
+    inventory = memory_corpus(config).inventory
+    inventory.write(tmp_path)
+    (path,) = tmp_path.glob("files-*.jsonl")
+    assert [entry.rows for entry in read_inventory(tmp_path, inventory.digest)] == [60, 30]
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_inventory(tmp_path, inventory.digest) is None
+
+
+def test_parts_are_few_and_cover_a_file():
+    for size in (1, 4096, 4097, 4 << 20, (4 << 20) + 1, 10**12):
+        assert -(-size // contents_module.part_bytes(size)) <= 1024
+    assert contents_module.part_bytes(4 << 20) == 4096
