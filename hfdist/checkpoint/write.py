@@ -82,7 +82,7 @@ def prepare(
 ) -> PreparedSave:
     """Agree on what is written where, and write nothing yet. A collective. Arguments as of `write_checkpoint`."""
     plan, slots, elements = planner.plan(pieces)
-    content = {"format": FORMAT, "step": step, "world_size": world_size(), "steps": plan.steps, "state": state}
+    content = {"format": FORMAT, "step": step, "world_size": world_size(), **plan.numbers_as_json(), "state": state}
     return PreparedSave(
         final=folder / folders.step_name(step),
         step=step,

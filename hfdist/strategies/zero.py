@@ -14,6 +14,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
+from hfdist.optim.probe import Reach
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
@@ -92,6 +93,8 @@ class ZeroEngine(DefaultEngine):
 
     Under ZeRO-3 every forward is a collective, in evaluation too.
     """
+
+    optimizer_sees = Reach.element
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -1,0 +1,139 @@
+"""Any optimizer in every layout: the user's own, by class, or by name; as on one process, saved and resumed, or refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import ExponentialLR
+from transformers import TrainingArguments
+
+import hfdist
+from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.test_trainer import GLOBAL_BATCH, LENGTH, STEPS, history, make_model, uneven_items
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "single": (1, {}),
+    "ddp": (2, {}),
+    "zero1": (2, {"sharding": "zero1"}),
+    "zero2": (2, {"sharding": "zero2"}),
+    "zero3": (2, {"sharding": "zero3"}),
+    "pipeline": (2, {"pipeline": 2}),
+    "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
+}
+MIDDLE = 2
+
+
+def two_groups(model):
+    """Of different rates, the second with the vectors and the embedding, so that a stage may hold few of it."""
+    embedding = model.get_input_embeddings().weight
+    rest = [p for p in model.parameters() if p.dim() >= 2 and p is not embedding]
+    return [{"params": rest}, {"params": [embedding, *(p for p in model.parameters() if p.dim() < 2)], "lr": 1e-2}]
+
+
+def stepped_before(model):
+    """An optimizer that has a state when it is given to the Trainer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1e-3 * (number + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return {"optimizers": (optimizer, None)}
+
+
+def with_a_schedule(model):
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
+    return {"optimizers": (optimizer, ExponentialLR(optimizer, 0.5))}
+
+
+def own(kind, **settings):
+    return lambda model: {"optimizers": (kind(two_groups(model), **settings), None)}
+
+
+CASES = {
+    "SGD": own(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": own(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, nesterov=False),
+    "Adagrad": own(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "NAdam": own(torch.optim.NAdam, lr=0.01, eps=1e-4),
+    "stepped before": stepped_before,
+    "a schedule of one's own": with_a_schedule,
+    "by class": lambda model: {"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-4})},
+    "by name": lambda model: {"arguments": {"optim": "adagrad", "learning_rate": 1e-2}},
+}
+OF_WHOLE_MATRICES = {
+    "Muon": lambda model: {"optimizer_cls_and_kwargs": (hfdist.MuonWithAdamW, {"lr": 1e-2, "eps": 1e-4})},
+    "Adafactor": lambda model: {"arguments": {"optim": "adafactor", "learning_rate": 1e-2}},
+}
+
+
+def make_trainer(folder, layout, make, **more):
+    strategy = hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, sequence_length=LENGTH, **LAYOUTS[layout][1])
+    model = make_model() if LAYOUTS[layout][1].get("sharding") != "zero3" else None
+    named = {} if model is None else make(model)
+    fields = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "steps",
+              "save_steps": MIDDLE, "disable_tqdm": True}  # fmt: skip
+    fields |= strategy.training_arguments() | more | named.pop("arguments", {})
+    arguments = TrainingArguments(str(folder), **fields)
+    strategy.start()
+    if model is None:
+        model = make_model()
+        named = make(model)
+        arguments = TrainingArguments(str(folder), **fields | named.pop("arguments", {}))
+    return hfdist.Trainer(model, arguments, strategy=strategy, train_dataset=uneven_items(), **named)
+
+
+def train_all(folder, layout, names, reference):
+    """Train each to the end, and once more from the middle of one process's run, if there is one."""
+    result = {}
+    for name in names:
+        make = (CASES | OF_WHOLE_MATRICES)[name]
+        trainer = make_trainer(folder / layout / name, layout, make)
+        trainer.train()
+        result[name] = history(trainer)
+        if reference is not None:
+            resumed = make_trainer(folder / layout / f"{name} resumed", layout, make)
+            resumed.train(resume_from_checkpoint=str(reference / name / "checkpoints" / f"step-{MIDDLE:08d}"))
+    return result
+
+
+def saved(folder, step=STEPS):
+    """Weights and the optimizer's tensors and numbers, by name."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    tensors = {}
+    for file in sorted(path.rglob("*.safetensors")):
+        tensors |= load_file(file)
+    state = json.loads((path / "training_state" / "state.json").read_text())
+    for key, by_name in ({"step": state["steps"]} | state.get("numbers", {})).items():
+        tensors |= {f"{name}/{key}": torch.tensor(float(value)) for name, value in by_name.items()}
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizers")
+    names = [*CASES, *OF_WHOLE_MATRICES]
+    return folder, run_ranks(train_all, 1, folder, "single", names, folder / "single", group=False)[0]
+
+
+def assert_same(ours, expected):
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "single"])
+def test_every_optimizer_trains_and_resumes_as_on_one_process(reference, layout):
+    folder, expected = reference
+    names = [*CASES, *([] if "zero" in layout else OF_WHOLE_MATRICES)]
+    found = run_ranks(train_all, LAYOUTS[layout][0], folder, layout, names, folder / "single")[0]
+    for name in names:
+        assert torch.tensor(found[name]) == pytest.approx(torch.tensor(expected[name]), rel=1e-5), name
+        at_end = saved(folder / "single" / name)
+        assert_same(saved(folder / layout / name), at_end)
+        assert_same(saved(folder / layout / f"{name} resumed"), at_end)
