@@ -17,7 +17,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach
+from hfdist.optim.probe import Reach, state_after_step
 from hfdist.trainer.optimizers import check
 
 ClassAndSettings = tuple[Any, dict[str, Any]]
@@ -63,17 +63,35 @@ def check_optimizer(config: RunConfig) -> None:
     optimizer = config.optimizer
     if optimizer.name is OptimizerName.adamw and not optimizer.arguments:
         return
-    kind, settings = find_optimizer(optimizer, warmup_steps=0)
+    check(make_small(optimizer), _seen(config), is_saved=config.checkpoint.every is not None)
+
+
+def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make the optimizer for one small layer.
+
+    Raises:
+        ConfigError: as of `find_optimizer`, or a value that the class refuses.
+    """
+    kind, settings = find_optimizer(config, warmup_steps=0)
     layer = nn.Linear(4, 4)
     try:
-        made = kind()(layer, **settings) if kind is MuonWithAdamW else kind(layer.parameters(), **settings)
+        made: torch.optim.Optimizer = (
+            kind()(layer, **settings) if kind is MuonWithAdamW else kind(layer.parameters(), **settings)
+        )
     except Exception as error:  # of the class, and so of any kind
         raise ConfigError(
             f"the optimizer refuses its settings: {str(error).splitlines()[0]}",
             where="optimizer.arguments",
-            found=optimizer.arguments,
+            found=config.arguments,
         ) from error
-    check(made, _seen(config), is_saved=config.checkpoint.every is not None)
+    return made
+
+
+def values_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """How many numbers it keeps for each element of a large matrix: two of Adam, next to none of Adafactor."""
+    matrix = torch.zeros(256, 256)
+    state = state_after_step(optimizer, optimizer.param_groups[0], matrix)
+    return sum(value.numel() for value in state.values() if torch.is_tensor(value)) // 256 / 256
 
 
 def _seen(config: RunConfig) -> Reach:
@@ -123,9 +141,8 @@ def _check_arguments(config: OptimizerConfig, kind: Any) -> None:
     for name, value in config.arguments.items():
         where = f"optimizer.arguments.{name}"
         if name in _own_keys(config.name):
-            raise ConfigError(
-                "this setting has a key of its own", where=where, found=value, hint=f"optimizer.{_own_keys(config.name)[name]}"
-            )
+            own_key = f"optimizer.{_own_keys(config.name)[name]}"
+            raise ConfigError("this setting has a key of its own", where=where, found=value, hint=f"{own_key}=...")
         if name not in known and not takes_any:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             raise ConfigError(

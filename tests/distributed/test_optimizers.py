@@ -27,10 +27,10 @@ MIDDLE = 2
 
 
 def two_groups(model):
-    """Of different rates, the second with the vectors and the embedding, so that a stage may hold few of it."""
-    embedding = model.get_input_embeddings().weight
-    rest = [p for p in model.parameters() if p.dim() >= 2 and p is not embedding]
-    return [{"params": rest}, {"params": [embedding, *(p for p in model.parameters() if p.dim() < 2)], "lr": 1e-2}]
+    """Of different rates, and not in the model's order."""
+    second = [p for name, p in model.named_parameters() if "norm" in name or "embed" in name]
+    first = [p for name, p in model.named_parameters() if "norm" not in name and "embed" not in name]
+    return [{"params": first[::-1]}, {"params": second, "lr": 1e-2}]
 
 
 def stepped_before(model):
@@ -74,17 +74,12 @@ OF_WHOLE_MATRICES = {
 
 def make_trainer(folder, layout, make, **more):
     strategy = hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, sequence_length=LENGTH, **LAYOUTS[layout][1])
-    model = make_model() if LAYOUTS[layout][1].get("sharding") != "zero3" else None
-    named = {} if model is None else make(model)
+    model = make_model()
+    named = make(model)
     fields = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "steps",
               "save_steps": MIDDLE, "disable_tqdm": True}  # fmt: skip
     fields |= strategy.training_arguments() | more | named.pop("arguments", {})
     arguments = TrainingArguments(str(folder), **fields)
-    strategy.start()
-    if model is None:
-        model = make_model()
-        named = make(model)
-        arguments = TrainingArguments(str(folder), **fields | named.pop("arguments", {}))
     return hfdist.Trainer(model, arguments, strategy=strategy, train_dataset=uneven_items(), **named)
 
 
