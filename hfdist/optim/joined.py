@@ -28,7 +28,7 @@ class Joined(torch.optim.Optimizer):
             self.state.update(part.state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each of them once."""
         loss = None
         if closure is not None:

@@ -72,10 +72,9 @@ def _state_of_construction(optimizer: torch.optim.Optimizer, groups: list[dict[s
     """What it keeps from its construction on, as Adagrad does; most keep nothing before their first step."""
     state: dict[Any, Any] = {}
     for part, own in of_parts(optimizer, groups):
-        if own and part.state:
-            # A constructor with other arguments than the settings of a group cannot be asked.
-            with contextlib.suppress(Exception):
-                state |= type(part)([copy.copy(group) for group in own], **part.defaults).state
+        # A constructor with other arguments than the settings of a group cannot be asked.
+        with contextlib.suppress(Exception):
+            state |= type(part)([copy.copy(group) for group in own], **part.defaults).state
     return state
 
 
@@ -120,7 +119,9 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answe
         why = "its step leaves the tensors of its groups as they are"
         return Answer(reach=Reach.model, why=why, not_saved=why)
     kept = state_after_step(optimizer, group, first)
-    odd = [key for key, value in kept.items() if not (value is None or torch.is_tensor(value) or is_plain_number(value))]
+    odd = [
+        key for key, value in kept.items() if not (value is None or torch.is_tensor(value) or is_plain_number(value))
+    ]
     not_saved = f"it keeps what is neither a number nor a tensor: {', '.join(odd)}" if odd else ""
     if not (_is_close(together[0], alone) and _is_close(together[1], other)):
         why = "the update of one parameter depends on the others"
@@ -145,15 +146,20 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answe
     return Answer(reach=Reach.element, not_saved=not_saved)
 
 
-def state_after_step(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor
-) -> dict[str, Any]:
+def state_after_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
     """Give what it keeps for a parameter of this shape, type and device after one step with a gradient of zeros."""
     parameter = nn.Parameter(torch.zeros_like(like))
     stepped = over(optimizer, [_active(group, [parameter])])
     parameter.grad = torch.zeros_like(parameter)
     _step(stepped)
     return dict(stepped.state[parameter])
+
+
+def state_before_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """Give what it keeps for this very parameter before its first step; of most optimizers nothing."""
+    return dict(over(optimizer, [group | {"params": [parameter]}]).state.get(parameter, {}))
 
 
 def starts_from_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

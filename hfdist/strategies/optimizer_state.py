@@ -12,7 +12,14 @@ import torch
 
 from hfdist.checkpoint.piece import NUMBER, STEP, TRAINED, Piece
 from hfdist.errors import CheckpointError
-from hfdist.optim.probe import is_plain_number, moving_options, starts_from_zeros, state_after_step, zeroed
+from hfdist.optim.probe import (
+    is_plain_number,
+    moving_options,
+    starts_from_zeros,
+    state_after_step,
+    state_before_step,
+    zeroed,
+)
 
 _LARGEST_SAMPLE = {1: 8192}
 """Sides of the sample from which is learned what is kept for larger tensors; by the number of dimensions."""
@@ -87,10 +94,10 @@ class StateReader:
 
     def _make(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """Make what the first step would, as zeros, where the optimizer takes zeros for nothing or nothing is done yet."""
-        if not (self._is_new or starts_from_zeros(self._optimizer, group)):
-            return {}
         try:
-            made = _zeros(self._optimizer, group, parameter)
+            made = state_before_step(self._optimizer, group, parameter)
+            if not made and (self._is_new or starts_from_zeros(self._optimizer, group)):
+                made = _zeros(self._optimizer, group, parameter)
         except Exception as error:  # of the user's class: any
             raise CheckpointError(
                 "it cannot be found out what this optimizer keeps, so no checkpoint can hold it",

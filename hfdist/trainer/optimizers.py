@@ -129,7 +129,7 @@ class Optimizers:
         """Give the optimizer back what it has kept from before, and tell it that a training begins."""
         for piece in engine.pieces() if self._kept else ():
             value = self._kept.get((piece.name, piece.key.removeprefix("#")))
-            if torch.is_tensor(value):
+            if torch.is_tensor(value) and value.numel() == piece.total:
                 piece.view.copy_(value.reshape(-1)[piece.start : piece.stop].view(piece.view.shape))
             elif value is not None and piece.set_number is not None:
                 piece.set_number(value)
