@@ -1,7 +1,6 @@
 """hfdist: distributed training of Hugging Face language models, from one config.
 
-`Trainer`, `DistributedTrainerMixin`, `Generation`, `MuonWithAdamW`, `Watch` and `make_strategy` are loaded at first use,
-since the config system needs no torch.
+What is listed here is loaded at first use, since the config system needs no torch.
 """
 
 from importlib import import_module

@@ -61,5 +61,6 @@ class MuonWithAdamW:
 def _embeddings_and_head(model: nn.Module) -> set[int]:
     modules: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if hasattr(model, "get_output_embeddings"):
-        modules.append(model.get_output_embeddings())
+        head: Any = model.get_output_embeddings
+        modules.append(head())
     return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}

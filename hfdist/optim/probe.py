@@ -21,7 +21,7 @@ from torch import nn
 from hfdist.optim.joined import of_parts
 
 _SHAPE = (96, 64)
-"""Of the tensor that is stepped: large enough for optimizers that quantize in blocks, and treat small ones otherwise."""
+"""Of the tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
 _CUT = 2500
 """Within a row and within a block."""
 _NUM_STEPS = 3
@@ -245,8 +245,9 @@ def _updates(
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    if callable(getattr(optimizer, "train", None)):
-        optimizer.train()
+    begin: Any = getattr(optimizer, "train", None)
+    if callable(begin):
+        begin()
     # Not of the instance, where others put theirs.
     type(optimizer).step(optimizer)
 

@@ -93,7 +93,7 @@ class StateReader:
         return Kept(numbers=numbers, tensors=tensors)
 
     def _make(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """Make what the first step would, as zeros, where the optimizer takes zeros for nothing or nothing is done yet."""
+        """Make what the first step would, as zeros, where zeros stand for nothing or nothing is done yet."""
         try:
             made = state_before_step(self._optimizer, group, parameter)
             if not made and (self._is_new or starts_from_zeros(self._optimizer, group)):

@@ -1,4 +1,4 @@
-"""Any optimizer in every layout: the user's own, by class, or by name; as on one process, saved and resumed, or refused."""
+"""Any optimizer in every layout, the user's own or by name: as on one process, saved and resumed, or refused."""
 
 import json
 
@@ -160,7 +160,7 @@ def saved(folder, step=STEPS):
     """Weights and the optimizer's tensors and numbers, by name."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     tensors = {}
-    for file in sorted(path.rglob("*.safetensors")):
+    for file in [*path.glob("model*.safetensors"), *path.glob("training_state/optimizer-*.safetensors")]:
         tensors |= load_file(file)
     state = json.loads((path / "training_state" / "state.json").read_text())
     for key, by_name in ({"step": state["steps"]} | state.get("numbers", {})).items():
