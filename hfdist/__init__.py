@@ -1,7 +1,6 @@
 """hfdist: distributed training of Hugging Face language models, from one config.
 
-`Trainer`, `DistributedTrainerMixin`, `Generation`, `Watch` and `make_strategy` are loaded at first use, since the
-config system needs no torch.
+What is listed here is loaded at first use, since the config system needs no torch.
 """
 
 from importlib import import_module
@@ -10,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 from hfdist.version import __version__
 
 if TYPE_CHECKING:
+    from hfdist.optim.muon import MuonWithAdamW
     from hfdist.strategies.select import make_strategy
     from hfdist.trainer.metrics import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
-__all__ = ["DistributedTrainerMixin", "Generation", "Trainer", "Watch", "__version__", "make_strategy"]
+__all__ = [
+    "DistributedTrainerMixin",
+    "Generation",
+    "MuonWithAdamW",
+    "Trainer",
+    "Watch",
+    "__version__",
+    "make_strategy",
+]
 
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
     "Generation": "hfdist.trainer.metrics",
+    "MuonWithAdamW": "hfdist.optim.muon",
     "Trainer": "hfdist.trainer.trainer",
     "Watch": "hfdist.watch.callback",
     "make_strategy": "hfdist.strategies.select",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,17 @@ MASTER = "master"
 STEP = "step"
 """The key of the optimizer's step count: a tensor of shape (), kept in JSON."""
 
+NUMBER = "#"
+"""What the keys of all other numbers of the optimizer begin with; they are kept in JSON, too."""
+
+TRAINED = f"{NUMBER}trained"
+"""The key of a number that is always 1, of parameters for which the optimizer keeps no other."""
+
+
+def is_number(key: str) -> bool:
+    """Whether a key is that of one number of a parameter, which all who hold a part of it have."""
+    return key == STEP or key.startswith(NUMBER)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -27,13 +39,15 @@ class Piece:
     name: str
     """The parameter's name in the Hugging Face model."""
     key: str
-    """`WEIGHT`, `MASTER`, `STEP`, or another key of the optimizer's state."""
+    """`WEIGHT`, `MASTER`, `STEP`, another number's, or another key of the optimizer's state."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     start: int
     """First element, counted in the flattened whole tensor."""
     view: torch.Tensor
     """This rank's elements, in order; any shape that flattens without a copy."""
+    set_number: Callable[[float], None] | None = None
+    """How to set a number that is no tensor where it is used; `view` is a copy of it."""
 
     @property
     def stop(self) -> int:

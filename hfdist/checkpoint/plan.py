@@ -12,7 +12,7 @@ import torch
 from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import gather_json, on_all_ranks, rank
 from hfdist.checkpoint.layout import Assignment, Region, TensorId, TensorSpec, assign_writers, pack_files
-from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.tensorfile import DTYPE_NAMES, FilePlan
 from hfdist.errors import CheckpointError
 
@@ -35,8 +35,8 @@ class Plan:
     places: dict[TensorId, tuple[str, int]]
     """File and byte offset of each tensor."""
     assignments: list[Assignment]
-    steps: dict[str, int]
-    """The optimizer's step count of each parameter."""
+    numbers: dict[str, dict[str, float]]
+    """Those of the optimizer, such as step counts: by key, and then by parameter."""
     index: dict[str, Any] | None
     """Content of the Hub's index, where the weights take several files."""
 
@@ -44,6 +44,11 @@ class Plan:
     def num_bytes(self) -> int:
         """Of all tensor files."""
         return sum(file.num_bytes for file in self.files.values())
+
+    def numbers_as_json(self) -> dict[str, Any]:
+        """Step counts, and other numbers where the optimizer has some."""
+        others = {key.removeprefix(NUMBER): of_key for key, of_key in self.numbers.items() if key != STEP}
+        return {"steps": self.numbers.get(STEP, {})} | ({"numbers": others} if others else {})
 
 
 def declare(pieces: Iterable[Piece]) -> list[Region]:
@@ -104,11 +109,9 @@ class Planner:
         self._weights_only = weights_only
         self._stem = stem
         self._held: list[Any] | None = None
-        """What this rank held at the last plan: elements, and names with a step count."""
-        self._stepped: list[list[str]] = []
+        """What this rank held at the last plan: elements, and names with a number, by key."""
+        self._numbered: list[dict[str, list[str]]] = []
         """Those names, of each rank."""
-        self._all_stepped: list[str] = []
-        """Those of all ranks, sorted."""
         self._plan: Plan | None = None
         self._slots: list[Slot] = []
 
@@ -124,20 +127,18 @@ class Planner:
         held: list[Any] = []
 
         def look() -> list[Any]:
-            stepped: dict[str, torch.Tensor] = {}
+            numbers: dict[str, dict[str, torch.Tensor]] = {}
             for piece in pieces:
-                if piece.key == STEP:
-                    stepped[piece.name] = piece.view
+                if is_number(piece.key):
+                    numbers.setdefault(piece.key, {})[piece.name] = piece.view
                 elif piece.key == WEIGHT or not self._weights_only:
                     own.append(piece)
             held.extend(_sketch(piece) for piece in own)
-            held.append(list(stepped))
+            held.append({key: list(by_name) for key, by_name in numbers.items()})
             is_as_before = self._held == held
             if not is_as_before:
                 declare(own)  # here, so that a type that cannot be saved is raised on all ranks
-            values = _read_counts(list(stepped.values()))
-            # Mostly all parameters were stepped equally often.
-            return [is_as_before, values[0] if values and len(set(values)) == 1 else values]
+            return [is_as_before, _read_numbers(numbers)]
 
         looked = on_all_ranks(look)
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
@@ -145,14 +146,13 @@ class Planner:
             self._plan = self._make([region.to_json() for region in regions], held[-1])
             self._slots = self._list_slots(self._plan, regions)
             self._held = held
-        plan = replace(self._plan, steps=self._merge_steps([values for _, values in looked]))
+        plan = replace(self._plan, numbers=self._merge_numbers([values for _, values in looked]))
         return plan, self._slots, [slot.elements(own) for slot in self._slots]
 
-    def _make(self, own_regions: list[list[object]], own_stepped: list[str]) -> Plan:
-        declared = gather_json([own_regions, own_stepped])
+    def _make(self, own_regions: list[list[object]], own_numbered: dict[str, list[str]]) -> Plan:
+        declared = gather_json([own_regions, own_numbered])
         regions = [[Region.from_json(values) for values in of_rank] for of_rank, _ in declared]
-        self._stepped = [names for _, names in declared]
-        self._all_stepped = sorted({name for names in self._stepped for name in names})
+        self._numbered = [names for _, names in declared]
         assignments = assign_writers(regions)
         specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
         return _make_plan(list(specs.values()), assignments, self._stem)
@@ -162,7 +162,7 @@ class Planner:
         held: dict[TensorId, list[int]] = {}
         for number, region in enumerate(regions):
             held.setdefault(region.spec.id, []).append(number)
-        trained = set(self._all_stepped)
+        trained = {name for by_key in self._numbered for names in by_key.values() for name in names}
         slots = []
         for assignment in plan.assignments:
             if assignment.writer != rank():
@@ -185,20 +185,21 @@ class Planner:
             )
         return sorted(slots, key=lambda slot: (slot.file, slot.begin))
 
-    def _merge_steps(self, values_by_rank: list[int | list[int]]) -> dict[str, int]:
-        counts = {count for count in values_by_rank if isinstance(count, int)}
-        if len(counts) == 1 and all(isinstance(count, int) or not count for count in values_by_rank):
-            return dict.fromkeys(self._all_stepped, counts.pop())
-        merged: dict[str, int] = {}
-        for names, values in zip(self._stepped, values_by_rank, strict=True):
-            for name, step in zip(names, [values] * len(names) if isinstance(values, int) else values, strict=True):
-                if merged.setdefault(name, step) != step:
-                    raise CheckpointError(
-                        "the ranks disagree about how often a parameter was stepped",
-                        where=name,
-                        found=f"{merged[name]} and {step}",
-                    )
-        return dict(sorted(merged.items()))
+    def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+        merged: dict[str, dict[str, float]] = {}
+        for numbered, by_key in zip(self._numbered, values_by_rank, strict=True):
+            for key, names in numbered.items():
+                of_key, values = merged.setdefault(key, {}), by_key[key]
+                for name, value in zip(names, values * len(names) if len(values) == 1 else values, strict=True):
+                    if of_key.setdefault(name, value) != value:
+                        raise CheckpointError(
+                            "the ranks disagree about how often a parameter was stepped"
+                            if key == STEP
+                            else "the ranks disagree about a number of the optimizer",
+                            where=name if key == STEP else f"{name}/{key}",
+                            found=f"{of_key[name]} and {value}",
+                        )
+        return {key: dict(sorted(of_key.items())) for key, of_key in sorted(merged.items())}
 
 
 def _sketch(piece: Piece) -> list[Any]:
@@ -206,15 +207,26 @@ def _sketch(piece: Piece) -> list[Any]:
     return [piece.name, piece.key, piece.shape, piece.start, piece.view.numel(), piece.view.dtype]
 
 
-def _read_counts(views: Sequence[torch.Tensor]) -> list[int]:
-    """Step counts, read together: on a GPU each read waits for all that runs there."""
-    counts = [0] * len(views)
+def _read_numbers(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[float]]:
+    """By key, in order; only one where all are the same, as they mostly are."""
+    read = {}
+    for key, by_name in numbers.items():
+        values = _read_together(list(by_name.values()))
+        if key == STEP:
+            values = [int(value) for value in values]
+        read[key] = values[:1] if len(set(values)) == 1 else values
+    return read
+
+
+def _read_together(views: Sequence[torch.Tensor]) -> list[float]:
+    """Numbers of one kind: on a GPU each read waits for all that runs there."""
+    read: list[float] = [0] * len(views)
     for device in {view.device for view in views}:
-        numbers = [number for number, view in enumerate(views) if view.device == device]
-        values = torch.stack([views[number].detach().reshape(()) for number in numbers]).tolist()
-        for number, value in zip(numbers, values, strict=True):
-            counts[number] = int(value)
-    return counts
+        places = [place for place, view in enumerate(views) if view.device == device]
+        values = torch.stack([views[place].detach().reshape(()) for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            read[place] = value
+    return read
 
 
 def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_stem: str) -> Plan:
@@ -237,7 +249,7 @@ def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_s
         by_name = {spec.name: places[spec.id][0] for members in weights for spec in members}
         total = sum(spec.num_bytes for members in weights for spec in members)
         index = {"metadata": {"total_size": total}, "weight_map": by_name}
-    return Plan(files=files, places=places, assignments=assignments, steps={}, index=index)
+    return Plan(files=files, places=places, assignments=assignments, numbers={}, index=index)
 
 
 def _name_in_file(spec: TensorSpec) -> str:

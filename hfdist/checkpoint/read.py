@@ -15,7 +15,7 @@ from hfdist.checkpoint import tensorfile
 from hfdist.checkpoint.exchange import on_all_ranks
 from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
-from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
+from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
 from hfdist.checkpoint.tensorfile import DTYPES, Entry
 from hfdist.checkpoint.write import INDEX_FILE, STATE_FILE
@@ -27,7 +27,7 @@ class _Saved:
     """What a checkpoint holds."""
 
     entries: dict[TensorId, Entry]
-    steps: dict[str, int]
+    numbers: dict[TensorId, float]
     state: dict[str, Any]
 
 
@@ -46,20 +46,20 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
             another type; with the names, and on all ranks alike.
     """
     own: list[Piece] = []
-    steps: list[Piece] = []
+    numbers: list[Piece] = []
     saved: list[_Saved] = []
 
     def open_and_list() -> list[list[object]]:
         saved.append(_open(path))
         for piece in pieces:
-            (steps if piece.key == STEP else own).append(piece)
-        return [region.to_json() for region in declare([*own, *steps])]
+            (numbers if is_number(piece.key) else own).append(piece)
+        return [region.to_json() for region in declare([*own, *numbers])]
 
     declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_list)]
     wanted = merge_specs(declared)
     sources = _match(path, saved[0], wanted)
     on_all_ranks(lambda: _fill(own, sources))
-    _set_steps(steps, saved[0].steps)
+    _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
 
 
@@ -72,16 +72,26 @@ def read_state(path: Path) -> dict[str, Any]:
     return _read_state(path, read_manifest(path))[1]
 
 
-def _read_state(path: Path, manifest: Manifest) -> tuple[dict[str, int], dict[str, Any]]:
+def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], dict[str, Any]]:
     content = read_json(_listed(path, manifest, STATE_FILE))
     try:
-        steps = {str(name): _whole_number(step) for name, step in content["steps"].items()}
+        numbers: dict[TensorId, float] = {
+            (str(name), STEP): _whole_number(step) for name, step in content["steps"].items()
+        }
+        for key, by_name in content.get("numbers", {}).items():
+            numbers |= {(str(name), f"{NUMBER}{key}"): _number(value) for name, value in by_name.items()}
         state, version = dict(content["state"]), _whole_number(content["format"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
     if version != FORMAT:
         raise FormatError(version, where=path)
-    return steps, state
+    return numbers, state
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"not a number: {str(value)[:40]}")
+    return value
 
 
 def _whole_number(value: Any) -> int:
@@ -93,14 +103,14 @@ def _whole_number(value: Any) -> int:
 
 def _open(path: Path) -> _Saved:
     manifest = read_manifest(path)
-    steps, state = _read_state(path, manifest)
+    numbers, state = _read_state(path, manifest)
     entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
     for file_name in manifest.files:
         if file_name.startswith(f"{OPTIMIZER_STEM}-"):
             for name, entry in tensorfile.read_header(inside(path, file_name)).items():
                 parameter, _, key = name.rpartition("/")
                 entries[parameter, key] = entry
-    return _Saved(entries=entries, steps=steps, state=state)
+    return _Saved(entries=entries, numbers=numbers, state=state)
 
 
 def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
@@ -139,15 +149,16 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
     """Say from which entry each wanted tensor is read; everything saved must be wanted and the other way round."""
     sources: dict[TensorId, Entry] = {}
     missing, mismatched = [], []
+    trained = {name for name, key in wanted if is_number(key)}
     for (name, key), spec in wanted.items():
-        if key == STEP:
-            if name not in saved.steps:
+        if is_number(key):
+            if (name, key) not in saved.numbers:
                 missing.append(f"{name}/{key}")
             continue
         entry = _source(saved, wanted, name, key)
         if entry is None:
             missing.append(f"{name}/{key}")
-        elif entry.shape != spec.shape or not _fits(wanted, spec, entry.dtype):
+        elif entry.shape != spec.shape or not _fits(wanted, trained, spec, entry.dtype):
             mismatched.append(f"{name}/{key}: {_show(entry)}, not {spec.dtype}{list(spec.shape)}")
         else:
             sources[name, key] = entry
@@ -156,7 +167,7 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
         for name, key in saved.entries
         if (name, key) not in wanted and not (key == MASTER and (name, WEIGHT) in wanted)
     ]
-    unwanted += [f"{name}/{STEP}" for name in saved.steps if (name, STEP) not in wanted]
+    unwanted += ["/".join(number) for number in saved.numbers if number not in wanted]
     problems = {"missing in it": missing, "unknown to this run": unwanted, "of another shape or type": mismatched}
     found = "; ".join(f"{what}: {shorten(sorted(names))}" for what, names in problems.items() if names)
     if found:
@@ -177,14 +188,14 @@ def _source(saved: _Saved, wanted: dict[TensorId, TensorSpec], name: str, key: s
     return saved.entries.get((name, key))
 
 
-def _fits(wanted: dict[TensorId, TensorSpec], spec: TensorSpec, saved: torch.dtype) -> bool:
+def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpec, saved: torch.dtype) -> bool:
     """Types may only change without loss, except for weights that are rounded in this layout by design."""
     own = DTYPES[spec.dtype]
     if saved == own:
         return True
     if not (saved.is_floating_point and own.is_floating_point):
         return False
-    is_trained_as_it_is = (spec.name, MASTER) not in wanted and (spec.name, STEP) in wanted
+    is_trained_as_it_is = (spec.name, MASTER) not in wanted and spec.name in trained
     if spec.key == WEIGHT and not is_trained_as_it_is:
         return True
     return torch.promote_types(saved, own) == own
@@ -211,11 +222,13 @@ def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
                 piece.view.detach().copy_(elements.view(piece.view.shape))
 
 
-def _set_steps(pieces: list[Piece], steps: dict[str, int]) -> None:
-    """Set step counts. Parameters that share one count (ZeRO's groups) get the largest of theirs."""
-    largest: dict[int, tuple[torch.Tensor, int]] = {}
+def _set_numbers(pieces: list[Piece], numbers: dict[TensorId, float]) -> None:
+    """Set step counts and the like. Parameters that share one (ZeRO's groups) get the largest of theirs."""
+    largest: dict[int, float] = {}
     for piece in pieces:
-        step = max(steps[piece.name], largest.get(piece.view.data_ptr(), (piece.view, 0))[1])
-        largest[piece.view.data_ptr()] = (piece.view, step)
-    for view, step in largest.values():
-        view.fill_(step)
+        number, place = numbers[piece.name, piece.key], piece.view.data_ptr()
+        largest[place] = max(number, largest.get(place, number))
+    for piece in pieces:
+        piece.view.fill_(largest[piece.view.data_ptr()])
+        if piece.set_number is not None:
+            piece.set_number(largest[piece.view.data_ptr()])

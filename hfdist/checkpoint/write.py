@@ -91,7 +91,7 @@ def prepare(
         write_model_files: likewise.
     """
     plan, slots, elements = planner.plan(pieces)
-    content = {"format": FORMAT, "step": step, "world_size": world_size(), "steps": plan.steps, "state": state}
+    content = {"format": FORMAT, "step": step, "world_size": world_size(), **plan.numbers_as_json(), "state": state}
     return PreparedSave(
         final=final,
         step=step,

@@ -153,6 +153,7 @@ def _check_optimizer(config: RunConfig) -> None:
         )
     if config.train.max_steps is not None and config.train.epochs is None:
         check_schedule(config, config.train.max_steps)
+    _check_schedule_free(config.optimizer)
     _check_min_lr_ratio(config.optimizer)
 
 
@@ -187,6 +188,17 @@ def check_schedule(config: RunConfig, max_steps: int) -> None:
             where="optimizer.decay_fraction",
             found=f"{warmup_steps} + {decay_steps} steps of {max_steps}",
             allowed=f"<= {(max_steps - warmup_steps) / max_steps:g}",
+        )
+
+
+def _check_schedule_free(optimizer: OptimizerConfig) -> None:
+    if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
+        raise ConfigError(
+            "a schedule-free optimizer averages weights in place of a falling rate",
+            where="optimizer.schedule",
+            found=f"{optimizer.schedule.value}, with optimizer.name={optimizer.name.value}",
+            allowed="constant",
+            hint="optimizer.schedule=constant",
         )
 
 

@@ -1,17 +1,75 @@
-"""`optimizer.*`: AdamW and the learning-rate schedule."""
+"""`optimizer.*`: the update rule and the learning-rate schedule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple
 
 from hfdist.config.limits import limited
 
 
+class Package(NamedTuple):
+    """A library of optimizers."""
+
+    name: str
+    """For pip."""
+    module: str
+
+
+_PACKAGES = {
+    "adamw_torch_": Package("torchao", "torchao"),
+    "schedule_free_": Package("schedulefree", "schedulefree"),
+    "grokadamw": Package("grokadamw", "grokadamw"),
+    "stable_adamw": Package("torch-optimi", "optimi"),
+}
+_BITSANDBYTES = Package("bitsandbytes", "bitsandbytes")
+
+
 class OptimizerName(Enum):
-    """The update rule."""
+    """The update rule: AdamW, Muon (with AdamW for what is no matrix), or one by transformers' name for it."""
 
     adamw = "adamw"
+    muon = "muon"
+    sgd = "sgd"
+    adagrad = "adagrad"
+    rmsprop = "rmsprop"
+    adafactor = "adafactor"
+    schedule_free_adamw = "schedule_free_adamw"
+    schedule_free_radam = "schedule_free_radam"
+    schedule_free_sgd = "schedule_free_sgd"
+    stable_adamw = "stable_adamw"
+    grokadamw = "grokadamw"
+    adamw_torch_4bit = "adamw_torch_4bit"
+    adamw_torch_8bit = "adamw_torch_8bit"
+    adamw_8bit = "adamw_8bit"
+    adamw_bnb_8bit = "adamw_bnb_8bit"
+    paged_adamw_32bit = "paged_adamw_32bit"
+    paged_adamw_8bit = "paged_adamw_8bit"
+    ademamix = "ademamix"
+    ademamix_8bit = "ademamix_8bit"
+    paged_ademamix_32bit = "paged_ademamix_32bit"
+    paged_ademamix_8bit = "paged_ademamix_8bit"
+    lion_32bit = "lion_32bit"
+    lion_8bit = "lion_8bit"
+    paged_lion_32bit = "paged_lion_32bit"
+    paged_lion_8bit = "paged_lion_8bit"
+    rmsprop_bnb = "rmsprop_bnb"
+    rmsprop_bnb_8bit = "rmsprop_bnb_8bit"
+    rmsprop_bnb_32bit = "rmsprop_bnb_32bit"
+
+    @property
+    def package(self) -> Package | None:
+        """The library that has it; None: torch or transformers."""
+        for start, package in _PACKAGES.items():
+            if self.value.startswith(start):
+                return package
+        return _BITSANDBYTES if any(word in self.value for word in ("bit", "bnb", "ademamix")) else None
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether it averages weights in place of a falling rate, and warms up by itself."""
+        return self.value.startswith("schedule_free_")
 
 
 class Schedule(Enum):
@@ -28,14 +86,17 @@ class OptimizerConfig:
     """Weight decay is applied to matrices only (parameters with two dimensions or more)."""
 
     name: OptimizerName = OptimizerName.adamw
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer's class, such as `momentum` of sgd, checked against it."""
     lr: float = limited(3e-4, above=0)
     """Peak learning rate."""
     beta1: float = limited(0.9, at_least=0, at_most=0.9999999)
+    """This, `beta2` and `eps` are those of Adam and its relatives."""
     beta2: float = limited(0.95, at_least=0, at_most=0.9999999)
     eps: float = limited(1e-8, above=0)
     weight_decay: float = limited(0.1, at_least=0)
     fused: bool = True
-    """Update all parameters in one kernel of torch's."""
+    """adamw: update all parameters in one kernel of torch's."""
     schedule: Schedule = Schedule.cosine
     warmup_steps: int = limited(0, at_least=0)
     warmup_tokens: int | None = limited(None, at_least=0)

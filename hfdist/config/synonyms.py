@@ -42,7 +42,7 @@ OVERRIDES: Mapping[str, str] = MappingProxyType(
         "adam_beta1": "optimizer.beta1={value}",
         "adam_beta2": "optimizer.beta2={value}",
         "adam_epsilon": "optimizer.eps={value}",
-        "optim": "optimizer.name=adamw",
+        "optim": "optimizer.name={value}",
         "lr_scheduler_type": "optimizer.schedule={value}",
         "lr_scheduler": "optimizer.schedule={value}",
         "scheduler": "optimizer.schedule={value}",
@@ -149,13 +149,23 @@ _OPPOSITES = MappingProxyType(
     }
 )
 
+_OTHER_WORDS = MappingProxyType(
+    {
+        f"optimizer.name={name}": "optimizer.name=adamw"
+        for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "AdamW")
+    }
+)
+
 
 def override_for(name: str, value: object = None) -> str | None:
     """Give a ready override for a name of another trainer, from its last part; None: not known."""
     template = OVERRIDES.get(name.rpartition(".")[2])
     if str(value).lower() == "false" and template is not None:
         template = _OPPOSITES.get(template, template)
-    return None if template is None else template.replace(VALUE, "..." if value is None else str(value))
+    if template is None:
+        return None
+    override = template.replace(VALUE, "..." if value is None else str(value))
+    return _OTHER_WORDS.get(override, override)
 
 
 def reason_against(name: str) -> str | None:

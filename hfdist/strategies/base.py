@@ -13,6 +13,7 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize
+from hfdist.optim.probe import Reach
 from hfdist.strategies.step_record import StepRecord
 from hfdist.topology import Topology
 
@@ -58,6 +59,9 @@ class Engine(Protocol):
 
     loss_group: dist.ProcessGroup | None
     """The ranks that compute a loss at the same time as this one, if it does; None: all."""
+
+    optimizer_sees: Reach
+    """What this rank's optimizer is given whole: the model, its parameters, or single elements in flat buffers."""
 
     step_record: StepRecord | None
     """Where a step has a schedule: its times. Made by `attach`."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.models.flops import ModelSize, measure_size
+from hfdist.optim.probe import Reach
 from hfdist.strategies.base import Batch, Defaults
 from hfdist.strategies.step_record import StepRecord
 
@@ -20,6 +21,7 @@ class DefaultEngine:
 
     reduces_gradients = False
     runs_whole_model = True
+    optimizer_sees = Reach.model
     loss_group: dist.ProcessGroup | None = None
     step_record: StepRecord | None = None
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
+from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.errors import CheckpointError
-from hfdist.strategies.pieces_replicated import elementwise, list_buffers, prepare_state
+from hfdist.strategies.optimizer_state import StateReader
+from hfdist.strategies.pieces_replicated import list_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,16 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
         engine: a DeepSpeed engine with ZeRO 1, 2 or 3, with or without the optimizer on the CPU.
 
     Raises:
-        CheckpointError: an optimizer other than Adam, parameters swapped to disk, or weights that are not what the
-            optimizer steps, rounded (something else has written to them, so one of the two is wrong).
+        CheckpointError: an optimizer that keeps what is neither a number nor a tensor, parameters swapped to disk, or
+            weights that are not what the optimizer steps, rounded (something else has written to them, so one of the
+            two is wrong).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     stepped_as_weights = set()
+    reader = StateReader(engine.optimizer.optimizer)
     for flat in _flats(engine.optimizer):
-        state = prepare_state(engine.optimizer.optimizer, flat.options, flat.stepped)
-        buffers = elementwise(state, flat.stepped)
+        kept = reader.kept_for(flat.options, flat.stepped)
+        buffers = dict(kept.tensors)
         if flat.parameters[0].dtype == flat.stepped.dtype:
             stepped_as_weights |= {id(parameter) for parameter in flat.parameters}
             buffers[WEIGHT] = flat.stepped.detach()
@@ -77,7 +80,7 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
             name, shape = names[id(run.parameter)], _whole_shape(run.parameter)
             part = slice(run.offset, run.offset + run.weight.numel())
             _check_not_drifted(name, flat.stepped.detach()[part], run.weight)
-            yield Piece(name=name, key=STEP, shape=(), start=0, view=state[STEP])
+            yield from kept.numbers_of(name)
             for key, buffer in buffers.items():
                 yield Piece(name=name, key=key, shape=shape, start=run.start, view=buffer[part])
     for name, parameter in model.named_parameters():

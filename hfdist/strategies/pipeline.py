@@ -19,6 +19,7 @@ from hfdist.config.train import TrainConfig
 from hfdist.errors import DataError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
+from hfdist.optim.probe import Reach
 from hfdist.pipeline.cut import Cut, cut_model
 from hfdist.pipeline.gradients import sum_gradients, total_norm
 from hfdist.pipeline.link import Link, device_of
@@ -130,6 +131,8 @@ class PipelineStrategy:
 
 class PipelineEngine:
     """Runs a whole optimizer step's micro batches through the stages."""
+
+    optimizer_sees = Reach.parameter
 
     def __init__(
         self, strategy: PipelineStrategy, cut: Cut, size: ModelSize, settled: Settled, mesh: DeviceMesh

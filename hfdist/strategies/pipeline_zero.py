@@ -18,6 +18,7 @@ from hfdist.checkpoint.exchange import gather_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.train import Precision
 from hfdist.errors import PartitionError
+from hfdist.optim.probe import Reach
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import generate
@@ -57,6 +58,7 @@ class PipelineZeroStrategy(PipelineStrategy):
 class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
+    optimizer_sees = Reach.element
     _strategy: PipelineZeroStrategy
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:

@@ -15,6 +15,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
+from hfdist.optim.probe import Reach
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
@@ -105,6 +106,8 @@ class ZeroEngine(DefaultEngine):
 
     Under ZeRO-3 every forward is a collective, in evaluation too.
     """
+
+    optimizer_sees = Reach.element
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

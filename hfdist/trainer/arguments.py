@@ -15,6 +15,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision, Recompute
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
+from hfdist.trainer.named_optimizers import name_for_arguments
 from hfdist.trainer.restart import start_group_under_torchrun
 
 
@@ -83,7 +84,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
 def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
     scheduler_type, scheduler_kwargs = _schedule(optimizer, max_steps)
     return {
-        "optim": "adamw_torch_fused" if optimizer.fused else "adamw_torch",
+        "optim": name_for_arguments(optimizer),
         "learning_rate": optimizer.lr,
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
@@ -106,7 +107,8 @@ def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str
         case Schedule.linear:
             return "linear", {}
         case Schedule.constant:
-            return "constant_with_warmup", {}
+            # Schedule-free optimizers warm up by themselves.
+            return "constant" if optimizer.name.is_schedule_free else "constant_with_warmup", {}
 
 
 # Fields that other keys stand for, though they are not always among the generated ones.
@@ -118,6 +120,7 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
     "num_train_epochs": "train.epochs",
     "auto_find_batch_size": "train.micro_batch_size",
+    "optim_args": "optimizer.arguments",
     "dataloader_num_workers": "data.workers",
     "dataloader_prefetch_factor": "data.prefetch",
     "eval_on_start": "evaluate.at_start",

@@ -127,15 +127,20 @@ def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: 
 
 
 def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]:
-    """Compare loss and gradient norm of every step, the gradients of the first, and the weights after the last."""
+    """Compare loss and gradient norm of every step, the gradients of the first, and the weights after the last.
+
+    Gradients are left out where the optimizer keeps none of them, as plain SGD does.
+    """
     first, last = step_name(1), _last_step(reference)
     weights = _weights(reference, last)
     if not torch.cuda.is_available():
         bounds = bounds.on_cpu(max((tensor.numel() for tensor in weights.values()), default=0))
+    gradients = _gradients(reference, first)
+    of_step_1 = [compare("gradients of step 1", _gradients(ours, first), gradients, bounds.gradient)]
     return (
         compare("loss", _metric(ours, "loss"), _metric(reference, "loss"), bounds.loss),
         compare("gradient norm", _metric(ours, "grad_norm"), _metric(reference, "grad_norm"), bounds.grad_norm),
-        compare("gradients of step 1", _gradients(ours, first), _gradients(reference, first), bounds.gradient),
+        *(of_step_1 if gradients else ()),
         compare("weights at the end", _weights(ours, last), weights, bounds.weight),
     )
 
@@ -183,10 +188,10 @@ def _weights(run_dir: Path, step: str) -> Named:
 
 
 def _gradients(run_dir: Path, step: str) -> Named:
-    """Gradients after clipping, by parameter: Adam's first average starts from zero, so that after its first step it
-    is the gradient times 1 - beta1. The constant cancels in a relative difference.
+    """Gradients after clipping, by parameter: an average of them starts from zero, so that after the first step it is
+    the gradient times a constant, such as Adam's 1 - beta1. The constant cancels in a relative difference.
     """
-    return _optimizer_state(run_dir, step, "exp_avg")
+    return _optimizer_state(run_dir, step, "exp_avg") | _optimizer_state(run_dir, step, "momentum_buffer")
 
 
 def _optimizer_state(run_dir: Path, step: str, key: str) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.dealing import deal
 from hfdist.trainer.guards import check_arguments, check_loss
 from hfdist.trainer.loss_scaler import AgreedLossScaler
+from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step import prepare_optimizer
 from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, trains_causal_lm
 
@@ -80,7 +81,11 @@ def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tupl
     strategy.start()
     wishes = wishes | _whole_model(kind, wishes)
     check_wishes(kind, wishes, strategy)
+    optimizer, _ = wishes.get("optimizers") or (None, None)
+    own = None if optimizer is None else OwnOptimizer(optimizer, wishes["model"])
     engine = strategy.build(wishes["model"])
+    if own is not None:
+        own.move_to(engine.model)
     return engine, wishes | {"model": engine.model}
 
 

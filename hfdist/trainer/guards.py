@@ -71,7 +71,7 @@ def check_trainer(trainer: Any, engine: Engine) -> None:
     """Check what a subclass or the caller brings along against what a part of a model can do.
 
     Raises:
-        ConfigError: metrics from logits, a loss over routers, or an optimizer of the whole model.
+        ConfigError: metrics from logits, or a loss over routers.
     """
     if engine.runs_whole_model:
         return
@@ -79,13 +79,6 @@ def check_trainer(trainer: Any, engine: Engine) -> None:
         check_has_logits(engine, "compute_metrics")
     # Once more: a class may have switched it on since.
     check_router_loss(trainer.model.config)
-    if trainer.optimizer is not None:
-        raise ConfigError(
-            "this optimizer was made for the whole model, of which this process keeps a part",
-            where="optimizers",
-            found=type(trainer.optimizer).__name__,
-            hint="TrainingArguments(optim=..., learning_rate=...)",
-        )
 
 
 def check_has_logits(engine: Engine, wish: str) -> None:

@@ -20,7 +20,7 @@ from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.export import ExportConfig
 from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
-from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
@@ -29,6 +29,8 @@ from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models.shrink import shrink
 from hfdist.topology import without_launcher
 from hfdist.trainer.certificate import BOUNDS, certify
+from hfdist.trainer.named_optimizers import make_small
+from hfdist.trainer.optimizers import describe
 from hfdist.trainer.saving import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     )
     description = (
         f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
+        f"{describe(make_small(config.optimizer))}; "
         f"{NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
     )
     return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
@@ -171,7 +174,9 @@ def _certify(proof: Proof, recipe: Path) -> list[str]:
 
 
 def _arithmetic(config: RunConfig) -> Precision:
-    return Precision.bf16 if config.model.dtype is Dtype.bfloat16 else config.train.precision
+    # Muon makes matrices orthogonal in bfloat16, whatever their type.
+    rounds = config.model.dtype is Dtype.bfloat16 or config.optimizer.name is OptimizerName.muon
+    return Precision.bf16 if rounds else config.train.precision
 
 
 def _train_single(config: RunConfig, recipe: Path) -> None:

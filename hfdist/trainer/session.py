@@ -57,6 +57,7 @@ from hfdist.trainer.finish import finish
 from hfdist.trainer.length import count_max_steps
 from hfdist.trainer.logs import IS_PRINTABLE, set_up_logging
 from hfdist.trainer.measures import add_measures, check_named
+from hfdist.trainer.named_optimizers import check_optimizer, find_optimizer
 from hfdist.trainer.numerics import Limits
 from hfdist.trainer.preemption import Preemption
 from hfdist.trainer.preview import preview, survey
@@ -100,6 +101,7 @@ def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
     """
     topology, batch = check_run(config)
     check_further_arguments(config, batch)
+    check_optimizer(config)
     check_adapter(config.adapter, config.model)
     check_named(config, topology)
     set_up_logging(topology)
@@ -201,6 +203,7 @@ def build_trainer(
         processing_class=data.tokenizer,
         data_collator=default_data_collator,
         callbacks=callbacks,
+        optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
     )
     if config.train.gradient_checkpointing and config.train.recompute is Recompute.cheap:
         keep_expensive(model)

@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
+from hfdist.trainer.named_optimizers import make_small, values_per_weight
+from hfdist.trainer.optimizers import describe
 from hfdist.trainer.trainer import Trainer
 
 _BYTES_PER_VALUE = 4
-_ADAM_VALUES = 2
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
@@ -30,7 +31,8 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     size = num_parameters(model)
     trained = num_trained(model)
     weights, gradients = size * shares.weights, trained * shares.gradients
-    moments = trained * shares.optimizer * _ADAM_VALUES
+    optimizer = make_small(config.optimizer)
+    moments = trained * shares.optimizer * values_per_weight(optimizer)
     state_bytes = num_bytes(model) * shares.weights + (gradients + moments) * _BYTES_PER_VALUE
     num_sequences = f"{batch.global_batch_size:,} sequences"
     cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
@@ -56,7 +58,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         ("data", data),
         (
             "train",
-            f"{trainer.args.max_steps:,} steps, {total:,} tokens; {config.optimizer.name.value}, "
+            f"{trainer.args.max_steps:,} steps, {total:,} tokens; {describe(optimizer)}, "
             f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
         ),
         ("folder", config.run.dir),

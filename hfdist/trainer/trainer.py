@@ -32,11 +32,11 @@ from hfdist.trainer.convention import ask, names_of_labels
 from hfdist.trainer.dealing import CountingCollator, dealing_each_once
 from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate, evaluating
 from hfdist.trainer.greedy import Forward
-from hfdist.trainer.groups import without_empty_groups
 from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
 from hfdist.trainer.loss import Convention, num_input_tokens
 from hfdist.trainer.micro_batch import loss_of, weighted_mean
 from hfdist.trainer.numerics import Limits, StepGuard, spread
+from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.step import LeanStep, make_lean_step
 from hfdist.trainer.throughput import Throughput
 from hfdist.watch import watches_among
@@ -95,6 +95,7 @@ class DistributedTrainerMixin(_Trainer):
             self.args.include_num_input_tokens_seen = "no"
             self.throughput = Throughput(self.args.device)
             check_trainer(self, self.engine)
+            self._optimizers = Optimizers(self)
             trl_trainers.adapt(self, self.engine)
             self.agreement.listeners.append(saving.SaveListener(self))
             self.add_callback(self.agreement)
@@ -139,11 +140,6 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super().get_decay_parameter_names(model)
         return [name for name, p in model.named_parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
-
-    def create_optimizer(self, *more: Any, **named: Any) -> Any:
-        """As the original, but for groups that hold nothing, such as that of an adapter's vectors."""
-        optimizer = super().create_optimizer(*more, **named)
-        return optimizer if self.engine is None else without_empty_groups(optimizer)
 
     def predict(self, *more: Any, **named: Any) -> Any:
         """As the original, where each rank can run the model.
@@ -192,10 +188,12 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # The checkpoint is ours, so the original must not look for its own files.
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        with self._optimizers.made_for(self.engine):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._guard = StepGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
+        self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = make_lean_step(self, self.model_wrapped, *inherited)
         self.saving = saving.Saving(self, in_background=self.save_in_background)
@@ -381,7 +379,8 @@ class DistributedTrainerMixin(_Trainer):
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
         if self.engine is None or self.compute_metrics is not None or not self._sums_targets or self._predicts:
             return super().evaluation_loop(dataloader, *more, **named)
-        return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
+        with self._optimizers.evaluating(self.engine):
+            return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----
 
@@ -398,7 +397,8 @@ class DistributedTrainerMixin(_Trainer):
             super().save_model(*given, **named)
             return
         output_dir = named.get("output_dir", given[0] if given else None)
-        saving.export(self, Path(output_dir or self.args.output_dir))
+        with self._optimizers.evaluating(self.engine):
+            saving.export(self, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.

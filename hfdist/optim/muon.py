@@ -1,0 +1,66 @@
+"""Muon for matrices, and AdamW for everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist.optim.joined import Joined
+
+
+class MuonWithAdamW:
+    """Makes the optimizer of a model, as `optimizer_cls_and_kwargs` of a Trainer wants it.
+
+        hfdist.Trainer(..., optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 3e-4}))
+
+    Muon steps the parameters of two dimensions, but for embeddings and the head, which AdamW steps like vectors.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        **of_muon: Any,
+    ) -> Joined:
+        """Make it.
+
+        Args:
+            model: whole, or a rank's part of it.
+            lr: of both; `adjust_lr_fn` makes Muon's steps about as long as AdamW's, so that one rate fits both.
+            weight_decay: of all matrices.
+            betas: AdamW's.
+            eps: AdamW's.
+            adjust_lr_fn: of `torch.optim.Muon`, and so are the following.
+            of_muon: momentum, nesterov, ns_coefficients, ns_steps.
+        """
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        looked_up = _embeddings_and_head(model)
+        # Under ZeRO-3, parameters are empty but for their share.
+        num_dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trained}
+        matrices = [p for p in trained if num_dimensions[id(p)] == 2 and id(p) not in looked_up]
+        others = [p for p in trained if num_dimensions[id(p)] != 2 or id(p) in looked_up]
+        adamw: list[dict[str, Any]] = [
+            {"params": [p for p in others if num_dimensions[id(p)] >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in others if num_dimensions[id(p)] < 2], "weight_decay": 0.0},
+        ]
+        # Muon's constructor counts dimensions, which a share of a matrix has not: so it is given them behind it.
+        muon = torch.optim.Muon(
+            [torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn=adjust_lr_fn, **of_muon
+        )
+        muon.param_groups[0]["params"] = matrices
+        return Joined([muon, torch.optim.AdamW(adamw, lr=lr, betas=betas, eps=eps)])
+
+
+def _embeddings_and_head(model: nn.Module) -> set[int]:
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if hasattr(model, "get_output_embeddings"):
+        head: Any = model.get_output_embeddings
+        modules.append(head())
+    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}

@@ -1,0 +1,261 @@
+"""Ask an optimizer: step it on a few small tensors, whole, cut in two, and together, and compare.
+
+A layout may give an optimizer flat pieces of parameters (ZeRO), some of the parameters (a pipeline), or all. Whether it
+updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfdist.optim.joined import of_parts
+
+_SHAPE = (96, 64)
+"""Of the tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
+_CUT = 2500
+"""Within a row and within a block."""
+_NUM_STEPS = 3
+_TOLERANCE = 1e-4
+"""Of updates, relative to the largest: far above rounding, far below what another rule does."""
+_RATE = 1e-2
+
+
+class Reach(IntEnum):
+    """What the update of an element may depend on."""
+
+    element = 0
+    """On its own gradients alone, and what is kept of them."""
+    parameter = 1
+    """On all of its parameter, as a norm or an orthogonalized matrix does."""
+    model = 2
+    """On other parameters, too, as a norm over all gradients does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an optimizer has shown."""
+
+    reach: Reach
+    why: str = ""
+    """Why it is not less."""
+    not_saved: str = ""
+    """Why a checkpoint cannot hold what it keeps, if so."""
+
+
+def over(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Give an optimizer of the same class and settings over other groups of tensors, without any state."""
+    other: torch.optim.Optimizer = object.__new__(type(optimizer))
+    settings = {
+        name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in vars(optimizer).items()
+    }
+    # A schedule or a loss scaler puts a step of its own there, bound to the original.
+    settings.pop("step", None)
+    # Hooks are the user's, and not for such steps.
+    settings |= {name: type(value)() for name, value in settings.items() if name.endswith("_hooks")}
+    vars(other).update(settings)
+    other.param_groups = [copy.copy(group) for group in groups]
+    other.state = defaultdict(dict, _state_of_construction(optimizer, other.param_groups))
+    return other
+
+
+def _state_of_construction(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What it keeps from its construction on, as Adagrad does; most keep nothing before their first step."""
+    state: dict[Any, Any] = {}
+    for part, own in of_parts(optimizer, groups):
+        # A constructor with other arguments than the settings of a group cannot be asked.
+        with contextlib.suppress(Exception):
+            state |= type(part)([copy.copy(group) for group in own], **part.defaults).state
+    return state
+
+
+def ask(optimizer: torch.optim.Optimizer) -> Answer:
+    """Find out what its updates depend on; the strictest of its groups counts."""
+    answers = [_ask_group(optimizer, group) for group in _kinds_of_groups(optimizer)]
+    widest = max(answers, key=lambda answer: answer.reach, default=Answer(reach=Reach.element))
+    not_saved = next((answer.not_saved for answer in answers if answer.not_saved), "")
+    return Answer(reach=widest.reach, why=widest.why, not_saved=not_saved)
+
+
+def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """One of each kind: rates and decays alone do not make another."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        if group["params"]:
+            named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
+            kinds.setdefault(repr(sorted(named.items(), key=lambda item: item[0])), group)
+    return list(kinds.values())
+
+
+def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answer:
+    device, dtype = _place(group)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(scale: float) -> torch.Tensor:
+        return (torch.randn(_SHAPE, generator=generator) * scale).to(device, dtype)
+
+    first, second = draw(1), draw(1)
+    # Of several sizes, also within a tensor, so that a norm or a bound on it shows.
+    gradients = [[draw(10.0**step), draw(1)] for step in range(_NUM_STEPS)]
+    for gradient, _ in gradients:
+        gradient[: _SHAPE[0] // 2] *= 10
+    try:
+        alone = _updates(optimizer, group, [first], [[g] for g, _ in gradients])[0]
+        other = _updates(optimizer, group, [second], [[g] for _, g in gradients])[0]
+        together = _updates(optimizer, group, [first, second], gradients)
+    except Exception as error:  # it is the user's class: any
+        why = f"it could not be tried on other tensors: {_first_line(error)}"
+        return Answer(reach=Reach.model, why=why, not_saved=why)
+    if not alone.any():
+        why = "its step leaves the tensors of its groups as they are"
+        return Answer(reach=Reach.model, why=why, not_saved=why)
+    kept = state_after_step(optimizer, group, first)
+    odd = [
+        key for key, value in kept.items() if not (value is None or torch.is_tensor(value) or is_plain_number(value))
+    ]
+    not_saved = f"it keeps what is neither a number nor a tensor: {', '.join(odd)}" if odd else ""
+    if not (_is_close(together[0], alone) and _is_close(together[1], other)):
+        why = "the update of one parameter depends on the others"
+        return Answer(reach=Reach.model, why=why, not_saved=not_saved)
+    try:
+        parts = [slice(0, _CUT), slice(_CUT, None)]
+        cut = [
+            _updates(optimizer, group, [first.flatten()[part]], [[g.flatten()[part]] for g, _ in gradients])[0]
+            for part in parts
+        ]
+        state = state_after_step(optimizer, group, torch.zeros(_CUT, device=device, dtype=dtype))
+    except Exception as error:
+        why = f"it does not take flat pieces of a parameter: {_first_line(error)}"
+        return Answer(reach=Reach.parameter, why=why, not_saved=not_saved)
+    if not _is_close(torch.cat(cut), alone.flatten()):
+        why = "the update of an element depends on the rest of its parameter"
+        return Answer(reach=Reach.parameter, why=why, not_saved=not_saved)
+    shared = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() not in (1, _CUT)]
+    if shared:
+        why = f"it keeps what does not belong to single elements: {', '.join(shared)}"
+        return Answer(reach=Reach.parameter, why=why, not_saved=not_saved)
+    return Answer(reach=Reach.element, not_saved=not_saved)
+
+
+def state_after_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """Give what it keeps for a parameter of this shape, type and device after one step with a gradient of zeros."""
+    parameter = nn.Parameter(torch.zeros_like(like))
+    stepped = over(optimizer, [_active(group, [parameter])])
+    parameter.grad = torch.zeros_like(parameter)
+    _step(stepped)
+    return dict(stepped.state[parameter])
+
+
+def state_before_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """Give what it keeps for this very parameter before its first step; of most optimizers nothing."""
+    return dict(over(optimizer, [group | {"params": [parameter]}]).state.get(parameter, {}))
+
+
+def starts_from_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether it takes a state of zeros for none: what never had a gradient may then be given one."""
+    device, dtype = _place(group)
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = ((torch.randn(64, generator=generator)).to(device, dtype) for _ in range(2))
+    results = []
+    for zeros in (False, True):
+        parameter = nn.Parameter(start.clone())
+        stepped = over(optimizer, [_active(group, [parameter])])
+        if zeros:
+            stepped.state[parameter] = zeroed(state_after_step(optimizer, group, parameter))
+        for _ in range(_NUM_STEPS):
+            parameter.grad = gradient.clone()
+            _step(stepped)
+        results.append(parameter.detach())
+    return torch.equal(*results)
+
+
+def moving_options(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Name the numbers of a group that its steps change, other than the rate, which a schedule sets."""
+    moving: set[str] = set()
+    for group in _kinds_of_groups(optimizer):
+        device, dtype = _place(group)
+        parameter = nn.Parameter(torch.zeros(_SHAPE, device=device, dtype=dtype))
+        stepped = over(optimizer, [_active(group, [parameter])])
+        [options] = stepped.param_groups
+        before = {name: value for name, value in options.items() if is_plain_number(value) and name != "lr"}
+        # Where it cannot be stepped, nobody can say; where that matters, `ask` has refused it.
+        with contextlib.suppress(Exception):
+            for _ in range(_NUM_STEPS):
+                parameter.grad = torch.ones_like(parameter)
+                _step(stepped)
+        moving |= {name for name, value in before.items() if options[name] != value}
+    return sorted(moving)
+
+
+def zeroed(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with zeros in the place of all numbers."""
+    return {key: _zero(value) for key, value in state.items()}
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether it is Python's own, truth values among them."""
+    return isinstance(value, bool | int | float)
+
+
+def _zero(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return torch.zeros_like(value)
+    return type(value)(0) if is_plain_number(value) else value
+
+
+def _place(group: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+    first = group["params"][0]
+    return first.device, first.dtype
+
+
+def _active(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """The group's settings over other parameters, with a rate that is not zero, as it is while warming up."""
+    rate = group.get("lr")
+    changed = {"lr": torch.full_like(rate, _RATE) if torch.is_tensor(rate) else _RATE} if rate is not None else {}
+    return group | changed | {"params": parameters}
+
+
+@torch.no_grad()
+def _updates(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    starts: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(start.clone()) for start in starts]
+    stepped = over(optimizer, [_active(group, parameters)])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for of_step in gradients:
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                parameter.grad = gradient.clone()
+            _step(stepped)
+    return [parameter.detach() - start for parameter, start in zip(parameters, starts, strict=True)]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    begin: Any = getattr(optimizer, "train", None)
+    if callable(begin):
+        begin()
+    # Not of the instance, where others put theirs.
+    type(optimizer).step(optimizer)
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    largest = float(other.abs().max())
+    return math.isfinite(largest) and bool(((one - other).abs() <= _TOLERANCE * largest).all())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,195 @@
+"""The optimizer of a training, the user's own or one by name: over this rank's parameters, and fit for the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from hfdist.errors import ConfigError
+from hfdist.optim.joined import Joined
+from hfdist.optim.probe import Reach, ask
+from hfdist.strategies.base import Engine
+
+# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.
+
+_LAYOUTS = {
+    Reach.parameter: "a layout that keeps parameters whole: ddp, or a pipeline without ZeRO",
+    Reach.model: "a layout that keeps the model whole: one process, or ddp",
+}
+
+
+class OwnOptimizer:
+    """A user's own, by names: a layout may put other tensors in the place of the parameters that it was made for.
+
+    Args:
+        optimizer: made for parameters of the model.
+        model: whole.
+
+    Raises:
+        ConfigError: it holds what is no parameter of the model.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise ConfigError(
+                "the optimizer holds tensors that are no parameters of the model, so no checkpoint could name them",
+                where="optimizers",
+                found=f"{describe(optimizer)} with {len(foreign)} of them, the first of shape {list(foreign[0].shape)}",
+                hint="make it from model.parameters(), of the very model that the Trainer is given",
+            )
+        self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        self._states = [(names[id(parameter)], state) for parameter, state in optimizer.state.items()]
+
+    def move_to(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Leave it the parameters of this model, which may be a part of the whole one."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+
+        def find(tied: list[str]) -> list[nn.Parameter]:
+            return [parameters[name] for name in tied if name in parameters][:1]
+
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            group["params"] = [parameter for tied in names for parameter in find(tied)]
+        self.optimizer.state.clear()
+        self.optimizer.state.update({parameter: state for tied, state in self._states for parameter in find(tied)})
+        return self.optimizer
+
+
+class Optimizers:
+    """What a Trainer with an engine does with its optimizer.
+
+    Args:
+        trainer: just made; an optimizer and a schedule that it has are the user's own.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._own = None if trainer.optimizer is None else OwnOptimizer(trainer.optimizer, trainer.model)
+        self._own_schedule = trainer.lr_scheduler
+        self._kept: dict[tuple[str, str], Any] = {}
+        """State from before the training, by parameter and key, for layouts that step other tensors."""
+
+    @contextmanager
+    def made_for(self, engine: Engine) -> Iterator[None]:
+        """While this is open, what the Trainer makes as its optimizer is checked and made ready for the layout.
+
+        Raises:
+            ConfigError: its mathematics would change, or no checkpoint could hold it.
+        """
+        trainer = self._trainer
+        make = trainer.create_optimizer
+        ready = trainer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else None
+
+        def create_optimizer(*more: Any, **named: Any) -> Any:
+            nonlocal ready
+            # With DeepSpeed, transformers forgets both, and would take its defaults.
+            if trainer.optimizer is None and self._own is not None:
+                trainer.optimizer = self._own.move_to(trainer.model)
+            if trainer.lr_scheduler is None:
+                trainer.lr_scheduler = self._own_schedule
+            if ready is None or trainer.optimizer is not ready:
+                ready = trainer.optimizer = self._make_ready(make(*more, **named), engine)
+            return ready
+
+        # Of the instance, so that a class's own is made ready, too.
+        vars(trainer)["create_optimizer"] = create_optimizer
+        try:
+            yield
+        finally:
+            del vars(trainer)["create_optimizer"]
+
+    def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+        check(optimizer, engine.optimizer_sees, is_saved=self._trainer.args.save_strategy != "no")
+        self._drop_empty_groups(optimizer)
+        if engine.optimizer_sees is not Reach.element:
+            return optimizer
+        names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
+        for parameter, state in list(optimizer.state.items()):
+            self._kept |= {(names.get(id(parameter), ""), key): value for key, value in state.items()}
+        optimizer.state.clear()
+        # DeepSpeed would replace torch's Adagrad by one without groups.
+        return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer
+
+    def _drop_empty_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Such as that of an adapter's vectors: DeepSpeed does so later, when the schedule counts them."""
+        if self._own_schedule is None:
+            groups = optimizer.param_groups
+            groups[:] = [group for group in groups if group["params"]] or groups[:1]
+
+    def begin(self, engine: Engine) -> None:
+        """Give the optimizer back what it has kept from before, and tell it that a training begins."""
+        for piece in engine.pieces() if self._kept else ():
+            value = self._kept.get((piece.name, piece.key.removeprefix("#")))
+            if torch.is_tensor(value) and value.numel() == piece.total:
+                piece.view.copy_(value.reshape(-1)[piece.start : piece.stop].view(piece.view.shape))
+            elif value is not None and piece.set_number is not None:
+                piece.set_number(value)
+        self._kept = {}
+        self._trainer.optimizer.train()
+
+    @contextmanager
+    def evaluating(self, engine: Engine) -> Iterator[None]:
+        """While this is open, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
+        optimizer = self._trainer.optimizer
+        if not isinstance(optimizer, AcceleratedOptimizer) or not _has_modes(optimizer):
+            yield
+            return
+        optimizer.eval()
+        engine.loaded()
+        try:
+            yield
+        finally:
+            optimizer.train()
+            engine.loaded()
+
+
+def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
+    """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
+
+    Args:
+        optimizer: before its first step.
+        sees: what the layout gives it whole.
+        is_saved: whether the run writes checkpoints.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    answer = ask(optimizer)
+    if answer.reach > sees:
+        raise ConfigError(
+            "this optimizer does not train in this layout as it does on one process",
+            where="optimizer.name, optim or optimizers",
+            found=f"{describe(optimizer)}: {answer.why}",
+            allowed=_LAYOUTS[answer.reach],
+            hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
+        )
+    if is_saved and answer.not_saved:
+        raise ConfigError(
+            "no checkpoint can hold what this optimizer keeps",
+            where="optimizer.name, optim or optimizers",
+            found=f"{describe(optimizer)}: {answer.not_saved}",
+            allowed="numbers and tensors for each parameter",
+            hint="save_strategy='no' (checkpoint=none), or another optimizer",
+        )
+
+
+def describe(optimizer: Any) -> str:
+    """Name the class, or the classes, that really step."""
+    while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__
+
+
+def _has_modes(optimizer: Any) -> bool:
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return callable(getattr(optimizer, "eval", None))

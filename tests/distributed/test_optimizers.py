@@ -1,0 +1,205 @@
+"""Any optimizer in every layout, the user's own or by name: as on one process, saved and resumed, or refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.optim.lr_scheduler import ExponentialLR
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+import hfdist
+from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.test_trainer import GLOBAL_BATCH, LENGTH, STEPS, make_model, uneven_items
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "single": (1, {}),
+    "ddp": (2, {}),
+    "zero1": (2, {"sharding": "zero1"}),
+    "zero2": (2, {"sharding": "zero2"}),
+    "zero3": (2, {"sharding": "zero3"}),
+    "pipeline": (2, {"pipeline": 2}),
+    "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
+}
+MIDDLE = 2
+
+
+def two_groups(model):
+    """Of different rates, and not in the model's order."""
+    second = [p for name, p in model.named_parameters() if "norm" in name or "embed" in name]
+    first = [p for name, p in model.named_parameters() if "norm" not in name and "embed" not in name]
+    return [{"params": first[::-1]}, {"params": second, "lr": 1e-2}]
+
+
+def stepped_before(model):
+    """An optimizer that has a state when it is given to the Trainer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1e-3 * (number + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return {"optimizers": (optimizer, None)}
+
+
+def with_a_schedule(model):
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
+    return {"optimizers": (optimizer, ExponentialLR(optimizer, 0.5))}
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that averages: it trains at other weights than those to be used, and counts in its groups."""
+
+    def __init__(self, params, lr, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "weight_sum": 0.0, "train_mode": False})
+
+    @torch.no_grad()
+    def set_mode(self, mode):
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                share = 1 - group["beta"] if mode else 1 - 1 / group["beta"]
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], share)
+                group["train_mode"] = mode
+
+    def train(self):
+        self.set_mode(True)
+
+    def eval(self):
+        self.set_mode(False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            share = group["lr"] ** 2 / group["weight_sum"] if group["weight_sum"] else 0.0
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, share)
+                parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
+def schedule_free(model):
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "constant"}
+    return {"optimizers": (ScheduleFree(two_groups(model), lr=0.1), None), "arguments": evaluating}
+
+
+class MakesItsOwn(hfdist.Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.Adagrad(two_groups(self.model), lr=0.01, initial_accumulator_value=0.1)
+        return self.optimizer
+
+
+def own(kind, **settings):
+    return lambda model: {"optimizers": (kind(two_groups(model), **settings), None)}
+
+
+CASES = {
+    "SGD": own(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": own(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, nesterov=False),
+    "Adagrad": own(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "NAdam": own(torch.optim.NAdam, lr=0.01, eps=1e-4),
+    "schedule-free": schedule_free,
+    "stepped before": stepped_before,
+    "a schedule of one's own": with_a_schedule,
+    "of a subclass": lambda model: {"kind": MakesItsOwn},
+    "by class": lambda model: {"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-4})},
+    "by name": lambda model: {"arguments": {"optim": "adagrad", "learning_rate": 1e-2}},
+}
+OF_WHOLE_MATRICES = {
+    "Muon": lambda model: {"optimizer_cls_and_kwargs": (hfdist.MuonWithAdamW, {"lr": 1e-2, "eps": 1e-4})},
+    "Adafactor": lambda model: {"arguments": {"optim": "adafactor", "learning_rate": 1e-2}},
+}
+
+
+def make_trainer(folder, layout, make, **more):
+    strategy = hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, sequence_length=LENGTH, **LAYOUTS[layout][1])
+    # So that the model is whole at first, also where another run has gone before.
+    unset_hf_deepspeed_config()
+    model = make_model()
+    named = make(model)
+    fields = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "steps",
+              "save_steps": MIDDLE, "disable_tqdm": True}  # fmt: skip
+    fields |= strategy.training_arguments() | more | named.pop("arguments", {})
+    arguments = TrainingArguments(str(folder), **fields)
+    items = uneven_items()
+    kind = named.pop("kind", hfdist.Trainer)
+    return kind(model, arguments, strategy=strategy, train_dataset=items, eval_dataset=items[:4], **named)
+
+
+def train_all(folder, layout, names, reference):
+    """Train each to the end, and once more from the middle of one process's run, if there is one."""
+    result = {}
+    for name in names:
+        make = (CASES | OF_WHOLE_MATRICES)[name]
+        trainer = make_trainer(folder / layout / name, layout, make)
+        trainer.train()
+        result[name] = [
+            value
+            for entry in trainer.state.log_history
+            for key, value in entry.items()
+            if key in ("loss", "grad_norm", "eval_loss")
+        ]
+        if reference is not None:
+            resumed = make_trainer(folder / layout / f"{name} resumed", layout, make)
+            resumed.train(resume_from_checkpoint=str(reference / name / "checkpoints" / f"step-{MIDDLE:08d}"))
+    return result
+
+
+def saved(folder, step=STEPS):
+    """Weights and the optimizer's tensors and numbers, by name."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    tensors = {}
+    for file in [*path.glob("model*.safetensors"), *path.glob("training_state/optimizer-*.safetensors")]:
+        tensors |= load_file(file)
+    state = json.loads((path / "training_state" / "state.json").read_text())
+    for key, by_name in ({"step": state["steps"]} | state.get("numbers", {})).items():
+        tensors |= {f"{name}/{key}": torch.tensor(float(value)) for name, value in by_name.items()}
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizers")
+    names = [*CASES, *OF_WHOLE_MATRICES]
+    return folder, run_ranks(train_all, 1, folder, "single", names, folder / "single", group=False)[0]
+
+
+def assert_same(what, ours, expected):
+    assert ours.keys() == expected.keys(), what
+    # Muon makes matrices orthogonal in bfloat16, which enlarges differences of rounding; its steps are 1e-2 long.
+    bound = 5e-4 if what.startswith("Muon") else 1e-5
+    for name, tensor in expected.items():
+        difference = float((ours[name].double() - tensor.double()).abs().max())
+        assert difference <= bound * max(1.0, float(tensor.abs().max())), f"{what}: {name}: {difference}"
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "single"])
+def test_every_optimizer_trains_and_resumes_as_on_one_process(reference, layout):
+    folder, expected = reference
+    names = [*CASES, *([] if "zero" in layout else OF_WHOLE_MATRICES)]
+    found = run_ranks(train_all, LAYOUTS[layout][0], folder, layout, names, folder / "single")[0]
+    for name in names:
+        at_end = saved(folder / "single" / name)
+        assert_same(name, saved(folder / layout / name), at_end)
+        assert_same(f"{name}, resumed", saved(folder / layout / f"{name} resumed"), at_end)
+        assert torch.tensor(found[name]) == pytest.approx(torch.tensor(expected[name]), rel=1e-4), name
+
+
+def refused(folder):
+    make_trainer(folder, "zero1", OF_WHOLE_MATRICES["Adafactor"]).train()
+
+
+def test_what_needs_whole_parameters_is_refused_where_they_are_cut(tmp_path):
+    with pytest.raises(RankFailed, match="Adafactor: the update of an element depends on the rest of its parameter"):
+        run_ranks(refused, 1, tmp_path, group=False)

@@ -1,0 +1,217 @@
+"""What optimizers are asked: how far an update reaches, what is kept, and one made of several."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Adafactor
+from transformers.training_args import OptimizerNames
+
+from hfdist.config.compose import compose_config
+from hfdist.config.optimizer import OptimizerName
+from hfdist.errors import ConfigError
+from hfdist.optim.joined import Joined
+from hfdist.optim.muon import MuonWithAdamW
+from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
+from hfdist.trainer.named_optimizers import check_optimizer, values_per_weight
+from hfdist.trainer.optimizers import OwnOptimizer, check, describe
+
+
+class TrustRatio(torch.optim.SGD):
+    """LAMB's and LARS's scaling by norms of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(parameter.norm() / parameter.grad.norm())
+        return super().step(closure)
+
+
+class ClipsAll(torch.optim.SGD):
+    """One norm over all parameters."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another, whatever its own groups are."""
+
+    def __init__(self, inner):
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number in its groups, and a list for each parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["steps"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("seen", []).append(1)
+        return super().step(closure)
+
+
+def parameters():
+    return [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))]
+
+
+REACH = {
+    "SGD": (lambda: torch.optim.SGD(parameters(), momentum=0.9, dampening=0.1), Reach.element, ""),
+    "AdamW": (lambda: torch.optim.AdamW(parameters()), Reach.element, ""),
+    "fused": (lambda: torch.optim.AdamW(parameters(), fused=True), Reach.element, ""),
+    "Adagrad": (lambda: torch.optim.Adagrad(parameters(), initial_accumulator_value=0.1), Reach.element, ""),
+    "Rprop": (lambda: torch.optim.Rprop(parameters()), Reach.element, ""),
+    "Adafactor": (lambda: Adafactor(parameters()), Reach.parameter, "rest of its parameter"),
+    "torch's Adafactor": (lambda: torch.optim.Adafactor(parameters()), Reach.parameter, "rest of its parameter"),
+    "trust ratio": (lambda: TrustRatio(parameters(), lr=0.1), Reach.parameter, "rest of its parameter"),
+    "Muon": (lambda: MuonWithAdamW()(nn.Linear(4, 4)), Reach.parameter, "2D matrix"),
+    "clips all": (lambda: ClipsAll(parameters(), lr=0.1), Reach.model, "depends on the others"),
+    "around another": (lambda: Around(torch.optim.SGD(parameters(), lr=0.1)), Reach.model, "leaves the tensors"),
+    "LBFGS": (lambda: torch.optim.LBFGS(parameters()), Reach.model, "could not be tried"),
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_how_far_an_update_reaches_is_asked(name):
+    make, reach, why = REACH[name]
+    optimizer = make()
+    before = copy.deepcopy((optimizer.param_groups, dict(optimizer.state)))
+    answer = ask(optimizer)
+    assert answer.reach is reach
+    assert why in answer.why
+    assert str(before) == str((optimizer.param_groups, dict(optimizer.state)))
+
+
+def test_a_schedule_and_a_rate_of_zero_do_not_hide_it():
+    optimizer = Adafactor(parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
+    LambdaLR(optimizer, lambda step: 0.0)
+    assert ask(optimizer).reach is Reach.parameter
+    assert not optimizer.state
+
+
+def test_a_layout_refuses_what_reaches_further():
+    adafactor, clips = Adafactor(parameters()), ClipsAll(parameters(), lr=0.1)
+    check(adafactor, Reach.parameter, is_saved=True)
+    check(clips, Reach.model, is_saved=True)
+    with pytest.raises(ConfigError, match="Adafactor: the update of an element depends on the rest"):
+        check(adafactor, Reach.element, is_saved=True)
+    with pytest.raises(ConfigError, match="ClipsAll: the update of one parameter depends on the others"):
+        check(clips, Reach.parameter, is_saved=True)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_where_there_are_some():
+    optimizer = Counts(parameters())
+    check(optimizer, Reach.element, is_saved=False)
+    with pytest.raises(ConfigError, match="neither a number nor a tensor: seen"):
+        check(optimizer, Reach.element, is_saved=True)
+    assert moving_options(optimizer) == ["steps"]
+
+
+def test_whether_zeros_stand_for_nothing_is_asked():
+    def starts(kind, **settings):
+        optimizer = kind(parameters(), **settings)
+        return starts_from_zeros(optimizer, optimizer.param_groups[0])
+
+    assert starts(torch.optim.AdamW)
+    assert starts(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert not starts(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    assert not starts(torch.optim.NAdam)
+
+
+def test_several_step_as_each_by_itself():
+    ours, theirs = parameters(), parameters()
+    for one, other in zip(ours, theirs, strict=True):
+        other.data.copy_(one.data)
+    apart = [torch.optim.SGD(theirs[:1], lr=0.1, momentum=0.9), torch.optim.AdamW(theirs[1:], lr=0.01)]
+    joined = Joined([torch.optim.SGD(ours[:1], lr=0.1, momentum=0.9), torch.optim.AdamW(ours[1:], lr=0.01)])
+    schedule = LambdaLR(joined, lambda step: 1.0 / (1 + step))
+    schedules = [LambdaLR(optimizer, lambda step: 1.0 / (1 + step)) for optimizer in apart]
+    for number in range(4):
+        for optimizer in (joined, *apart):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.full_like(parameter, number + 1.0)
+            optimizer.step()
+        for each in (schedule, *schedules):
+            each.step()
+        # As accelerate does: other groups and states take the place of those that it was made with.
+        joined.load_state_dict(copy.deepcopy(joined.state_dict()))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    assert describe(joined) == "SGD and AdamW"
+
+
+def test_muon_steps_matrices_alone():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6))
+    model.get_output_embeddings = lambda: model[1]
+    assert [len(group["params"]) for group in MuonWithAdamW()(model).param_groups] == [0, 2, 3]
+    del model.get_output_embeddings
+    assert [len(group["params"]) for group in MuonWithAdamW()(model).param_groups] == [1, 1, 3]
+
+
+def test_tensors_that_are_not_the_models_are_refused():
+    with pytest.raises(ConfigError, match="no parameters of the model"):
+        OwnOptimizer(torch.optim.SGD(parameters(), lr=0.1), nn.Linear(2, 2))
+
+
+NOT_BY_NAME = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw, with optimizer.fused",
+    "adamw_torch_xla": "another device",
+    "adamw_torch_npu_fused": "another device",
+    "adamw_anyprecision": "of a library that is no longer published",
+    "lomo": "steps in the backward",
+    "adalomo": "steps in the backward",
+}
+
+
+def test_the_config_has_transformers_names():
+    """GaLore and APOLLO project chosen layers, which further arguments name: they are chosen from Python."""
+    theirs = {name.value for name in OptimizerNames} - NOT_BY_NAME.keys()
+    theirs = {name for name in theirs if not name.startswith(("galore", "apollo"))}
+    assert {name.value for name in OptimizerName} == theirs | {"adamw", "muon"}
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(compose_config(["model=tiny", *overrides]))
+    return caught.value
+
+
+def test_settings_are_those_of_the_class():
+    check_optimizer(compose_config(["optimizer.name=sgd", "optimizer.arguments={momentum: 0.9, nesterov: true}"]))
+    assert refusal("optimizer.name=sgd", "optimizer.arguments.momentun=0.9").hint == "optimizer.arguments.momentum=0.9"
+    assert refusal("optimizer.name=sgd", "optimizer.arguments.lr=0.9").hint == "optimizer.lr=..."
+    assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1 and optimizer.beta2=..."
+    assert "Invalid momentum value" in refusal("optimizer.name=sgd", "optimizer.arguments.momentum=-1").what
+
+
+def test_a_library_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("hfdist.trainer.named_optimizers.find_spec", lambda module: None)
+    for name, package in (("paged_lion_8bit", "bitsandbytes"), ("adamw_torch_4bit", "torchao"),
+                          ("stable_adamw", "torch-optimi"), ("ademamix", "bitsandbytes")):  # fmt: skip
+        assert refusal(f"optimizer.name={name}").hint == f"pip install {package}"
+    assert refusal("optimizer.name=schedule_free_sgd").hint == "optimizer.schedule=constant"
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1"])
+def test_layouts_that_cut_matrices_refuse_muon_before_anything_is_made(layout):
+    assert "Muon and AdamW" in refusal("optimizer.name=muon", f"strategy={layout}").found
+
+
+def test_the_summary_counts_what_is_kept():
+    assert values_per_weight(torch.optim.AdamW(parameters())) == 2
+    assert values_per_weight(torch.optim.SGD(parameters())) == 0
+    assert values_per_weight(Adafactor(parameters(), lr=1e-3, relative_step=False, scale_parameter=False)) < 0.01
