@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hfdist.config.compose import compose_config
-from hfdist.config.preflight import check_run
+from hfdist.config.preflight import plan_run
 from tests.unit.config.shipped import CONF
 
 ROOT = CONF.parent
@@ -50,6 +50,6 @@ def test_a_command_fits_its_launcher(launch, recipe, words, monkeypatch, tmp_pat
     for key, value in place.items() if num_processes > 1 else ():
         monkeypatch.setenv(key, str(value))
     words = ["data=chats.jsonl" if word == "data=..." else word for word in words]
-    topology, batch = check_run(compose_config(words, name="finetune" if recipe == "finetune" else "pretrain"))
+    topology, batch = plan_run(compose_config(words, name="finetune" if recipe == "finetune" else "pretrain"))
     assert topology.world_size == num_processes
     assert batch.global_batch_size % topology.data_size == 0
