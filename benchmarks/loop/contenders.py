@@ -30,7 +30,7 @@ from benchmarks.loop.work import (
     make_schedule,
 )
 from hfdist.config.compose import compose_config
-from hfdist.config.preflight import check_run
+from hfdist.config.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.strategies.select import select_strategy
 from hfdist.trainer.arguments import build_arguments
@@ -212,7 +212,7 @@ def recipe_config(work: Work) -> RunConfig:
 
 def recipe_data(config: RunConfig) -> RunData:
     """What the recipe reads, to be read beforehand; leaves no trace in the run's folder."""
-    topology, _ = check_run(config)
+    topology, _ = plan_run(config)
     data = build_data(config, topology)
     data.stream.ledger = None
     return data

@@ -93,7 +93,7 @@ def _check_export(config: RunConfig) -> None:
     if config.evaluate.export is Export.best and (checkpoint.every is None or not checkpoint.keep_best):
         keys = f"checkpoint.every={'null' if checkpoint.every is None else checkpoint.every}"
         eval_every = config.train.eval_every
-        missing = {"checkpoint.every": eval_every or 100} if checkpoint.every is None else {}
+        missing: dict[str, object] = {"checkpoint.every": eval_every or 100} if checkpoint.every is None else {}
         missing |= {} if checkpoint.keep_best else {"checkpoint.keep_best": "true"}
         missing |= {} if eval_every is not None else {"train.eval_every": checkpoint.every or 100}
         raise ConfigError(

@@ -198,10 +198,12 @@ def _bad_override(error: Exception, cause: OmegaConfBaseException | None, overri
             found=override.text,
             hint=f"{override.key}=... or another option of the group",
         )
+    known = find_key(override.key)
     return ConfigError(
         f"this override does not fit: {str(cause or error).splitlines()[0]}",
         where=f"{override.key} ({COMMAND_LINE})",
         found=override.text,
+        allowed=None if known is None else known.allowed,
     )
 
 

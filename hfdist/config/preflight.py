@@ -39,8 +39,26 @@ def check_run(
         ConfigError: too few processes, sizes that do not divide, a variable against the config, a path without
             anything, a tracker that is not there.
     """
-    environment = os.environ if environment is None else environment
-    check_environment(config, environment)
+    check_environment(config, os.environ if environment is None else environment)
+    topology, batch = plan_run(config, world_size=world_size, environment=environment)
+    for section in ("sources", "eval_sources"):
+        for name, source in getattr(config.data, section).items():
+            _check_source(f"data.{section}.{name}.path", source)
+    _check_folder("model.name", config.model.name)
+    _check_folder("model.tokenizer.name", config.model.tokenizer.name)
+    _check_writable("run.dir", config.run.dir)
+    _check_trackers(config.report.to)
+    return topology, batch
+
+
+def plan_run(
+    config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[Topology, BatchPlan]:
+    """Find the place of a process and the batch arithmetic; arguments as of `check_run`.
+
+    Raises:
+        ConfigError: too few processes, or sizes that do not divide.
+    """
     degrees = config.strategy.degrees
     if world_size is None:
         topology = Topology.from_environment(degrees, environment)
@@ -53,13 +71,6 @@ def check_run(
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
     )
-    for section in ("sources", "eval_sources"):
-        for name, source in getattr(config.data, section).items():
-            _check_source(f"data.{section}.{name}.path", source)
-    _check_folder("model.name", config.model.name)
-    _check_folder("model.tokenizer.name", config.model.tokenizer.name)
-    _check_writable("run.dir", config.run.dir)
-    _check_trackers(config.report.to)
     return topology, batch
 
 

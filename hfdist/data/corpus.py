@@ -214,7 +214,7 @@ def open_corpus(
         if name not in given
     }
     for name, dataset in given.items():
-        shards[name] = [DatasetShard(name, dataset, RowReader.of(sources[name], config.format))]
+        shards[name] = [DatasetShard(name, dataset, RowReader.of(sources[name], config.format, f"{section}.{name}"))]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
         num_documents = sum(sum(shard.runs) for shard in pool.shards)

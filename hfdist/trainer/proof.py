@@ -21,7 +21,7 @@ from hfdist.config.export import ExportConfig
 from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
-from hfdist.config.preflight import check_run
+from hfdist.config.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
@@ -80,7 +80,7 @@ def prepare_proof(config: RunConfig) -> Proof:
             found=config.adapter.path,
             hint="adapter=lora, with the keys of the saved one",
         )
-    topology, asked = check_run(config)
+    topology, asked = plan_run(config)
     folder = Path(config.run.dir) / "prove"
     if topology.is_main:
         # The others first look into it when the process group is up, which is not before this rank has joined.

@@ -105,6 +105,23 @@ def test_a_typo_is_one_message_and_exit_code_2(tmp_path, watched):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["train.global_batch_size=12"], "train.global_batch_size"),
+        (["data=no/such.jsonl"], "data.sources.files.path"),
+        (["report.to=tensorbord"], "report.to"),
+        (["strategy=zero2"], "strategy.data"),
+        (["model=hub", "model.name=./none"], "model.name"),
+    ],
+)
+def test_what_needs_no_torch_is_found_without_it(arguments, where, tmp_path, watched):
+    done = run(*arguments, cwd=tmp_path, **watched)
+    assert done.returncode == 2
+    assert f"  where:   {where}\n" in done.stderr
+    assert done.stderr.endswith("HEAVY=[]\n")
+
+
 @pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"], []])
 def test_questions_about_a_wrong_config_get_our_message(arguments, tmp_path):
     done = run(*arguments, "strategy=zero4", cwd=tmp_path)

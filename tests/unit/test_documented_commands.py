@@ -8,7 +8,7 @@ import yaml
 
 from hfdist.config.compose import compose_config
 from hfdist.config.launch import AUTO
-from hfdist.config.preflight import check_run
+from hfdist.config.preflight import plan_run
 from tests.unit.config.shipped import CONF
 
 ROOT = CONF.parent
@@ -54,7 +54,7 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
         num_processes = yaml.safe_load((ROOT / launch).read_text())["num_processes"]
     else:
         num_processes = GPUS if config.launch.processes == AUTO else int(config.launch.processes)
-    topology, batch = check_run(config, world_size=num_processes)
+    topology, batch = plan_run(config, world_size=num_processes)
     assert topology.world_size == num_processes
     assert batch.global_batch_size % topology.data_size == 0
 

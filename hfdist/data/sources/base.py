@@ -112,14 +112,14 @@ def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
     return min(max(HELD_BYTES * num_rows // max(num_bytes, 1), 1), MOST_ROWS_AT_ONCE)
 
 
-def missing_column(column: str, present: Sequence[str], *, where: str) -> ContentError:
+def missing_column(column: str, present: Sequence[str], *, where: str, section: str) -> ContentError:
     """Say that there is no such column, which there are, and which one was probably meant."""
     near = difflib.get_close_matches(column, present, n=1, cutoff=0.0)
     return ContentError(
         f"there is no column {column!r}",
         where=where,
         allowed=", ".join(present),
-        hint=f"data.sources.NAME.text={near[0]}" if near else None,
+        hint=f"{section}.text={near[0]}" if near else None,
     )
 
 

@@ -62,7 +62,7 @@ def find_shards(
         case SourceKind.files:
             assert config.path is not None
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
-            shards = _open_all(files, RowReader.of(config, data.format), cache, problems)
+            shards = _open_all(files, RowReader.of(config, data.format, f"{section}.{name}"), cache, problems)
             if not shards:
                 first = problems.bad_files[-len(files)]
                 raise DataError(

@@ -52,7 +52,7 @@ def open_hub(key: str, config: SourceConfig, default: RowFormat = RowFormat.text
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error
     version = f"{config.subset}/{config.split}@{config.revision}"
-    return DatasetShard(f"{config.path}/{version}", dataset, RowReader.of(config, default))
+    return DatasetShard(f"{config.path}/{version}", dataset, RowReader.of(config, default, key.removesuffix(".path")))
 
 
 def _is_out_of_reach(error: BaseException | None) -> bool:

@@ -43,15 +43,17 @@ class RowReader:
     Args:
         text: the column of plain text.
         format: what rows hold.
+        section: of the config, that names the source; for messages.
     """
 
     text: str
     format: RowFormat = RowFormat.text
+    section: str = "data.sources.NAME"
 
     @classmethod
-    def of(cls, source: SourceConfig, default: RowFormat) -> RowReader:
+    def of(cls, source: SourceConfig, default: RowFormat, section: str) -> RowReader:
         """Of a source, where it names no format: of `data.format`."""
-        return cls(source.text, source.format or default)
+        return cls(source.text, source.format or default, section)
 
     @property
     def gives_examples(self) -> bool:
@@ -71,7 +73,7 @@ class RowReader:
         """
         if not self.gives_examples:
             if self.text not in present:
-                raise missing_column(self.text, present, where=where)
+                raise missing_column(self.text, present, where=where, section=self.section)
             return [self.text]
         fitting = [form for form in self._forms if set(form.needed) <= set(present)]
         if not fitting:
@@ -88,7 +90,7 @@ class RowReader:
         """
         if not self.gives_examples:
             if self.text not in row:
-                return BadRow(missing_column(self.text, list(row), where=where))
+                return BadRow(missing_column(self.text, list(row), where=where, section=self.section))
             return check_text(row[self.text], where=where)
         # Files that hold rows of several formats have null where a row has no such column.
         present = {name: value for name, value in row.items() if value is not None}
@@ -110,7 +112,7 @@ class RowReader:
             where=where,
             found=", ".join(list(present)[:_SHOWN_COLUMNS]) or "no column with a value",
             allowed=allowed,
-            hint="data.format or data.sources.NAME.format, or data.sources.NAME.text for another column of text",
+            hint=f"{self.section}.format=text {self.section}.text={next(iter(present), 'COLUMN')} reads plain text",
         )
 
 

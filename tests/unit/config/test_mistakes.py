@@ -69,7 +69,7 @@ MISTAKES = {
     "train.max_steps=true": ("train.max_steps (command line)", "a whole number", None),
     "train.gradient_checkpointing=maybe": ("train.gradient_checkpointing (command line)", "true or false", None),
     "train.eval_every=x": ("train.eval_every (command line)", "a whole number >= 1, or null", None),
-    "report.to=wandb": ("report.to (command line)", "a list, such as", "'report.to=[wandb]'"),
+    "report.to={a: 1}": ("report.to (command line)", "a list, such as", None),
     "run=first": ("run (command line)", "a section with the keys name, dir", None),
     "model.tokenizer=5": ("model.tokenizer (command line)", "a section with the keys name", None),
     "model.config=null": ("model.config (command line)", "a mapping", None),

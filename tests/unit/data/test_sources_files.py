@@ -118,7 +118,7 @@ def test_columns_that_are_there_are_listed(folders):
     with pytest.raises(ContentError) as caught:
         open_shards(str(data), cache)
     assert caught.value.allowed == "context, n"
-    assert caught.value.hint.startswith("data.sources.NAME.text=context, or ")
+    assert caught.value.hint.startswith("data.sources.files.text=context, or ")
 
 
 def test_no_good_file_at_all_stops_the_run_whatever_the_policy(folders):
