@@ -78,7 +78,7 @@ class Vitals:
     def _describe(self, error: RuntimeError) -> ResourceError:
         found = re.search(r"pid\S* (\d+)", str(error))
         places = np.flatnonzero(self._notes[:, 0] == int(found[1])) if found else ()
-        where, had = "data.workers", ""
+        what, where, had = str(error).splitlines()[0].rstrip(". "), "data.workers", ""
         if len(places):
             worker, num_bytes = int(places[0]), int(self._notes[places[0], 1])
             where = f"data.workers: worker {worker} of {len(self._notes)}, {self._task(worker)}"
@@ -86,7 +86,7 @@ class Vitals:
         return ResourceError(
             "a process that reads data ahead has died, often because memory ran out",
             where=where,
-            found=f"{str(error).splitlines()[0]}{had}, this rank has {_mib(_resident_bytes())}; {system_memory()}",
+            found=f"{what}{had}, this rank has {_mib(_resident_bytes())}; {system_memory()}",
             hint="more memory, fewer data.workers, a smaller data.prefetch, or data.workers=0",
         )
 
