@@ -77,12 +77,12 @@ class Vitals:
 
     def _describe(self, error: RuntimeError) -> ResourceError:
         found = re.search(r"pid\S* (\d+)", str(error))
-        places = np.flatnonzero(self._notes[:, 0] == int(found[1])) if found else ()
+        pid = int(found[1]) if found else 0
         what, where, had = str(error).splitlines()[0].rstrip(". "), "data.workers", ""
-        if len(places):
-            worker, num_bytes = int(places[0]), int(self._notes[places[0], 1])
-            where = f"data.workers: worker {worker} of {len(self._notes)}, {self._task(worker)}"
-            had = f"; it had {_mib(num_bytes)} when it was seen last"
+        for worker, (noted_pid, num_bytes) in enumerate(self._notes.tolist()):
+            if pid and noted_pid == pid:
+                where = f"data.workers: worker {worker} of {len(self._notes)}, {self._task(worker)}"
+                had = f"; it had {_mib(num_bytes)} when it was seen last"
         return ResourceError(
             "a process that reads data ahead has died, often because memory ran out",
             where=where,
