@@ -71,7 +71,7 @@ class Shard(Protocol):
 
     @property
     def place(self) -> tuple[str, str] | None:
-        """Address and version of the file, which may tell of a change that nothing else would; None: all is compared."""
+        """Address and version of the file, which may tell of a change that nothing else does; None: all is compared."""
 
     def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
         """Give the texts of some rows of one run, in the order asked for; look at each once, it may be made then.
