@@ -25,4 +25,4 @@ class CheckpointConfig:
     """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;
     or the path of one to begin from: of another run, it counts until this run has checkpoints of its own."""
     allow_changes: bool = False
-    """Go on from a checkpoint though keys have changed that change the training."""
+    """Go on from a checkpoint though keys, or data files, have changed that change the training."""

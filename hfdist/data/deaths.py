@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -39,6 +40,13 @@ class Vitals:
         """Write down the id of this process, and its memory of now."""
         self._notes[worker] = os.getpid(), _resident_bytes()
 
+    def of(self, pid: int) -> str | None:
+        """Say what is known of a process; None: it is none of these."""
+        for worker, (noted_pid, num_bytes) in enumerate(self._notes.tolist()):
+            if noted_pid == pid:
+                return f"worker {worker} of {len(self._notes)}, {self._task(worker)}, {_mib(num_bytes)} when last seen"
+        return None
+
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """Tell of a death here, and wherever the main thread is meanwhile.
@@ -46,49 +54,52 @@ class Vitals:
         Raises:
             ResourceError: one of the processes has died.
         """
+        _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
         is_main = threading.current_thread() is threading.main_thread()
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if callable(before):
-                with self._explained():
-                    before(number, frame)
-
-        if is_main:
-            signal.signal(signal.SIGCHLD, handle)
-        try:
-            with self._explained():
-                yield
-        finally:
-            # Unless another loader has put its own around it.
-            if is_main and signal.getsignal(signal.SIGCHLD) is handle:
-                signal.signal(signal.SIGCHLD, before)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
+        if is_main and callable(before) and not isinstance(before, _Handler):
+            signal.signal(signal.SIGCHLD, _Handler(before))
+        with _explained():
             yield
-        except RuntimeError as error:
-            # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            # Where torch was waiting for data, it catches what the handler has raised, and says less.
-            raise error.__cause__ if isinstance(error.__cause__, ResourceError) else self._describe(error) from error
 
-    def _describe(self, error: RuntimeError) -> ResourceError:
-        found = re.search(r"pid\S* (\d+)", str(error))
-        places = np.flatnonzero(self._notes[:, 0] == int(found[1])) if found else ()
-        where, had = "data.workers", ""
-        if len(places):
-            worker, num_bytes = int(places[0]), int(self._notes[places[0], 1])
-            where = f"data.workers: worker {worker} of {len(self._notes)}, {self._task(worker)}"
-            had = f"; it had {_mib(num_bytes)} when it was seen last"
-        return ResourceError(
-            "a process that reads data ahead has died, often because memory ran out",
-            where=where,
-            found=f"{str(error).splitlines()[0]}{had}, this rank has {_mib(_resident_bytes())}; {system_memory()}",
-            hint="more memory, fewer data.workers, a smaller data.prefetch, or data.workers=0",
-        )
+
+# As the handler is, of the process: several loaders may be open, and end in any order.
+_alive: weakref.WeakSet[Vitals] = weakref.WeakSet()
+
+
+class _Handler:
+    """torch's handler of SIGCHLD, which stays for good, with what it raises explained."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        with _explained():
+            self._handler(number, frame)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has no class for it: `DataLoader worker (pid 1) is killed by signal` or `... exited unexpectedly`.
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        # Where torch was waiting for data, it catches what the handler has raised, and says less.
+        raise error.__cause__ if isinstance(error.__cause__, ResourceError) else _describe(error) from error
+
+
+def _describe(error: RuntimeError) -> ResourceError:
+    pid = re.search(r"pid\S* (\d+)", str(error))
+    known = [text for vitals in list(_alive) if pid and (text := vitals.of(int(pid[1]))) is not None]
+    what = str(error).splitlines()[0].rstrip(". ")
+    return ResourceError(
+        "a process that reads data ahead has died, often because memory ran out",
+        where=": ".join(["data.workers", *known]),
+        found=f"{what}; this rank has {_mib(_resident_bytes())}; {system_memory()}",
+        hint="more memory, fewer data.workers, a smaller data.prefetch, or data.workers=0",
+    )
 
 
 def system_memory() -> str:

@@ -220,7 +220,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 yield {name: rows[0] for name, rows in batch.items()}
 
     def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
-        """Lanes that a worker owns from here on, in the order of their turns; `num_workers` divides those of the rank."""
+        """Lanes that a worker owns from here on, in the order of their turns."""
         number = self._num_sequences + worker
         return [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
 

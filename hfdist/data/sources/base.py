@@ -53,12 +53,6 @@ class Shard(Protocol):
     """Path relative to the source, or an id."""
     identity: str
     """Of what is read from it, the same on every machine; told without reading all of it."""
-    local_identity: str
-    """For this machine's caches: with the address and the version of the file, also where size and ends stay alike."""
-    contents: NDArray[np.uint64] | None
-    """Hashes of its parts, in order, the same on every machine; None: the identity is of all of it, or nobody knows."""
-    place: tuple[str, str] | None
-    """Address and version of the file: what may tell of a change where `contents` cannot; None: nothing can escape."""
     runs: Sequence[int]
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
@@ -66,6 +60,18 @@ class Shard(Protocol):
     """Whether texts are examples in canonical JSON: see `examples.py`."""
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
+
+    @property
+    def local_identity(self) -> str:
+        """For this machine's caches: with address, version and contents, also where size and ends stay alike."""
+
+    @property
+    def contents(self) -> NDArray[np.uint64] | None:
+        """Hashes of its parts, in order, the same on every machine; None: of all that is in `identity`, or unknown."""
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """Address and version of the file, which may tell of a change that nothing else does; None: all is compared."""
 
     def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
         """Give the texts of some rows of one run, in the order asked for; look at each once, it may be made then.

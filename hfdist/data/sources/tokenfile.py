@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hfdist.data.portion import TokenColumns
 from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
-from hfdist.data.storage.contents import MOST_BYTES, read_contents
+from hfdist.data.storage.contents import MOST_BYTES, digests_of, read_contents
 from hfdist.data.storage.localfile import LocalFile
 from hfdist.errors import ConfigError, DataError
 
@@ -96,7 +96,7 @@ class TokenFileShard:
             DataError: names the file.
         """
         self.name = record.name
-        self.identity = self.local_identity = record.digest
+        self.identity = record.digest
         self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
         mean_bytes = 4 * record.tokens / max(record.rows, 1)
         self.rows_at_once = min(max(int(_HELD_BYTES / max(mean_bytes, 1)), 1), _MOST_ROWS_AT_ONCE)
@@ -114,6 +114,11 @@ class TokenFileShard:
         """Hashes of the parts of its three files."""
         found = [file.contents for file in self.files if file.contents is not None]
         return np.concatenate(found) if len(found) == len(self.files) else None
+
+    @property
+    def local_identity(self) -> str:
+        """With what the files hold now."""
+        return json.dumps([self.identity, *digests_of(self.contents)])
 
     @property
     def place(self) -> tuple[str, str] | None:

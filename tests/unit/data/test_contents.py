@@ -64,7 +64,7 @@ def write_tokens(folder, rows):
 
 # With the row that is named; of several rows, the first and the last.
 WRITERS = {
-    "jsonl": (write_jsonl, "10\d\d to 10\d\d"),
+    "jsonl": (write_jsonl, r"10\d\d to 10\d\d"),
     "parquet": (write_parquet, "1000 to 1099"),
     "arrow": (write_arrow, "1000 to 1099"),
     "txt": (write_txt, "0"),

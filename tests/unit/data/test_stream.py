@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, loader, report
+from hfdist.data.audit.totals import Totals
 from hfdist.data.records import Fate
 from hfdist.data.tokenize import encode, text_digest
 from hfdist.errors import CheckpointError, ConfigError
@@ -231,6 +232,22 @@ class TestMixtures:
         assert total["a"].share == 120 / 192
         assert total["a"].filled == 1.0
         assert 0 < total["a"].epochs < 1
+
+    def test_passes_are_those_of_the_audit(self, tmp_path, packing):
+        """Also of a source in whose first window the run still stands."""
+        config = memory_config(tmp_path, weights={"a": 0.7, "b": 0.3}, packing=packing, lanes=4)
+        corpus, ledger = memory_corpus(config), Recorder()
+        run = Run(corpus, config, 2, ledger=lambda: ledger)
+        for _ in range(6):
+            run.step()
+        totals = Totals(corpus)
+        for records in ledger.records.values():
+            totals.add(np.concatenate(records))
+        audited = {line.split()[0]: line.split()[-1] for line in str(totals).splitlines()[1:]}
+        cursor = Cursor.from_json(run.state())
+        told = {pool.name: f"{pool.epochs:.2f}" for pool in report(cursor, run.streams[0].plan)}
+        assert told == audited
+        assert float(told["b"]) > 0
 
     def test_a_source_with_a_limit_ends_and_the_others_take_its_share(self, tmp_path, packing):
         config = memory_config(tmp_path, weights={"a": 1.0, "b": 1.0}, epochs={"a": 1}, packing=packing)
