@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from hfdist.checkpoint import (
@@ -136,6 +136,15 @@ def wait(trainer: Any) -> None:
     if trainer.saving is not None:
         trainer.saving.saver.wait()
         report_save(trainer)
+
+
+def is_awaited(trainer: Any) -> bool:
+    """Whether a callback of the user's own is told of each save, and so may open the folder as soon as it is told."""
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    return any(
+        kind.on_save is not TrainerCallback.on_save and kind.__module__.split(".")[0] not in ("hfdist", "transformers")
+        for kind in kinds
+    )
 
 
 @contextmanager
