@@ -296,7 +296,9 @@ def find_start(trainer: Any, wish: str | bool) -> str:
         CheckpointError: there is none, or that of the path is damaged or another program's.
     """
     if wish is not True:
-        on_rank_zero(lambda: verify(Path(str(wish))))
+        if trainer.run_values is None:
+            # A run has verified what it gives.
+            on_rank_zero(lambda: verify(Path(str(wish))))
         return str(wish)
     folder = folder_of(trainer)
     found = find_newest(folder)
