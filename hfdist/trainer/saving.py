@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from hfdist.checkpoint import (
@@ -138,6 +138,15 @@ def wait(trainer: Any) -> None:
     if trainer.saving is not None:
         trainer.saving.saver.wait()
         report_saves(trainer)
+
+
+def is_awaited(trainer: Any) -> bool:
+    """Whether a callback of the user's own is told of each save, and so may open the folder as soon as it is told."""
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    return any(
+        kind.on_save is not TrainerCallback.on_save and kind.__module__.split(".")[0] not in ("hfdist", "transformers")
+        for kind in kinds
+    )
 
 
 @contextmanager
@@ -289,7 +298,9 @@ def find_start(trainer: Any, wish: str | bool) -> str:
         CheckpointError: there is none, or that of the path is damaged or another program's.
     """
     if wish is not True:
-        on_rank_zero(lambda: verify(Path(str(wish))))
+        if trainer.run_values is None:
+            # A run has verified what it gives.
+            on_rank_zero(lambda: verify(Path(str(wish))))
         return str(wish)
     folder = folder_of(trainer)
     found = find_newest(folder)

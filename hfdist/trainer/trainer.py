@@ -390,6 +390,8 @@ class DistributedTrainerMixin(_Trainer):
             return
         with self.throughput.paused():
             saving.save(self)
+            if saving.is_awaited(self):
+                saving.wait(self)
 
     def save_model(self, *given: Any, **named: Any) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""

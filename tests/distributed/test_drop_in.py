@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,27 @@ def test_a_new_training_does_not_prune_its_own_checkpoints_for_an_older_ones(tmp
 
 
 # ---- folders ----
+
+
+class Opens(TrainerCallback):
+    """Uploads each checkpoint, say."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.found.append((Path(args.output_dir) / f"checkpoint-{state.global_step}" / "manifest.json").is_file())
+
+
+def with_opens(folder):
+    trainer = make_trainer(folder, save_strategy="steps", save_steps=1)
+    trainer.add_callback(opens := Opens())
+    trainer.train()
+    return opens.found
+
+
+def test_a_callback_that_is_told_of_a_save_finds_the_folder(tmp_path):
+    assert run_ranks(with_opens, 1, tmp_path) == [[True] * 4]
 
 
 class StopsAt(TrainerCallback):
