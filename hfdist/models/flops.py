@@ -87,11 +87,17 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
-    hidden_size = getattr(text, "hidden_size", 0) or 0
-    num_heads = getattr(text, "num_attention_heads", 0) or 0
-    head_size = getattr(text, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)
+    # Of some types blocks differ, and the config of the whole refuses to give one number for them.
+    blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * num_layers
+    attended = sum(_attention_width(block) for block in blocks)
     trained = min(size.num_trained, size.num_multiplying)
-    return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * num_layers * num_heads * head_size * sequence_length
+    return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * attended * sequence_length
+
+
+def _attention_width(block: PreTrainedConfig) -> int:
+    num_heads = getattr(block, "num_attention_heads", 0) or 0
+    hidden_size = getattr(block, "hidden_size", 0) or 0
+    return int(num_heads * (getattr(block, "head_dim", None) or (hidden_size // num_heads if num_heads else 0)))
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -21,7 +21,7 @@ ALIGNED = {
     *("musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlnet"),
 }
 """They compare each token's logits with its own label, and take `num_items_in_batch` without dividing by it."""
-SOME = ("bart", "gpt2", "prophetnet", "xlnet")
+SOME = ("bart", "gemma4_text", "prophetnet", "xlnet")
 
 
 def uneven_batch(model):
