@@ -28,15 +28,10 @@ def ending() -> Iterator[None]:
     try:
         yield
         exit_code = 0
-    except SystemExit as error:
+    except BaseException as error:
         if group_size() == 0:
             raise
-        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        if group_size() == 0:
-            raise
-        sys.excepthook(*sys.exc_info())
-        exit_code = 1
+        exit_code = _report(error)
     if group_size() > 0:
         _end(exit_code)
 
@@ -47,6 +42,17 @@ def group_size() -> int:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
     return int(distributed.get_world_size())
+
+
+def _report(error: BaseException) -> int:
+    """Say what the interpreter says of an error that nobody has caught, and give its exit code."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
 
 
 def _end(exit_code: int) -> NoReturn:

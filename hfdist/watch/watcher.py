@@ -82,7 +82,8 @@ class Watcher:
             try:
                 self._heard, verdict = self._store.exchange(own, self._verdict)
             except Exception:
-                # The others will find this rank silent, and this rank finds rank 0 silent.
+                # The others will find this rank silent, and this rank finds rank 0 silent. Nothing more can be sent.
+                self._sent.set()
                 return
             if not self._over.is_set():
                 self._verdict = self._verdict or verdict
