@@ -30,6 +30,7 @@ from benchmarks.loop.work import (
     make_schedule,
 )
 from hfdist.config.compose import compose_config
+from hfdist.config.plan import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.strategies.select import select_strategy
 from hfdist.trainer.arguments import build_arguments

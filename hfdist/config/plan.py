@@ -18,10 +18,7 @@ def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topol
         ConfigError: too few processes, or sizes that do not divide.
     """
     degrees = config.strategy.degrees
-    if world_size is None:
-        topology = Topology.from_environment(degrees)
-    else:
-        topology = Topology.of(degrees, world_size=world_size)
+    topology = Topology.from_environment(degrees) if world_size is None else Topology.of(degrees, world_size=world_size)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
