@@ -165,9 +165,7 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
     # Imported here, so that a mistake needs no torch.
     from hfdist.launch import start_ranks
 
-    return start_ranks(
-        run_composed, command, config, processes=processes, max_restarts=config.launch.max_restarts
-    )
+    return start_ranks(run_composed, command, config, processes=processes, max_restarts=config.launch.max_restarts)
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

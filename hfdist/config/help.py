@@ -50,7 +50,8 @@ def descriptions() -> dict[str, str]:
     folder = shipped_folder()
     found: dict[str, str] = {}
     for group in list_groups(folder):
-        of_files = [dict(_comments(folder / group / f"{name}.yaml", f"{group}.")) for name in list_options(folder, group)]
+        names = list_options(folder, group)
+        of_files = [dict(_comments(folder / group / f"{name}.yaml", f"{group}.")) for name in names]
         # The file that explains the group before those that only say what is different in them.
         for of_file in sorted(of_files, key=len, reverse=True):
             found = of_file | found

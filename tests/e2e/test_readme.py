@@ -1,23 +1,21 @@
 """The commands that README shows, in its order and in one folder, in small: each finds what those before it have left.
 
-`tests/e2e/follow_readme.py` does the same with all of it, in a fresh clone and environment.
+`follow_readme.py` does the same in a fresh clone and environment.
 """
 
-import re
 import shlex
 
 import pytest
 
 from hfdist import __main__ as command
 from hfdist import launch
+from tests.e2e.follow_readme import shown_commands
 from tests.e2e.forked import run_forked
 from tests.unit.config.shipped import CONF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
 README = CONF.parent / "README.md"
-# A model of the Hub, a bucket, or files that only the user has.
-ELSEWHERE = ("model.name=", "+experiment=", "/data/", "s3://", "...")
 SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=null",
          "data.sequence_length=32", "data.eval_sequences=4", "data.workers=0", "report=quiet", "checkpoint.every=6",
          "model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2",
@@ -25,18 +23,11 @@ SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_s
          "model.tokenizer.vocab_size=300", "model.tokenizer.train_bytes=100000")  # fmt: skip
 
 
-def shown_commands():
-    """All `hfdist` commands in blocks, in order, as words."""
-    blocks = README.read_text(encoding="utf-8").split("```")[1::2]
-    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("hfdist ")]
-    return [words[1:] for words in commands if not any(part in " ".join(words) for part in ELSEWHERE)]
-
-
 def test_the_commands_run_in_order(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
-    commands = shown_commands()
+    lines = [line for line in shown_commands(README) if line.startswith("hfdist ")]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines]
     assert [words[0] for words in commands].count("pretrain") >= 4
     for words in commands:
         words = [word.replace("/texts/*.parquet", str(tmp_path / "texts.jsonl")) for word in words]

@@ -21,24 +21,25 @@ TEXTS = [
 # A line goes on behind a backslash, and in the comments of conf/ on a line that stands further in.
 COMMAND = re.compile(
     r"(?:accelerate launch [^\n]*--config_file (?P<launch>conf/launch/\w+\.yaml) recipes/(?P<recipe>\w+)\.py"
-    r"|(?<![\w/])hfdist (?P<command>pretrain|finetune|prove|pretokenize))"
+    r"|(?<![\w/])(?<!\$ )hfdist (?P<command>pretrain|finetune|prove|pretokenize))"
     r"(?P<arguments>(?: (?:[^\n`]*\\\n)*[^\n`]*(?:\n#   [^\n]*)*)?)"
 )
 GPUS = 8
 
 
-def commands():
-    """Of each text, but those that end in `...`, which leave to the reader what they need."""
-    for path in TEXTS:
-        for found in COMMAND.finditer(path.read_text(encoding="utf-8")):
-            words = shlex.split(re.sub(r"\\\n|\n#", " ", found["arguments"]), comments=True)
-            if words[-1:] not in (["..."], ["--help"]):
-                recipe = found["recipe"] or found["command"]
-                name = f"{path.relative_to(ROOT)}: {recipe} {' '.join(words)}"
-                yield pytest.param(found["launch"], recipe, words, id=name)
+def commands(path):
+    """Launch file (None: `hfdist`), recipe and overrides of each, but of those that leave it to the reader."""
+    for found in COMMAND.finditer(path.read_text(encoding="utf-8")):
+        words = shlex.split(re.sub(r"\\\n|\n#", " ", found["arguments"]), comments=True)
+        if not any(word.startswith(("...", "--help")) for word in words):
+            yield found["launch"], found["recipe"] or found["command"], words
 
 
-COMMANDS = list(commands())
+COMMANDS = [
+    pytest.param(*command, id=f"{path.relative_to(ROOT)}: {command[1]} {' '.join(command[2])}")
+    for path in TEXTS
+    for command in commands(path)
+]
 
 
 def test_there_are_commands():
@@ -59,16 +60,12 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
     assert batch.global_batch_size % topology.data_size == 0
 
 
-def test_no_two_commands_of_a_text_share_a_run():
+def test_no_two_commands_of_readme_share_a_run():
     """The second would go on where the first has stopped, with another config."""
-    for path in TEXTS:
-        text = path.read_text(encoding="utf-8")
-        blocks = [block for block in text.split("```")[1::2] if "hfdist" in block]
-        found = [match for block in blocks for match in COMMAND.finditer(block) if match["command"] != "prove"]
-        words = [shlex.split(match["arguments"].replace("\\\n", " "), comments=True) for match in found]
-        names = [
-            next((word for word in given if word.startswith(("run.name=", "+experiment="))), match["command"])
-            for match, given in zip(found, words, strict=True)
-            if given[-1:] != ["..."]
-        ]
-        assert len(names) == len({*names}), (path.name, names)
+    runs = [
+        next((word for word in words if word.startswith(("run.name=", "+experiment="))), recipe)
+        for _, recipe, words in commands(ROOT / "README.md")
+        if words and recipe != "prove"
+    ]
+    assert len(runs) >= 10
+    assert len(runs) == len({*runs})

@@ -1,0 +1,48 @@
+"""Follow README from its first command to its last in a fresh clone and a fresh environment, as a new user would.
+
+python tests/e2e/follow_readme.py FOLDER [OVERRIDE ...]
+
+Runs every command line of README's blocks that needs no model of the Hub, no bucket and no files of the user's, in
+order and in one shell, in FOLDER/clone. Overrides, such as `train.max_steps=12`, are added to each `hfdist pretrain`
+and `hfdist prove`. It ends with the exit code of the first command that fails.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGINS = ("python3 -m venv", "pip install", "hfdist ", "accelerate launch --config_file")
+# A model of the Hub, a bucket, files that only the user has, or what is left to the reader.
+ELSEWHERE = ("model.name=", "+experiment=", "/data/", "s3://", "...", "--rdzv")
+
+
+def shown_commands(readme: Path) -> list[str]:
+    """Each command of README's blocks on a line of its own, in order."""
+    blocks = readme.read_text(encoding="utf-8").split("```")[1::2]
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [line for line in lines if line.startswith(BEGINS) and not any(part in line for part in ELSEWHERE)]
+
+
+def main() -> None:
+    """Clone, write one script, and run it."""
+    folder, *overrides = sys.argv[1:]
+    clone = Path(folder).absolute() / "clone"
+    texts = clone.with_name("texts.jsonl")
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    texts.write_text("".join(f'{{"text": "number {number} {"word " * 400}"}}\n' for number in range(2000)))
+    script = []
+    for line in shown_commands(clone / "README.md"):
+        line = line.partition("  #")[0].replace("/texts/*.parquet", str(texts))
+        if line.startswith(("hfdist pretrain", "hfdist prove")):
+            line = " ".join([line, *overrides])
+        script += [f"echo {line!r}", line]
+    done = subprocess.run(["bash", "-eu"], input="\n".join(script), text=True, cwd=clone, check=False)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The command `hfdist`: the recipes by name, and what a shell is told when it completes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hfdist import __main__ as command
+from tests.unit.config.shipped import CONF
+
+RECIPES = {path.stem for path in (CONF.parent / "recipes").glob("[!_]*.py")}
+
+
+def call(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["hfdist", *arguments])
+    try:
+        command.main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_all_recipes_are_commands(monkeypatch, capsys):
+    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize"}
+    code, out, _ = call(monkeypatch, capsys)
+    assert code == 0
+    assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == RECIPES
+
+
+def test_a_misspelt_command_is_one_message(monkeypatch, capsys):
+    code, out, err = call(monkeypatch, capsys, "pretrian", "model=tiny")
+    assert (code, out) == (2, "")
+    assert "try:     hfdist pretrain" in err
+
+
+def test_a_recipe_gets_its_flags_and_overrides(monkeypatch, capsys):
+    code, out, _ = call(
+        monkeypatch, capsys, "finetune", "--cfg", "job", "--package", "run", "run.name=mine", "model.name=x"
+    )
+    assert code == 0
+    assert "name: mine" in out
+
+
+BASH = """
+COMP_LINE="$1"; COMP_POINT=${#1}; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+hfdist() { "$PYTHON" -m hfdist "$@"; }
+eval "$(hfdist completion bash)"
+_hfdist; echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("hfdist pre", {"pretrain", "pretokenize"}),
+        ("hfdist audit st", {"step="}),
+        ("hfdist pretrain model=tiny strategy=ze", {"strategy=zero1", "strategy=zero2", "strategy=zero3",
+                                                    "strategy=zero3_offload"}),
+        ("hfdist finetune launch.", {"launch.processes=", "launch.max_restarts="}),
+    ],
+)  # fmt: skip
+def test_bash_completes(line, choices):
+    done = subprocess.run(
+        ["bash", "-c", BASH, "bash", line],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert set(done.stdout.split()) == choices, done.stderr
