@@ -90,9 +90,8 @@ def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """One of each kind: rates and decays alone do not make another."""
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        if group["params"]:
-            named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
-            kinds.setdefault(repr(sorted(named.items(), key=lambda item: item[0])), group)
+        named = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "weight_decay")}
+        kinds.setdefault(repr(sorted(named.items(), key=lambda item: item[0])), group)
     return list(kinds.values())
 
 
@@ -215,7 +214,8 @@ def _zero(value: Any) -> Any:
 
 
 def _place(group: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
-    first = group["params"][0]
+    # A stage may hold none of a group, and ZeRO-3 takes its tensors out of the groups between steps.
+    first = group["params"][0] if group["params"] else torch.empty(0)
     return first.device, first.dtype
 
 

@@ -15,7 +15,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
-from hfdist.optim.probe import Reach
+from hfdist.optim.probe import Reach, moving_options
 from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Shares
 from hfdist.strategies.deepspeed_config import STAGE, generate
@@ -101,6 +101,19 @@ def start_deepspeed() -> None:
     deepspeed.init_distributed(verbose=False)
 
 
+def _check_counts_nothing(optimizer: torch.optim.Optimizer) -> None:
+    # DeepSpeed steps the optimizer once for each flat buffer, and takes these out of the groups in between.
+    counted = moving_options(optimizer)
+    if counted:
+        raise ConfigError(
+            "ZeRO-3 steps the parameters of a group one part after the other, and this optimizer counts steps by group",
+            where="strategy.sharding",
+            found=f"zero3, with {type(optimizer).__name__}, which changes {', '.join(counted)} of its groups",
+            allowed="none, zero1, zero2",
+            hint="strategy.sharding=zero2",
+        )
+
+
 class ZeroEngine(DefaultEngine):
     """DeepSpeed reduces, clips and steps inside the last backward; state is found where it keeps it.
 
@@ -114,8 +127,14 @@ class ZeroEngine(DefaultEngine):
         self._engine: Any = None
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
-        """Keep the DeepSpeed engine that accelerate made."""
+        """Keep the DeepSpeed engine that accelerate made.
+
+        Raises:
+            ConfigError: under ZeRO-3, an optimizer that counts in its groups.
+        """
         self._engine = prepared
+        if hasattr(prepared.optimizer, "fp32_partitioned_groups_flat"):
+            _check_counts_nothing(prepared.optimizer.optimizer)
         scaler = getattr(prepared.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.

@@ -188,6 +188,8 @@ def assert_same(what, ours, expected):
 def test_every_optimizer_trains_and_resumes_as_on_one_process(reference, layout):
     folder, expected = reference
     names = [*CASES, *([] if "zero" in layout else OF_WHOLE_MATRICES)]
+    if layout == "zero3":
+        names.remove("schedule-free")
     found = run_ranks(train_all, LAYOUTS[layout][0], folder, layout, names, folder / "single")[0]
     for name in names:
         at_end = saved(folder / "single" / name)
@@ -196,10 +198,17 @@ def test_every_optimizer_trains_and_resumes_as_on_one_process(reference, layout)
         assert torch.tensor(found[name]) == pytest.approx(torch.tensor(expected[name]), rel=1e-4), name
 
 
-def refused(folder):
-    make_trainer(folder, "zero1", OF_WHOLE_MATRICES["Adafactor"]).train()
+REFUSED = {
+    "Adafactor": ("zero1", "Adafactor: the update of an element depends on the rest of its parameter"),
+    "schedule-free": ("zero3", "which changes k, train_mode, weight_sum of its groups"),
+}
 
 
-def test_what_needs_whole_parameters_is_refused_where_they_are_cut(tmp_path):
-    with pytest.raises(RankFailed, match="Adafactor: the update of an element depends on the rest of its parameter"):
-        run_ranks(refused, 1, tmp_path, group=False)
+def refused(folder, name):
+    make_trainer(folder, REFUSED[name][0], (CASES | OF_WHOLE_MATRICES)[name]).train()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layout_would_train_otherwise_is_refused(tmp_path, name):
+    with pytest.raises(RankFailed, match=REFUSED[name][1]):
+        run_ranks(refused, 1, tmp_path, name, group=False)
