@@ -29,7 +29,7 @@ _TOKENS, _LOSS_BOUND, _GRADIENT_BOUND = 16, 1e-5, 1e-4
 
 
 class LossHead:
-    """Defers the logits of losses.
+    """Defers the logits of training steps.
 
     Args:
         choice: what computes the loss; not `auto` or `full`.
@@ -52,7 +52,7 @@ class LossHead:
                 self._say_that_ddp_looks_for_tensors()
             base = base.module
         head = base.get_output_embeddings()
-        if self._is_over or head is None:
+        if self._is_over or head is None or not model.training:
             return nullcontext()
         return self._watched(head)
 
