@@ -73,7 +73,7 @@ class DistributedTrainerMixin(_Trainer):
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
-        model_init = None
+        model_init: Any = None
         if strategy is not None:
             named = arguments_by_name(type(self), given, named)
             given, model_init = (), named.get("model_init")
@@ -365,7 +365,7 @@ class DistributedTrainerMixin(_Trainer):
             super().save_model(*given, **named)
             return
         output_dir = named.get("output_dir", given[0] if given else None)
-        saving.export(self, Path(output_dir or self.args.output_dir))
+        saving.export(self, Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.
