@@ -133,9 +133,10 @@ class ZeroEngine(DefaultEngine):
             ConfigError: under ZeRO-3, an optimizer that counts in its groups.
         """
         self._engine = prepared
-        if hasattr(prepared.optimizer, "fp32_partitioned_groups_flat"):
-            _check_counts_nothing(prepared.optimizer.optimizer)
-        scaler = getattr(prepared.optimizer, "loss_scaler", None)
+        own: Any = prepared.optimizer
+        if hasattr(own, "fp32_partitioned_groups_flat"):
+            _check_counts_nothing(own.optimizer)
+        scaler = getattr(own, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
             # The trainer counts skipped steps, and says what to do about them.
             scaler.raise_error_at_min_scale = False

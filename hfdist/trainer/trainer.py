@@ -79,7 +79,7 @@ class DistributedTrainerMixin(_Trainer):
         self.agreement = Agreement()
         self.limits = Limits()
         """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
-        model_init = None
+        model_init: Any = None
         if strategy is not None:
             named = arguments_by_name(type(self), given, named)
             given, model_init = (), named.get("model_init")
@@ -87,7 +87,7 @@ class DistributedTrainerMixin(_Trainer):
         super().__init__(*given, **named)
         if self.engine is not None:
             # Each training begins with a new model: see `call_model_init`.
-            self.model_init = model_init
+            self.model_init = cast(Any, model_init)
             # Tells the original not to wrap the model in DDP.
             self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
             # A loss that is not finite must be seen, and tokens are counted here.
@@ -400,7 +400,7 @@ class DistributedTrainerMixin(_Trainer):
             return
         output_dir = named.get("output_dir", given[0] if given else None)
         with self._optimizers.evaluating(self.engine):
-            saving.export(self, Path(output_dir or self.args.output_dir))
+            saving.export(self, Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.
