@@ -18,7 +18,7 @@ pytestmark = pytest.mark.zoo
 NUM_ROWS, TOLERANCE = 4, 1e-4
 ALIGNED = {
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "musicgen"),
-    *("musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlnet"),
+    *("musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlm", "xlnet"),
 }
 """They compare each token's logits with its own label, and take `num_items_in_batch` without dividing by it."""
 SOME = ("bart", "gemma4_text", "prophetnet", "xlnet")
