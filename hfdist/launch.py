@@ -20,12 +20,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hfdist.errors import ConfigError, PeerError, PreemptedError, ResourceError
+from hfdist.errors import CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What the processes are told when this one is told so."""
-_MAY_PASS = (PreemptedError.exit_code, PeerError.exit_code, ResourceError.exit_code)
-"""After these another start may help; a mistake in the config stays one."""
+_STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError)))
+"""After these another start does not help."""
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
 
@@ -72,7 +72,7 @@ def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_
                 exit_code = _start_once(main, arguments, processes)
         except _ToldError as told:
             return told.exit_code
-        if not starts_left or (exit_code >= 0 and exit_code not in _MAY_PASS):
+        if not starts_left or exit_code in _STAYS:
             break
         sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
     if exit_code < 0:
