@@ -4,15 +4,13 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py strat
 """
 
 from hfdist.config.command import quick_imports, recipe
-from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 
 
 @recipe(primary="finetune")
 def main(config: RunConfig) -> None:
     """Build the run from its config, in the order in which mistakes are cheapest to find, and train."""
-    check_run(config)
-    # Imported here, so that --help, a misspelt key and what `check_run` finds need no torch.
+    # Imported here, so that --help and what the command has checked by now need no torch.
     with quick_imports():
         from hfdist.models import Trained, build_model, check_fields, find_architecture, fit_vocabulary
 

@@ -6,15 +6,13 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy
 from pathlib import Path
 
 from hfdist.config.command import quick_imports, recipe
-from hfdist.config.preflight import check_run
 from hfdist.config.run import RunConfig
 
 
 @recipe(primary="pretrain")
 def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
-    check_run(config)
-    # Imported here, so that --help, a misspelt key and what `check_run` finds need no torch.
+    # Imported here, so that --help and what the command has checked by now need no torch.
     with quick_imports():
         from hfdist.trainer.proof import conclude, prepare_proof
 

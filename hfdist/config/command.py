@@ -64,8 +64,7 @@ def recipe(
         @functools.wraps(main)
         def command() -> None:
             if main.__module__ != _IMPORTED_BY_A_RANK:
-                with ending():
-                    _run_command(command, primary, sys.argv[1:], takes_ranks)
+                _run_command(command, primary, sys.argv[1:], takes_ranks)
 
         return command
 
@@ -105,8 +104,9 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
         if not takes_ranks:
             _check_one_process(config)
         processes = _processes_to_start(config)
+        if takes_ranks:
+            check_run(config, world_size=processes if processes > 1 else None)
         if processes > 1:
-            check_run(config, world_size=processes)
             sys.exit(_start_ranks(command, config, processes))
     except HfdistError as error:
         stop_everywhere(error)
@@ -118,12 +118,13 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:
     """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
     main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
-    try:
-        main(config)
-    except HfdistError as error:
-        stop_here(error)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    with ending():
+        try:
+            main(config)
+        except HfdistError as error:
+            stop_here(error)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
 
 
 def _processes_to_start(config: RunConfig) -> int:

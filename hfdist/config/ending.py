@@ -8,11 +8,13 @@ and taking a group down may wait for a peer. No call of torch ends them in bound
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 _FAILED_SECONDS = 5.0
@@ -32,7 +34,12 @@ def ending() -> Iterator[None]:
         if group_size() == 0:
             raise
         exit_code = _report(error)
-    if group_size() > 0:
+    if group_size() == 0:
+        return
+    if exit_code == 0 and multiprocessing.parent_process() is not None:
+        # Whoever has started this process waits for what the function returns.
+        Finalize(None, _end, args=(exit_code,), exitpriority=-1)
+    else:
         _end(exit_code)
 
 
