@@ -152,13 +152,13 @@ def train_all(folder, layout, names, reference):
         ]
         if reference is not None:
             resumed = make_trainer(folder / layout / f"{name} resumed", layout, make)
-            resumed.train(resume_from_checkpoint=str(reference / name / "checkpoints" / f"step-{MIDDLE:08d}"))
+            resumed.train(resume_from_checkpoint=str(reference / name / f"checkpoint-{MIDDLE}"))
     return result
 
 
 def saved(folder, step=STEPS):
     """Weights and the optimizer's tensors and numbers, by name."""
-    path = folder / "checkpoints" / f"step-{step:08d}"
+    path = folder / f"checkpoint-{step}"
     tensors = {}
     for file in [*path.glob("model*.safetensors"), *path.glob("training_state/optimizer-*.safetensors")]:
         tensors |= load_file(file)
