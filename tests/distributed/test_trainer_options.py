@@ -169,7 +169,7 @@ def bounded_history(folder):
     trainer.train()
     written = [
         json.loads((path / "trainer_state.json").read_text())["log_history"]
-        for path in sorted((folder / "checkpoints").iterdir())
+        for path in sorted(folder.glob("checkpoint-*"))
     ]
     return written, trainer.state.log_history
 
