@@ -269,7 +269,8 @@ class DistributedTrainerMixin(_Trainer):
             num_items = super()._get_num_items_in_batch(batch_samples, device)
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
-        num_items = torch.stack([convention.weight(batch) for batch in batch_samples]).sum().to(device)
+        # Numbers of rows may be on the CPU, and those of targets on the device.
+        num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_items = self.accelerator.gather(num_items).sum() // num_alike
         return num_items
