@@ -114,8 +114,9 @@ class StateReader:
             return False
         if parameter.numel() != 1:
             return True
-        # Of a parameter of one element all is one number: its shape tells nothing.
-        return bool(state_after_step(self._optimizer, group, parameter.new_zeros(2, 2))[key].numel() == 1)
+        # Of a parameter of one element all is one number: a larger one tells.
+        larger = parameter.new_zeros([2] * max(parameter.dim(), 1))
+        return bool(state_after_step(self._optimizer, group, larger)[key].numel() == 1)
 
 
 def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
+from hfdist.strategies.optimizer_state import StateReader
 from hfdist.trainer.named_optimizers import check_optimizer, values_per_weight
 from hfdist.trainer.optimizers import OwnOptimizer, check, describe
 
@@ -118,6 +119,25 @@ def test_what_no_checkpoint_can_hold_is_refused_where_there_are_some():
     with pytest.raises(ConfigError, match="neither a number nor a tensor: seen"):
         check(optimizer, Reach.element, is_saved=True)
     assert moving_options(optimizer) == ["steps"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Adafactor, torch.optim.Adafactor])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_state_of_a_parameter_of_one_element_is_told_from_numbers(kind, shape):
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = kind([parameter])
+    kept = StateReader(optimizer).kept_for(optimizer.param_groups[0], parameter)
+    assert {piece.key for piece in kept.numbers} == {"step"} | ({"#RMS"} if kind is Adafactor else set())
+    assert kept.tensors
+    assert all(tensor.numel() == 1 for tensor in kept.tensors.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_asking_leaves_the_random_state_of_a_gpu_as_it_is():
+    torch.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    ask(torch.optim.AdamW([nn.Parameter(torch.ones(4, device="cuda"))]))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_whether_zeros_stand_for_nothing_is_asked():
