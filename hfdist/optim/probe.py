@@ -235,7 +235,9 @@ def _updates(
 ) -> list[torch.Tensor]:
     parameters = [nn.Parameter(start.clone()) for start in starts]
     stepped = over(optimizer, [_active(group, parameters)])
-    with torch.random.fork_rng(devices=[]):
+    device = starts[0].device
+    # The seed is for all devices: that of this one would else be gone, and with it the training's dropout.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         for of_step in gradients:
             for parameter, gradient in zip(parameters, of_step, strict=True):
