@@ -378,9 +378,11 @@ class DistributedTrainerMixin(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, *more: Any, **named: Any) -> EvalLoopOutput:
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
-        if self.engine is None or self.compute_metrics is not None or not self._sums_targets or self._predicts:
+        if self.engine is None:
             return super().evaluation_loop(dataloader, *more, **named)
         with self._optimizers.evaluating(self.engine):
+            if self.compute_metrics is not None or not self._sums_targets or self._predicts:
+                return super().evaluation_loop(dataloader, *more, **named)
             return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----

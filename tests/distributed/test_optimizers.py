@@ -212,3 +212,19 @@ def refused(folder, name):
 def test_what_a_layout_would_train_otherwise_is_refused(tmp_path, name):
     with pytest.raises(RankFailed, match=REFUSED[name][1]):
         run_ranks(refused, 1, tmp_path, name, group=False)
+
+
+def evaluated_with_metrics(folder, has_metrics):
+    def make(model):
+        return schedule_free(model) | ({"compute_metrics": lambda predictions: {}} if has_metrics else {})
+
+    trainer = make_trainer(folder, "zero1", make, save_steps=1, max_steps=2)
+    trainer.train()
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def test_metrics_are_of_the_weights_to_be_used_and_checkpoints_of_those_that_train(tmp_path):
+    plain, with_metrics = (run_ranks(evaluated_with_metrics, 1, tmp_path / str(has), has)[0] for has in (False, True))
+    assert with_metrics == pytest.approx(plain, rel=1e-5)
+    ours, theirs = (saved(tmp_path / str(has), step=2) for has in (False, True))
+    assert_same("with metrics", theirs, ours)
