@@ -97,7 +97,9 @@ class Optimizers:
             if trainer.lr_scheduler is None:
                 trainer.lr_scheduler = self._own_schedule
             if ready is None or trainer.optimizer is not ready:
-                ready = trainer.optimizer = self._make_ready(make(*more, **named), engine)
+                # A class's own may set it alone, and give nothing back.
+                made = make(*more, **named)
+                ready = trainer.optimizer = self._make_ready(trainer.optimizer if made is None else made, engine)
             return ready
 
         # Of the instance, so that a class's own is made ready, too.

@@ -49,7 +49,7 @@ def stepped_before(model):
 
 
 def with_a_schedule(model):
-    optimizer = torch.optim.SGD(two_groups(model), lr=0.1)
+    optimizer = torch.optim.SGD(two_groups(model), lr=0.1, momentum=0.9, dampening=0.1)
     return {"optimizers": (optimizer, ExponentialLR(optimizer, 0.5))}
 
 
@@ -95,9 +95,10 @@ def schedule_free(model):
 
 
 class MakesItsOwn(hfdist.Trainer):
+    """Gives nothing back, which the original Trainer does not mind."""
+
     def create_optimizer(self, model=None):
         self.optimizer = torch.optim.Adagrad(two_groups(self.model), lr=0.01, initial_accumulator_value=0.1)
-        return self.optimizer
 
 
 def own(kind, **settings):
@@ -105,17 +106,14 @@ def own(kind, **settings):
 
 
 CASES = {
-    "SGD": own(torch.optim.SGD, lr=0.1),
-    "SGD with momentum": own(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1, nesterov=False),
-    "Adagrad": own(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
-    "NAdam": own(torch.optim.NAdam, lr=0.01, eps=1e-4),
+    "keeps nothing, given by class": lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+    "momentum and a schedule of one's own": with_a_schedule,
+    "keeps a number in its state": own(torch.optim.NAdam, lr=0.01, eps=1e-4),
+    "keeps a state from its construction on, made by a subclass": lambda model: {"kind": MakesItsOwn},
     "schedule-free": schedule_free,
     "stepped before": stepped_before,
-    "a schedule of one's own": with_a_schedule,
-    "of a subclass": lambda model: {"kind": MakesItsOwn},
-    "by class": lambda model: {"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-4})},
-    "by name": lambda model: {"arguments": {"optim": "adagrad", "learning_rate": 1e-2}},
 }
+"""Each keeps another kind of state, and comes to the Trainer in another way."""
 OF_WHOLE_MATRICES = {
     "Muon": lambda model: {"optimizer_cls_and_kwargs": (hfdist.MuonWithAdamW, {"lr": 1e-2, "eps": 1e-4})},
     "Adafactor": lambda model: {"arguments": {"optim": "adafactor", "learning_rate": 1e-2}},
