@@ -115,6 +115,7 @@ class Optimizers:
         if engine.optimizer_sees is not Reach.element:
             return optimizer
         names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
+        check_steps_all(optimizer, self._trainer.model)
         for parameter, state in list(optimizer.state.items()):
             self._kept |= {(names.get(id(parameter), ""), key): value for key, value in state.items()}
         optimizer.state.clear()
@@ -181,6 +182,24 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
             found=f"{describe(optimizer)}: {answer.not_saved}",
             allowed="numbers and tensors for each parameter",
             hint="save_strategy='no' (checkpoint=none), or another optimizer",
+        )
+
+
+def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that leaves trained parameters out, where gradients of these are not in the norm (ZeRO).
+
+    Raises:
+        ConfigError: it does.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left_out:
+        raise ConfigError(
+            "gradients are clipped by the norm over all trained parameters, and DeepSpeed knows only those that the "
+            "optimizer steps",
+            where="optimizers, or create_optimizer",
+            found=f"{describe(optimizer)} without {len(left_out)} of them, such as {left_out[0]}",
+            hint="parameter.requires_grad_(False) for those that it leaves out, or a strategy without sharding",
         )
 
 

@@ -17,7 +17,7 @@ from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
 from hfdist.strategies.optimizer_state import StateReader
 from hfdist.trainer.named_optimizers import check_optimizer, values_per_weight
-from hfdist.trainer.optimizers import OwnOptimizer, check, describe
+from hfdist.trainer.optimizers import OwnOptimizer, check, check_steps_all, describe
 
 
 class TrustRatio(torch.optim.SGD):
@@ -184,6 +184,15 @@ def test_muon_steps_matrices_alone():
 def test_tensors_that_are_not_the_models_are_refused():
     with pytest.raises(ConfigError, match="no parameters of the model"):
         OwnOptimizer(torch.optim.SGD(parameters(), lr=0.1), nn.Linear(2, 2))
+
+
+def test_under_zero_an_optimizer_steps_all_that_is_trained():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(ConfigError, match="without 1 of them, such as bias"):
+        check_steps_all(optimizer, model)
+    model.bias.requires_grad_(False)
+    check_steps_all(optimizer, model)
 
 
 NOT_BY_NAME = {
