@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -11,7 +12,6 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -99,6 +99,7 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # its full name may lead nowhere
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
             start_method=START_METHOD,
@@ -115,13 +116,16 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
 def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
         main(*arguments)
+    except SystemExit as ended:
+        # The agent would wait for ever: None is no 0 to it.
+        sys.exit(ended.code or 0)
     except Exception:
         # The agent would keep it to itself.
         traceback.print_exc()
         sys.exit(1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _passing_signals_on() -> Iterator[None]:
     before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
     try:
@@ -136,7 +140,8 @@ def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
     ranks = multiprocessing.active_children()
     for rank in ranks:
         assert rank.pid is not None
-        os.kill(rank.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # the agent has seen its end this moment
+            os.kill(rank.pid, number)
     for rank in ranks:
         rank.join()
     codes = {rank.exitcode or 0 for rank in ranks}
@@ -146,7 +151,7 @@ def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
     raise _ToldError(128 + number if not codes or min(codes) < 0 else max(codes))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_its_reports() -> Iterator[None]:
     """Let torch say nothing: what went wrong, the process that failed has said."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
