@@ -33,10 +33,6 @@ _POLL_SECONDS = 0.05
 class _ToldError(BaseException):
     """This process was told to stop, and the others have ended."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
-
 
 def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_restarts: int) -> int:
     """Call `main(*arguments)` in so many new processes, each with a rank, and wait for their end.
@@ -67,11 +63,12 @@ def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     for starts_left in reversed(range(max_restarts + 1)):
-        try:
-            with _passing_signals_on():
-                exit_code = _start_once(main, arguments, processes)
-        except _ToldError as told:
-            return told.exit_code
+        # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
+        told: list[int] = []
+        with contextlib.suppress(_ToldError), _passing_signals_on(told):
+            exit_code = _start_once(main, arguments, processes)
+        if told:
+            return told[-1]
         if not starts_left or exit_code in _STAYS:
             break
         sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
@@ -126,8 +123,14 @@ def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_signals_on() -> Iterator[None]:
-    before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+def _passing_signals_on(told: list[int]) -> Iterator[None]:
+    """Args: told: gets the exit code where a signal has come."""
+
+    def pass_on(number: int, frame: FrameType | None) -> NoReturn:
+        told.append(_pass_on(number))
+        raise _ToldError
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         yield
     finally:
@@ -135,8 +138,8 @@ def _passing_signals_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
-    """Tell all processes, and leave the agent, which would not wait for long, once they have ended."""
+def _pass_on(number: int) -> int:
+    """Tell all processes, wait for their end, as the agent would not for long, and give the run's exit code."""
     ranks = multiprocessing.active_children()
     for rank in ranks:
         assert rank.pid is not None
@@ -146,9 +149,9 @@ def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
         rank.join()
     codes = {rank.exitcode or 0 for rank in ranks}
     if PreemptedError.exit_code in codes:
-        raise _ToldError(PreemptedError.exit_code)
+        return PreemptedError.exit_code
     # Below zero: they did not listen yet or any more, or were told twice.
-    raise _ToldError(128 + number if not codes or min(codes) < 0 else max(codes))
+    return 128 + number if not codes or min(codes) < 0 else max(codes)
 
 
 @contextlib.contextmanager

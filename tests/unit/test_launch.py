@@ -1,5 +1,6 @@
 """The processes that hfdist starts by itself: how their ends become one exit code, and signals that reach them."""
 
+import contextlib
 import multiprocessing.util
 import os
 import signal
@@ -145,6 +146,20 @@ def test_a_signal_before_they_listen_ends_them(tmp_path):
 
     threading.Thread(target=tell).start()
     assert launch.start_ranks(end, tmp_path, (None, None), processes=2, max_restarts=3) == 128 + signal.SIGTERM
+
+
+def test_a_signal_whose_error_python_ignores_still_ends_the_run(monkeypatch):
+    starts = []
+
+    def start(main, arguments, processes):
+        starts.append(processes)
+        with contextlib.suppress(BaseException):  # as Python does in a finalizer
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 75
+
+    monkeypatch.setattr(launch, "_start_once", start)
+    assert launch.start_ranks(end, processes=2, max_restarts=3) == 128 + signal.SIGTERM
+    assert starts == [2]
 
 
 def test_each_process_needs_a_gpu(monkeypatch):
