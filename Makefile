@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak readme check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -60,6 +60,9 @@ faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all w
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
 	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
+
+readme:  ## Follow README, in small, in a fresh clone with an environment of its own.
+	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

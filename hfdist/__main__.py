@@ -60,7 +60,13 @@ def main() -> None:
 
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
     sys.argv = [f"{sys.argv[0]} {name}", *arguments]
-    package = "hfdist.recipes" if recipes[name].parents[1] == Path(__file__).resolve().parent else "recipes"
+    beside = recipes[name].parents[1]
+    if beside == Path(__file__).resolve().parent:
+        package = "hfdist.recipes"
+    else:
+        # First, since another package may be called so, as torchtune's is. Processes that are started get it, too.
+        sys.path.insert(0, str(beside))
+        package = "recipes"
     importlib.import_module(f"{package}.{name}").main()
 
 

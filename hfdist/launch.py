@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -11,7 +12,6 @@ import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,10 +32,6 @@ _POLL_SECONDS = 0.05
 
 class _ToldError(BaseException):
     """This process was told to stop, and the others have ended."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
 
 
 def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_restarts: int) -> int:
@@ -67,11 +63,12 @@ def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     for starts_left in reversed(range(max_restarts + 1)):
-        try:
-            with _passing_signals_on():
-                exit_code = _start_once(main, arguments, processes)
-        except _ToldError as told:
-            return told.exit_code
+        # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
+        told: list[int] = []
+        with contextlib.suppress(_ToldError), _passing_signals_on(told):
+            exit_code = _start_once(main, arguments, processes)
+        if told:
+            return told[-1]
         if not starts_left or exit_code in _STAYS:
             break
         sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
@@ -99,6 +96,7 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # its full name may lead nowhere
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
             start_method=START_METHOD,
@@ -115,15 +113,24 @@ def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes
 def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
         main(*arguments)
+    except SystemExit as ended:
+        # The agent would wait for ever: None is no 0 to it.
+        sys.exit(ended.code or 0)
     except Exception:
         # The agent would keep it to itself.
         traceback.print_exc()
         sys.exit(1)
 
 
-@contextmanager
-def _passing_signals_on() -> Iterator[None]:
-    before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
+@contextlib.contextmanager
+def _passing_signals_on(told: list[int]) -> Iterator[None]:
+    """Args: told: gets the exit code where a signal has come."""
+
+    def pass_on(number: int, frame: FrameType | None) -> NoReturn:
+        told.append(_pass_on(number))
+        raise _ToldError
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
         yield
     finally:
@@ -131,22 +138,23 @@ def _passing_signals_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _pass_on(number: int, frame: FrameType | None) -> NoReturn:
-    """Tell all processes, and leave the agent, which would not wait for long, once they have ended."""
+def _pass_on(number: int) -> int:
+    """Tell all processes, wait for their end, as the agent would not for long, and give the run's exit code."""
     ranks = multiprocessing.active_children()
     for rank in ranks:
         assert rank.pid is not None
-        os.kill(rank.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # the agent has seen its end this moment
+            os.kill(rank.pid, number)
     for rank in ranks:
         rank.join()
     codes = {rank.exitcode or 0 for rank in ranks}
     if PreemptedError.exit_code in codes:
-        raise _ToldError(PreemptedError.exit_code)
+        return PreemptedError.exit_code
     # Below zero: they did not listen yet or any more, or were told twice.
-    raise _ToldError(128 + number if not codes or min(codes) < 0 else max(codes))
+    return 128 + number if not codes or min(codes) < 0 else max(codes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_its_reports() -> Iterator[None]:
     """Let torch say nothing: what went wrong, the process that failed has said."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]

@@ -8,11 +8,13 @@ MASK = "***"
 
 # How tokens of large services begin, and how addresses carry passwords and signatures.
 _SHAPES = {
-    "a token of the Hugging Face Hub": r"\b(?:hf|api_org)_(?=\w*[A-Z])(?=\w*[a-z])[A-Za-z0-9]{16,}",
+    "a token of the Hugging Face Hub": r"\b(?:hf|api_org)_(?=\w*[A-Z])(?=\w*[a-z])[A-Za-z0-9]{30,}",
     "a token of GitHub or GitLab": r"\b(?:gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{22,}|glpat-[\w-]{20,})",
     "a key of AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
     "a key of Google": r"\b(?:AIza[\w-]{35}|ya29\.[\w-]{20,})",
-    "a key of an API": r"(?<![\w-])(?:sk-[\w-]{20,}|xox[abeoprs]-[\w-]{10,}|(?:npm|wandb_v1)_\w{30,}|pypi-[\w-]{50,})",
+    # With a long part without dashes, and digits: names of files and datasets begin so, too.
+    "a key of an API": r"(?<![\w-])(?:sk-(?=[\w-]*[A-Za-z0-9]{16})(?=[\w-]*\d)[\w-]{20,}"
+    r"|xox[abeoprs]-(?=[\w-]*\d)[\w-]{10,}|npm_[A-Za-z0-9]{36}|wandb_v1_\w{30,}|pypi-(?=[\w-]*[A-Z])[\w-]{50,})",
     "a signed token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*",
     "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
     "a user or password": r"(?<=://)[^\s/?#@]+(?=@)",
@@ -24,9 +26,10 @@ _NAME = (
     r"(?:[\w-]*[_-])?(?:token|password|passwd|passphrase|secret|credentials?|authorization"
     r"|(?:api|access|secret|private|signing|encryption|account)[_-]?key)"
 )
-# With a colon only behind a name of several words: "a token: ..." is prose.
+# With a colon only behind a name of several words: "a token: ..." is prose. A vocabulary's tokens stay.
 _ASSIGNED = re.compile(
-    rf"((?<![\w-])(?:{_NAME}['\"]?=|(?=[\w-]*[_-]){_NAME}['\"]?:\s*)['\"]?)(?!\*\*\*|\.\.\.)[^\s,}}\]'\"]+",
+    rf"((?<![\w-])(?:{_NAME}['\"]?=|(?=[\w-]*[_-]){_NAME}['\"]?:\s*)['\"]?)(?!\*\*\*|\.\.\.|<[^\s<>]*>"
+    r"|\[(?-i:[A-Z]+)\])[^\s,}\]'\"]+",
     re.IGNORECASE,
 )
 

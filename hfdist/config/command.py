@@ -101,13 +101,13 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
         config = to_run_config(compose_untyped(request))
         if flags.offline:
             check_offline(config)
-        if not takes_ranks:
-            _check_one_process(config)
-        processes = _processes_to_start(config)
         if takes_ranks:
+            processes = _processes_to_start(config)
             check_run(config, world_size=processes if processes > 1 else None)
-        if processes > 1:
-            sys.exit(_start_ranks(command, config, processes))
+            if processes > 1:
+                sys.exit(_start_ranks(command, config, processes))
+        else:
+            _check_one_process(config)
     except HfdistError as error:
         stop_everywhere(error)
     except KeyboardInterrupt:

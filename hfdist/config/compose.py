@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -128,7 +129,7 @@ def _expand_home(config: RunConfig) -> None:
     ):
         value = getattr(section, name)
         if value is not None and value.startswith("~"):
-            setattr(section, name, str(Path(value).expanduser()))
+            setattr(section, name, os.path.expanduser(value))
 
 
 def to_yaml(config: RunConfig) -> str:

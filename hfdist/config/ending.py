@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 _FAILED_SECONDS = 5.0
 """For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
+_LAST = -1000
+"""Priority behind all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def ending() -> Iterator[None]:
         return
     if exit_code == 0 and multiprocessing.parent_process() is not None:
         # Whoever has started this process waits for what the function returns.
-        Finalize(None, _end, args=(exit_code,), exitpriority=-1)
+        Finalize(None, _end, args=(exit_code,), exitpriority=_LAST)
     else:
         _end(exit_code)
 

@@ -9,6 +9,7 @@ import difflib
 import glob
 import importlib.util
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def _check_source(key: str, source: SourceConfig) -> None:
 
 
 def _check_folder(key: str, name: str | None) -> None:
-    if name is not None and _is_local(name) and not Path(name).expanduser().exists():
+    if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
         raise ConfigError(
             "there is no such folder",
             where=key,
@@ -100,13 +101,13 @@ def _is_local(name: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    full = str(Path(path).expanduser())
+    full = os.path.expanduser(path)
     return os.path.lexists(full) or any(glob.iglob(full, recursive=True))
 
 
 def _near(key: str, path: str) -> str | None:
     """What lies in the same folder under a similar name."""
-    full = Path(path).expanduser()
+    full = Path(os.path.expanduser(path))
     try:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:
@@ -116,16 +117,21 @@ def _near(key: str, path: str) -> str | None:
 
 
 def _check_writable(key: str, folder: str) -> None:
-    """Look at the first part of the path that is there."""
-    there = next(part for part in (Path(folder).absolute(), *Path(folder).absolute().parents) if part.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    """Make a folder in the first part of the path that is there: permissions alone do not tell, as of root in /proc."""
+    path = Path(folder).absolute()
+    there = next(part for part in (path, *path.parents) if os.path.lexists(part))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hfdist-", dir=there):
+            pass
+    except OSError as error:
+        reason = f"the folder cannot be used: {error.strerror}"
         raise ConfigError(
-            "the folder cannot be used" if there.is_dir() else "a file is in the folder's place",
+            reason if os.path.isdir(there) else "a file is in the folder's place",
             where=key,
             found=folder,
             allowed="a writable folder",
             hint="run.dir=runs/first",
-        )
+        ) from error
 
 
 def _check_trackers(names: list[str]) -> None:

@@ -3,13 +3,14 @@
 python tests/e2e/follow_readme.py FOLDER [OVERRIDE ...]
 
 Runs every command line of README's blocks that needs no model of the Hub, no bucket and no files of the user's, in
-order and in one shell, in FOLDER/clone. Overrides, such as `train.max_steps=12`, are added to each `hfdist pretrain`
-and `hfdist prove`. It ends with the exit code of the first command that fails.
+order and in one shell, in FOLDER/clone. Overrides, such as `train.max_steps=12`, are added to each that trains. It ends
+with the exit code of the first command that fails.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,17 @@ def shown_commands(readme: Path) -> list[str]:
     return [line for line in lines if line.startswith(BEGINS) and not any(part in line for part in ELSEWHERE)]
 
 
+def script_for(readme: Path, texts: Path, overrides: list[str]) -> str:
+    """What bash is to run: each command is shown, and then done."""
+    script = []
+    for line in shown_commands(readme):
+        line = line.partition("  #")[0].replace("/texts/*.parquet", str(texts))
+        if line.startswith(("hfdist pretrain", "hfdist prove", "accelerate launch")):
+            line = " ".join([line, *overrides])
+        script += [f"echo {shlex.quote(line)}", line]
+    return "\n".join(script)
+
+
 def main() -> None:
     """Clone, write one script, and run it."""
     folder, *overrides = sys.argv[1:]
@@ -34,13 +46,9 @@ def main() -> None:
     texts = clone.with_name("texts.jsonl")
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     texts.write_text("".join(f'{{"text": "number {number} {"word " * 400}"}}\n' for number in range(2000)))
-    script = []
-    for line in shown_commands(clone / "README.md"):
-        line = line.partition("  #")[0].replace("/texts/*.parquet", str(texts))
-        if line.startswith(("hfdist pretrain", "hfdist prove")):
-            line = " ".join([line, *overrides])
-        script += [f"echo {line!r}", line]
-    done = subprocess.run(["bash", "-eu"], input="\n".join(script), text=True, cwd=clone, check=False)
+    script = script_for(clone / "README.md", texts, overrides)
+    # As an argument: a command could read the rest of a script that is bash's input.
+    done = subprocess.run(["bash", "-euc", script], stdin=subprocess.DEVNULL, cwd=clone, check=False)
     sys.exit(done.returncode)
 
 

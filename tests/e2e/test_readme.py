@@ -4,12 +4,13 @@
 """
 
 import shlex
+import subprocess
 
 import pytest
 
 from hfdist import __main__ as command
 from hfdist import launch
-from tests.e2e.follow_readme import shown_commands
+from tests.e2e.follow_readme import script_for, shown_commands
 from tests.e2e.forked import run_forked
 from tests.unit.config.shipped import CONF
 
@@ -21,6 +22,18 @@ SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_s
          "model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2",
          "model.config.num_attention_heads=2", "model.config.num_key_value_heads=1",
          "model.tokenizer.vocab_size=300", "model.tokenizer.train_bytes=100000")  # fmt: skip
+
+
+def test_the_script_for_a_clone_reads_as_readme_does(tmp_path):
+    script = script_for(README, tmp_path / "texts.jsonl", ["train.max_steps=12"])
+    said = subprocess.run(
+        ["bash", "-euc", "\n".join(line for line in script.splitlines() if line.startswith("echo "))],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert said == script.splitlines()[1::2]
+    assert subprocess.run(["bash", "-nc", script], check=False).returncode == 0
 
 
 def test_the_commands_run_in_order(tmp_path, cache_dir, monkeypatch):

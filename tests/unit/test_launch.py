@@ -1,7 +1,10 @@
 """The processes that hfdist starts by itself: how their ends become one exit code, and signals that reach them."""
 
+import contextlib
+import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -9,6 +12,7 @@ import time
 import pytest
 
 from hfdist import launch
+from hfdist.config import ending
 from hfdist.errors import ConfigError, PeerError
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,6 +67,37 @@ def test_a_bug_keeps_its_traceback(tmp_path, capfd):
     assert "elastic" not in said
 
 
+def leave_a_folder(folder):
+    ending.group_size = lambda: 1
+    with ending.ending():
+        note(folder, multiprocessing.util.get_temp_dir())
+
+
+def test_a_rank_that_ends_well_does_all_that_multiprocessing_does_at_the_end(tmp_path):
+    assert launch.start_ranks(leave_a_folder, tmp_path, processes=2, max_restarts=0) == 0
+    noted = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(noted) == 2
+    assert not any(os.path.exists(folder) for folder in noted)
+
+
+def end_early():
+    sys.exit()
+
+
+def test_who_ends_without_a_code_has_ended_well():
+    assert launch.start_ranks(end_early, processes=1, max_restarts=0) == 0
+
+
+def tell_address(folder):
+    note(folder, os.environ["MASTER_ADDR"])
+
+
+def test_the_name_of_this_machine_need_not_be_known_to_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda name="": "no-such-host.invalid")
+    assert launch.start_ranks(tell_address, tmp_path, processes=1, max_restarts=0) == 0
+    assert (tmp_path / "0-0").read_text() == "localhost"
+
+
 def fail_at_first(folder, code):
     note(folder, "")
     sys.exit(code if len(list(folder.iterdir())) == 1 else 0)
@@ -111,6 +146,20 @@ def test_a_signal_before_they_listen_ends_them(tmp_path):
 
     threading.Thread(target=tell).start()
     assert launch.start_ranks(end, tmp_path, (None, None), processes=2, max_restarts=3) == 128 + signal.SIGTERM
+
+
+def test_a_signal_whose_error_python_ignores_still_ends_the_run(monkeypatch):
+    starts = []
+
+    def start(main, arguments, processes):
+        starts.append(processes)
+        with contextlib.suppress(BaseException):  # as Python does in a finalizer
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 75
+
+    monkeypatch.setattr(launch, "_start_once", start)
+    assert launch.start_ranks(end, processes=2, max_restarts=3) == 128 + signal.SIGTERM
+    assert starts == [2]
 
 
 def test_each_process_needs_a_gpu(monkeypatch):

@@ -44,6 +44,21 @@ def test_a_recipe_gets_its_flags_and_overrides(monkeypatch, capsys):
     assert "name: mine" in out
 
 
+def test_another_package_of_that_name_is_not_taken(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "__init__.py").write_text("raise ImportError")
+    done = subprocess.run(
+        [sys.executable, "-m", "hfdist", "pretrain", "--cfg", "job", "--package", "run"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONF.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 BASH = """
 COMP_LINE="$1"; COMP_POINT=${#1}; COMP_WORDS=($1); COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 hfdist() { "$PYTHON" -m hfdist "$@"; }

@@ -26,6 +26,14 @@ HARMLESS = [
     "git@github.com:a/b",
     "task-that-has-a-rather-long-name-with-dashes",
     "a token: of the vocabulary",
+    "pad_token='<pad>', eos_token=</s>, mask_token=[MASK]",
+    "models--a--b/snapshots/0123456789abcdef0123456789abcdef01234567/model.safetensors",
+    "runs/hf_LlamaTokenizerBaseline",
+    "data/sk-learn-documentation-corpus-2024.jsonl",
+    "xoxo-gossip-girl.jsonl",
+    "npm_packages_of_the_whole_javascript_world.jsonl",
+    "pypi-simple-index-of-all-the-packages-of-the-whole-world-2024.jsonl",
+    "hf://datasets/a/b@main/x.parquet",
 ]
 
 
@@ -46,6 +54,7 @@ def test_other_text_stays(text):
     [
         ("https://ann:pw1@host/a?x=1&sig=pw1", "https://***@host/a?x=1&***"),
         ("--hub_token=pw1 a=1", "--hub_token=*** a=1"),
+        ("api_key=[pw1]", "api_key=***]"),
         ("{'api_key': 'pw1', 'a': 1}", "{'api_key': '***', 'a': 1}"),
         ("train.arguments.hub_token=...", "train.arguments.hub_token=..."),
     ],

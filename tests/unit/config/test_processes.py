@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from hfdist import launch
 from hfdist.config import command
+from hfdist.config.preflight import plan_run
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
@@ -52,7 +54,7 @@ def test_a_mistake_is_found_before_any_is_started(run, mistake, capsys):
 
 def test_the_hint_of_too_few_processes_is_right(run, capsys):
     with pytest.raises(Exception, match="does not fit") as caught:
-        command.plan_run(
+        plan_run(
             command.to_run_config(command.compose_untyped(command.make_request("pretrain", ["strategy=ddp"], None)))
         )
     hint = str(caught.value.hint).split()[0]
@@ -75,6 +77,12 @@ def test_what_takes_one_process_refuses_several(run, several, capsys):
     code, done = run("run.name=x", *overrides, takes_ranks=False, **({} if overrides else LAUNCHED))
     assert (code, done) == (2, [])
     assert "data.workers=2" in capsys.readouterr().err
+
+
+def test_what_takes_one_process_is_one_on_a_machine_of_several_gpus(run, monkeypatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    assert run("launch.processes=auto", "strategy=ddp") == (75, [2])
+    assert run("launch.processes=auto", "run.name=x", takes_ranks=False) == (0, ["x"])
 
 
 def test_a_script_that_a_rank_imports_does_not_begin_again():
