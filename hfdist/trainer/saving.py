@@ -263,9 +263,18 @@ def restore(trainer: Any, path: Path) -> None:
     on_rank_zero(lambda: _tidy(trainer))
 
 
-def micro_batch_size_of(path: Path) -> int:
-    """Give the sequences in a forward of the layout that saved a checkpoint."""
-    return int(TrainerState.load_from_json(str(path / TRAINER_STATE)).train_batch_size or 0)
+@contextmanager
+def arguments_of(path: Path, args: Any) -> Iterator[None]:
+    """Let `args` be as in a checkpoint where they may change: the original warns of the micro batch and of intervals."""
+    saved = TrainerState.load_from_json(str(path / TRAINER_STATE))
+    before = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
+    before |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    own = {name: getattr(args, name) for name in before}
+    vars(args).update(before)
+    try:
+        yield
+    finally:
+        vars(args).update(own)
 
 
 def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:
