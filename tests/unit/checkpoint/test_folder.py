@@ -288,9 +288,12 @@ def test_the_next_save_clears_what_killed_ones_left(tmp_path):
     left = tmp_path / "step-00000007.tmp-0123abcd"
     left.mkdir()
     (left / "model.safetensors").write_text("half")
-    (tmp_path / "step-00000005.bad-hash").mkdir()
+    # Damaged, and the user's own.
+    others = ["checkpoint-5.tmp-1", "checkpoint-5.tmp-old", "step-00000005.bad-hash", "step-5.tmp-0123abcd"]
+    for name in others:
+        (tmp_path / name).mkdir()
     save(tmp_path, 8)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000005.bad-hash", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "step-00000008"])
 
 
 def tampered_index(path, change):
