@@ -272,7 +272,7 @@ def restore(trainer: Any, path: Path) -> None:
 
 @contextmanager
 def arguments_of(path: Path, args: Any) -> Iterator[None]:
-    """Let `args` be as in a checkpoint where they may change: the original warns of the micro batch and of intervals."""
+    """Let `args` have the micro batch and the intervals of a checkpoint: the original warns of others."""
     saved = TrainerState.load_from_json(str(path / TRAINER_STATE))
     before = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
     before |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
