@@ -31,7 +31,7 @@ _NAME = r"(?:step-(?=\d{8})|checkpoint-)(\d+)"
 STEP_NAME = re.compile(_NAME)
 _SYNCED_TOGETHER = 8
 
-UNFINISHED_NAME = re.compile(rf"{_NAME}\.tmp-[0-9a-f]+")
+UNFINISHED_NAME = re.compile(rf"{_NAME}\.tmp-[0-9a-f]{{8}}")
 _REPLACED_NAME = re.compile(rf"({_NAME})\.hfdist-replaced-[0-9a-f]{{8}}")
 
 

@@ -44,8 +44,8 @@ def prune(folder: Path, keep: Keep) -> None:
         return
     kept = {path for path in complete if path.name in keep.named}
     # As many as there is room for beside them, and the newest in any case: the run goes on from it.
-    others = [path for path in complete if path not in kept]
-    kept |= set(others[len(others) - max(keep.newest - len(kept), 0) :]) | set(complete[-1:])
+    newest_first = [path for path in reversed(complete) if path not in kept]
+    kept |= set(newest_first[: max(keep.newest - len(kept), 0)]) | set(complete[-1:])
     if keep.every is not None:
         kept |= {path for path in complete if step_of(path.name) % keep.every == 0}
     if keep.best:

@@ -214,7 +214,8 @@ def open_corpus(
         if name not in given
     }
     for name, dataset in given.items():
-        shards[name] = [DatasetShard(name, dataset, RowReader.of(sources[name], config.format, f"{section}.{name}"))]
+        rows = RowReader.of(sources[name], config.format, f"{section}.{name}")
+        shards[name] = [DatasetShard(name, dataset, rows, cache_dir(config))]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
         num_documents = sum(sum(shard.runs) for shard in pool.shards)

@@ -103,26 +103,12 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         Raises:
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
         """
+        self.check_identity(state, ledger=ledger)
         cursor = Cursor.from_json(state)
-        folder = ledger if self.ledger is None or ledger is not None else self.ledger.folder
         if cursor.identity != self.identity:
-            if self.may_begin_anew:
-                self._begin_anew(cursor)
-                return
-            changes = self.corpus.inventory.changes_since(cursor.contents, folder)
-            if changes:
-                raise CheckpointError(
-                    "files have changed since this checkpoint",
-                    where="; ".join(changes),
-                    hint="put the old ones back, or checkpoint.allow_changes=true to begin the new data",
-                )
-            raise CheckpointError(
-                "the data, the tokenizer, data.* or the rules of packing have changed since this checkpoint",
-                where="cursor.identity",
-                found=self.identity,
-                allowed=cursor.identity,
-                hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
-            )
+            self._begin_anew(cursor)
+            return
+        folder = self._noted_in(ledger)
         self.corpus.inventory.check(cursor.contents, folder, may_change=self.may_begin_anew)
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
@@ -133,6 +119,37 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             self._states = {lane: self._with_documents(lane, state) for lane, state in self._states.items()}
         self._num_sequences = cursor.samples // self._data_size
         self.cut_ledger()
+
+    def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
+        """Refuse what is told without looking at the places, unless other data may be begun anew. Changes nothing.
+
+        Args:
+            state: see `load_state_dict`.
+            ledger: likewise.
+
+        Raises:
+            CheckpointError: the cursor is of other data, another tokenizer or other settings.
+        """
+        cursor = Cursor.from_json(state)
+        if cursor.identity == self.identity or self.may_begin_anew:
+            return
+        changes = self.corpus.inventory.changes_since(cursor.contents, self._noted_in(ledger))
+        if changes:
+            raise CheckpointError(
+                "files have changed since this checkpoint",
+                where="; ".join(changes),
+                hint="put the old ones back, or checkpoint.allow_changes=true to begin the new data",
+            )
+        raise CheckpointError(
+            "the data, the tokenizer, data.* or the rules of packing have changed since this checkpoint",
+            where="cursor.identity",
+            found=self.identity,
+            allowed=cursor.identity,
+            hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
+        )
+
+    def _noted_in(self, ledger: Path | None) -> Path | None:
+        return self.ledger.folder if ledger is None and self.ledger is not None else ledger
 
     def _begin_anew(self, before: Cursor) -> None:
         """Go on counting the run's sequences, from the next at which a step and a round of lanes begin."""

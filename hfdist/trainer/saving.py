@@ -22,6 +22,7 @@ from hfdist.checkpoint import (
     find_newest,
     prune,
     read_checkpoint,
+    read_state,
     restore_random_state,
     verify,
 )
@@ -251,21 +252,36 @@ def _pieces(trainer: Any) -> Iterator[Piece]:
 
 def restore(trainer: Any, path: Path) -> None:
     """Put the weights, the optimizer, the schedule, the loss scale and the stream back to where `path` left them."""
+    stream = trainer.train_dataset if isinstance(trainer.train_dataset, TokenStream) else None
+    beside = path.resolve().parents[1] / LEDGER
+    # From Python there is none, but for one that the stream was given.
+    ledger = beside if beside.is_dir() else None
+    if stream is not None:
+        # Before the weights: other data may have made another tokenizer, and that the model larger.
+        on_all_ranks(lambda: stream.check_identity(read_state(path)["cursor"], ledger=ledger))
     state = restore_weights(trainer, path)
     trainer.engine.restore_numbers(state["engine"])
     schedule.restore(trainer.lr_scheduler, state)
     if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
         trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
-    if isinstance(trainer.train_dataset, TokenStream):
-        ledger = path.resolve().parents[1] / LEDGER
-        on_all_ranks(lambda: trainer.train_dataset.load_state_dict(state["cursor"], ledger=ledger))
+    if stream is not None:
+        on_all_ranks(lambda: stream.load_state_dict(state["cursor"], ledger=ledger))
     restore_random_state(path)
     on_rank_zero(lambda: _tidy(trainer))
 
 
-def micro_batch_size_of(path: Path) -> int:
-    """Give the sequences in a forward of the layout that saved a checkpoint."""
-    return int(TrainerState.load_from_json(str(path / TRAINER_STATE)).train_batch_size or 0)
+@contextmanager
+def arguments_of(path: Path, args: Any) -> Iterator[None]:
+    """Let `args` have the micro batch and the intervals of a checkpoint: the original warns of others."""
+    saved = TrainerState.load_from_json(str(path / TRAINER_STATE))
+    before = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
+    before |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    own = {name: getattr(args, name) for name in before}
+    vars(args).update(before)
+    try:
+        yield
+    finally:
+        vars(args).update(own)
 
 
 def restore_weights(trainer: Any, path: Path) -> dict[str, Any]:

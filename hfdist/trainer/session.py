@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -259,7 +263,8 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
     # Behind it, since it decides what follows a step.
     trainer.add_callback(watch)
     checkpoint = _resume_from(config)
-    on_rank_zero(lambda: _begin(config, checkpoint))
+    # The first of all, whose lines of an earlier life it sets aside.
+    trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
     trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)
     preemption.check(config.run.dir)
@@ -268,13 +273,27 @@ def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Wa
     return finish(trainer, data.held_out, config)
 
 
-def _begin(config: RunConfig, checkpoint: str | None) -> None:
-    """Write the config down; lines of an earlier life that nothing goes on from are set aside, whatever their step."""
-    run_dir = Path(config.run.dir)
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    if checkpoint is None or not _lies_in(Path(checkpoint), run_dir / CHECKPOINTS):
-        for name in (METRICS, SAMPLES):
-            set_aside(run_dir / name)
+class _Beginning(TrainerCallback):
+    """Writes the config down, once the checkpoint is read: a start that is refused changes nothing in the run folder.
+
+    Lines of an earlier life that nothing goes on from are set aside, whatever their step.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: str | None) -> None:
+        self._config, self._checkpoint = config, checkpoint
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Call on all ranks."""
+        on_rank_zero(self._begin)
+
+    def _begin(self) -> None:
+        run_dir = Path(self._config.run.dir)
+        (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        if self._checkpoint is None or not _lies_in(Path(self._checkpoint), run_dir / CHECKPOINTS):
+            for name in (METRICS, SAMPLES):
+                set_aside(run_dir / name)
 
 
 @contextmanager

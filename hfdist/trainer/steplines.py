@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,9 @@ def _replace(path: Path, lines: list[str]) -> None:
     with _told(path):
         with unfinished.open("w", encoding="utf-8") as file:
             file.writelines(line.rstrip("\n") + "\n" for line in lines)
+            # Its name must not reach the disk before its lines: a machine that stops would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
 
 

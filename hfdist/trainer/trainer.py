@@ -176,13 +176,12 @@ class DistributedTrainerMixin(_Trainer):
         more = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*more)
-        # The original warns of another micro batch, which here is another layout of the same global batch.
-        own = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size = saving.micro_batch_size_of(Path(resume_from_checkpoint))
-        try:
-            return super()._init_training_state(*more)
-        finally:
-            self.args.per_device_train_batch_size = self.state.train_batch_size = own
+        with saving.arguments_of(Path(resume_from_checkpoint), self.args):
+            begun = super()._init_training_state(*more)
+        # Of this training, where the original goes on with those of the checkpoint.
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.compute_steps(self.args, max_steps)
+        return begun
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self.engine is None:

@@ -273,6 +273,20 @@ def test_parameters_without_use_train_on(tmp_path):
     assert run_ranks(with_an_unused_parameter, 2, tmp_path) == [(True, 4)] * 2
 
 
+def with_other_intervals(folder):
+    make_trainer(folder, save_strategy="steps", save_steps=2, max_steps=2).train()
+    trainer = make_trainer(folder, save_strategy="steps", save_steps=1, logging_steps=2, max_steps=4)
+    trainer.train(resume_from_checkpoint=True)
+    losses = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    return sorted(path.name for path in folder.glob("checkpoint-*")), losses
+
+
+def test_a_resume_saves_and_logs_as_often_as_its_own_arguments_say(tmp_path, capfd):
+    names = [f"checkpoint-{step}" for step in (2, 3, 4)]
+    assert run_ranks(with_other_intervals, 1, tmp_path) == [(names, [1, 2, 4])]
+    assert "(from args) !=" not in "".join(capfd.readouterr())
+
+
 def test_arguments_that_would_change_the_batch_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="planned the batch"):
         make_trainer(tmp_path, auto_find_batch_size=True)

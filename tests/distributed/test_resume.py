@@ -1,5 +1,6 @@
 """A run that was stopped goes on as if it had not been: losses, weights and the data's position."""
 
+import json
 import shutil
 
 import pytest
@@ -131,6 +132,20 @@ def test_where_no_checkpoint_can_be_used_the_run_stops_and_touches_nothing(whole
         # With a key that may change, which config.yaml would show.
         pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT, "report.log_every=2")
     assert snapshot(tmp_path) == before
+
+
+def test_where_a_data_file_has_changed_the_run_stops_and_touches_nothing(tmp_path, cache_dir):
+    rows = [json.dumps({"text": f"{number:03d} " + "lorem ipsum " * 20}) + "\n" for number in range(400)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(rows))
+    source = ("data=files", f"data.sources.files.path={data}", "data.lanes=4", "strategy=single")
+    run = pretrain(tmp_path / "run", 1, *source, *SAVING, "train.max_steps=5")
+    data.write_text("".join(rows).replace("200 lorem", "200 Lorem"))
+    before = snapshot(run)
+    with pytest.raises(RankFailed, match=r"(?s)Checkpoint error: files have changed.*rows\.jsonl"):
+        # With keys that may change, which config.yaml and metrics.jsonl would show.
+        pretrain(run, 1, *source, *SAVING, "train.max_steps=5", "report.log_every=2")
+    assert snapshot(run) == before
 
 
 def test_never_refuses_a_folder_with_checkpoints(whole_runs, tmp_path):

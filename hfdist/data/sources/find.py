@@ -55,7 +55,7 @@ def find_shards(
         case SourceKind.docstrings:
             return open_docstrings(cache)
         case SourceKind.hub:
-            return [open_hub(key, config, data.format)]
+            return [open_hub(key, config, data.format, cache_dir=cache.folder)]
         case SourceKind.tokens:
             assert config.path is not None  # checked with the config
             return open_token_shards(config.path, key, cache.folder)

@@ -15,13 +15,16 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.errors import ConfigError, DataError
 
 
-def open_hub(key: str, config: SourceConfig, default: RowFormat = RowFormat.text) -> DatasetShard:
+def open_hub(
+    key: str, config: SourceConfig, default: RowFormat = RowFormat.text, *, cache_dir: Path | None = None
+) -> DatasetShard:
     """Open one split.
 
     Args:
         key: of its path in the config, to name in messages.
         config: of the source.
         default: format of its rows where the source names none.
+        cache_dir: as of `DatasetShard`.
 
     Raises:
         ConfigError: no such dataset or split.
@@ -52,7 +55,8 @@ def open_hub(key: str, config: SourceConfig, default: RowFormat = RowFormat.text
             hint="check path, subset and split; for a gated one, `hf auth login`",
         ) from error
     version = f"{config.subset}/{config.split}@{config.revision}"
-    return DatasetShard(f"{config.path}/{version}", dataset, RowReader.of(config, default, key.removesuffix(".path")))
+    rows = RowReader.of(config, default, key.removesuffix(".path"))
+    return DatasetShard(f"{config.path}/{version}", dataset, rows, cache_dir)
 
 
 def _is_out_of_reach(error: BaseException | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,15 +64,26 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
     """
 
     def read(file: DataFile) -> Contents:
-        return _hash_parts(file) if is_in_identity(file) else _kept(file, folder)
+        if is_in_identity(file):
+            return _hash_parts(file)
+        changed_ns = file.changed_ns if isinstance(file, LocalFile) else 0
+        return kept(file.key, folder, lambda: _hash_parts(file), changed_ns=changed_ns)
 
     read_here = [file for file in files if isinstance(file, LocalFile) or not is_in_identity(file)]
     for file, contents in zip(read_here, map_at_once(read, read_here), strict=True):
         file.contents = contents
 
 
-def _kept(file: DataFile, folder: Path) -> Contents:
-    path = folder / "contents" / f"{file.key}.npy"
+def kept(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
+    """Give what `make` gives, which one process of this machine does once.
+
+    Args:
+        key: a file name; changes with what `make` reads.
+        folder: of this machine's caches.
+        make: reads it all.
+        changed_ns: when that was changed last; what was changed just now is not kept.
+    """
+    path = folder / "contents" / f"{key}.npy"
     found = load_array(path)
     if found is not None:
         return found
@@ -81,8 +92,8 @@ def _kept(file: DataFile, folder: Path) -> Contents:
         # Another process may have read it meanwhile.
         found = load_array(path)
         if found is None:
-            is_settled = not isinstance(file, LocalFile) or time.time_ns() - file.changed_ns > _SETTLED_NS
-            found = _hash_parts(file)
+            is_settled = time.time_ns() - changed_ns > _SETTLED_NS
+            found = make()
             if is_settled:
                 save_array(path, found)
     return found

@@ -268,6 +268,16 @@ def test_the_oldest_are_removed(tmp_path):
     assert len(os.listdir(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("newest", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("names_the_latest", [False, True])
+def test_as_many_stay_as_there_is_room_for(tmp_path, newest, names_the_latest):
+    for step in range(1, 7):
+        path = save(tmp_path, step)
+        named = frozenset({path.name} if names_the_latest else ())
+        prune(tmp_path, Keep(newest=newest, named=named))
+        assert steps(tmp_path) == list(range(max(step - newest, 0) + 1, step + 1))
+
+
 def test_more_than_the_newest_may_be_kept(tmp_path):
     for step, loss in enumerate([4.0, 2.0, 3.0, None, 2.5, 3.5], start=1):
         save(tmp_path, step, state={"held_out_loss": loss})
@@ -288,9 +298,12 @@ def test_the_next_save_clears_what_killed_ones_left(tmp_path):
     left = tmp_path / "step-00000007.tmp-0123abcd"
     left.mkdir()
     (left / "model.safetensors").write_text("half")
-    (tmp_path / "step-00000005.bad-hash").mkdir()
+    # Damaged, and the user's own.
+    others = ["checkpoint-5.tmp-1", "checkpoint-5.tmp-old", "step-00000005.bad-hash", "step-5.tmp-0123abcd"]
+    for name in others:
+        (tmp_path / name).mkdir()
     save(tmp_path, 8)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000005.bad-hash", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "step-00000008"])
 
 
 def tampered_index(path, change):

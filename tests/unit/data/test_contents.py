@@ -201,6 +201,23 @@ def test_rows_of_a_dataset_are_compared_whatever_its_chunks(tmp_path):
     assert inventory(talk, format=RowFormat.messages).digest != inventory(other, format=RowFormat.messages).digest
 
 
+def test_a_dataset_in_files_is_hashed_once_and_again_where_a_file_was_edited(tmp_path, monkeypatch):
+    datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(str(tmp_path / "saved"))
+    config = DataConfig(
+        sources={"x": SourceConfig(kind=SourceKind.hub, path=str(tmp_path / "saved"))},
+        lanes=12,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    first = open_corpus(config).inventory
+    first.write(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("hfdist.data.sources.dataset.hash_table", lambda part: pytest.fail("hashed once more"))
+        assert open_corpus(config).inventory.digest == first.digest
+    edit_in_the_middle(*(tmp_path / "saved").glob("*.arrow"), keeps_times=True)
+    (change,) = open_corpus(config).inventory.changes_since(first.digest, tmp_path)
+    assert change.endswith(", rows 1040 to 1055")
+
+
 def test_a_damaged_note_is_no_traceback(tmp_path):
     config = memory_config(tmp_path)
     inventory = memory_corpus(config).inventory
