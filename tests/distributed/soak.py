@@ -43,7 +43,7 @@ What fills up and then stays, so that it shows as a step in the table:
 * torch's flight recorder: the last 2,000 collectives of each rank;
 * what reading all of that recorder takes, 15 to 30 MiB a rank: once a rank has been idle for longer than a beat of the
   watch, which asks it what the rank waits for;
-* in a loader process its tokenizer, from the first document on whose tokens are not cached yet.
+* in a loader process what its tokenizer takes, from the first document on whose tokens are not cached yet.
 """
 SHARED = Path("/dev/shm")
 MEBIBYTE = 2**20
@@ -168,8 +168,8 @@ def describe(rows: list[tuple[float, int, Sample]]) -> str:
     """Write the document."""
     minutes, steps, _ = rows[-1]
     verdict, grown = too_much(rows), growth(rows)
-    heads = ("minutes", "steps", "rank, MiB", "loader, MiB", "descriptors", "threads", "processes", "files in /dev/shm")
-    heads += ("MiB there", "run folder, MiB")
+    heads = ["minutes", "steps", "rank, MiB", "loader, MiB", "descriptors", "threads", "processes", "files in /dev/shm"]
+    heads += ["MiB there", "run folder, MiB"]
     lines = [
         "# What a long run holds on to",
         "",
