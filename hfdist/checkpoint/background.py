@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from hfdist.checkpoint.write import PreparedSave, complete, prepare
 _LAST_SECONDS = 3.0
 """For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
 while the interpreter ends would abort the process."""
+
+_Job = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,15 @@ class Saver:
         self._planner = Planner(stem=stem)
         self._copy = HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
-        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._is_done = threading.Event()
+        self._is_done.set()
+        # One for all saves: a new one may allocate in another arena of the C library, which keeps what is freed there.
+        # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
+        self._thread = threading.Thread(target=_do_all, args=(self._jobs, self._is_done), name="save", daemon=True)
         self._error: Exception | None = None
         self._reports: deque[SaveReport] = deque()
+        weakref.finalize(self, self._jobs.put, None)
         atexit.register(_end_soon, weakref.ref(self))
 
     def save(
@@ -101,11 +110,10 @@ class Saver:
             return
         prepared = replace(prepared, elements=self._copy.take(prepared.elements))
         stall_seconds = time.monotonic() - begin_seconds
-        # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
-        self._thread = threading.Thread(
-            target=self._complete, args=(prepared, keep, begin_seconds, stall_seconds), name="save", daemon=True
-        )
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
+        self._is_done.clear()
+        self._jobs.put(partial(self._complete, prepared, keep, begin_seconds, stall_seconds))
 
     @property
     def has_failed(self) -> bool:
@@ -118,9 +126,7 @@ class Saver:
         Raises:
             CheckpointError, NumericsError, ResourceError: the save has failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._is_done.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -147,7 +153,18 @@ class Saver:
         self._reports.append(SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))
 
 
+def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:
+    """Hold nothing between two jobs: neither what the last has saved, nor the `Saver`, whose end puts None."""
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        finally:
+            del job
+            is_done.set()
+
+
 def _end_soon(of_saver: weakref.ref[Saver]) -> None:
     saver = of_saver()
-    if saver is not None and saver._thread is not None:
+    if saver is not None and saver._thread.is_alive():
+        saver._jobs.put(None)
         saver._thread.join(_LAST_SECONDS)

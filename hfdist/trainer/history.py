@@ -1,4 +1,4 @@
-"""What a checkpoint holds of `log_history`, which grows with the steps: the newest; metrics.jsonl has all of it."""
+"""What a run holds of `log_history`, and a checkpoint of it: the newest, for it grows; metrics.jsonl has all of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def newest_entries(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if numbers[is_evaluation] <= NUM_ENTRIES:
             kept.append(entry)
     return kept[::-1]
+
+
+def drop_old(log_history: list[dict[str, Any]]) -> None:
+    """Take older entries out of the list itself once it holds four times as many: less often than with each entry."""
+    if len(log_history) >= 4 * NUM_ENTRIES:
+        log_history[:] = newest_entries(log_history)
 
 
 def newest_losses(log_history: list[dict[str, Any]]) -> list[float]:

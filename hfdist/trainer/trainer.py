@@ -33,6 +33,7 @@ from hfdist.trainer.dealing import CountingCollator, dealing_each_once
 from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate, evaluating
 from hfdist.trainer.greedy import Forward
 from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
+from hfdist.trainer.history import drop_old
 from hfdist.trainer.loss import Convention, num_input_tokens
 from hfdist.trainer.micro_batch import loss_of, weighted_mean
 from hfdist.trainer.numerics import Limits, StepGuard, spread
@@ -350,6 +351,9 @@ class DistributedTrainerMixin(_Trainer):
             if any(name == "loss" or name.endswith("_loss") for name in logs):
                 trl_trainers.share_metrics(self, self.engine)
         super().log(logs, *more, **named)
+        if self.run_values is not None:
+            # A run logs each step: in a million of them that is half a GB of memory, and with many saves more.
+            drop_old(self.state.log_history)
 
     # ---- evaluation ----
 

@@ -182,6 +182,20 @@ def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_pa
     assert [entry["step"] for entry in written[-1] if "eval_loss" in entry] == [STEPS - 1, STEPS]
 
 
+def history_of_a_run(folder):
+    trainer_history.NUM_ENTRIES = 1
+    trainer = make_trainer(folder, arguments={"logging_steps": 1})
+    trainer.run_values = {}
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_run_holds_the_newest_of_the_history(tmp_path):
+    log_history = run_ranks(history_of_a_run, 1, tmp_path)[0]
+    # The line at the end comes behind the newest step.
+    assert [entry["step"] for entry in log_history] == [STEPS, STEPS]
+
+
 def constant_loss(outputs, labels, num_items_in_batch=None):
     return outputs["logits"].sum() * 0 + 7.0
 

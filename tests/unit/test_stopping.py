@@ -7,7 +7,7 @@ import pytest
 
 from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.limits import LIMIT
-from hfdist.trainer.history import NUM_ENTRIES, newest_entries, newest_losses
+from hfdist.trainer.history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
 from hfdist.trainer.stopping import num_without_improvement
 
 
@@ -44,6 +44,19 @@ def test_a_checkpoint_holds_a_bounded_history_that_decides_as_the_whole_does():
     assert newest_losses([*kept, later]) == newest_losses([*history, later])
     assert newest_entries(kept) == kept
     assert newest_entries(history[:9]) == history[:9]
+
+
+def test_the_history_of_a_run_is_bounded_in_place_and_decides_as_the_whole_does():
+    whole, held, longest = [], [], 0
+    for step in range(6 * NUM_ENTRIES):
+        entry = {"step": step, "eval_loss" if step % 5 == 0 else "loss": float(step % 7)}
+        whole.append(entry)
+        held.append(entry)
+        drop_old(held)
+        longest = max(longest, len(held))
+    assert longest < 4 * NUM_ENTRIES
+    assert newest_entries(held) == newest_entries(whole)
+    assert newest_losses(held) == newest_losses(whole)
 
 
 def test_patience_fits_into_what_a_checkpoint_holds():

@@ -96,7 +96,7 @@ def test_a_failure_is_heard_and_harms_nothing(tmp_path, monkeypatch, error, kind
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
         begin(saver, tmp_path, 2, small_pieces(2))
-        saver._thread.join()
+        saver._is_done.wait()
         assert saver.has_failed
         with pytest.raises(kind, match=message) as caught:
             saver.wait()
@@ -166,6 +166,20 @@ def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_
     with pytest.raises(CheckpointError, match="the ledger"):
         saver.wait()
     assert os.listdir(tmp_path) == []
+
+
+def test_one_thread_does_all_saves_and_ends_with_the_saver(tmp_path):
+    """The memory of a new thread for each save stays with the process."""
+    threads = []
+    saver = Saver()
+    for step in range(1, 5):
+        begin(saver, tmp_path, step, small_pieces(step), lambda path: threads.append(threading.current_thread()))
+    saver.wait()
+    (thread,) = set(threads)
+    assert thread.is_alive()
+    del saver
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def fail_during_a_save(folder):
