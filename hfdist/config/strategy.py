@@ -54,6 +54,11 @@ class StrategyConfig:
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 
     @property
+    def shards_state(self) -> bool:
+        """Whether the optimizer steps a share of the parameters on each rank."""
+        return self.sharding is not Sharding.none
+
+    @property
     def degrees(self) -> Degrees:
         """How many ways each axis is split."""
         return Degrees(

@@ -14,7 +14,6 @@ from torch import nn
 
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, state_after_step
@@ -96,7 +95,7 @@ def values_per_weight(optimizer: torch.optim.Optimizer) -> float:
 
 def _seen(config: RunConfig) -> Reach:
     """What the layout gives the optimizer whole; the engine says it again, once there is one."""
-    if config.strategy.sharding is not Sharding.none:
+    if config.strategy.shards_state:
         return Reach.element
     return Reach.parameter if config.strategy.pipeline > 1 else Reach.model
 

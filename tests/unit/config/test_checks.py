@@ -11,7 +11,7 @@ from hfdist.config.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
 
-LIMITED = [key for key in all_keys().values() if key.limit is not None]
+LIMITED = [key for key in all_keys().values() if key.limit is not None and key.name != "launch.processes"]  # a text
 HUB = ["model=hub", "model.name=some/model"]
 
 
@@ -154,7 +154,7 @@ CONTRADICTIONS = [
         "needs the tokenizer",
         "model.tokenizer.name=x/tokenizer",
     ),
-    (["evaluate.patience=2"], "evaluate.patience", "during the run", "train.eval_every=100"),
+    (["evaluate.patience=2"], "evaluate.patience", "during the run", "train.eval_every=500"),
     (["evaluate.min_delta=0.1"], "evaluate.min_delta", "nothing is stopped early", "evaluate.patience=3"),
     (["evaluate.export=best"], "evaluate.export", "none is kept for it", "checkpoint.keep_best=true"),
     (["evaluate.export=best", "checkpoint=none", *BEST], "evaluate.export", "none is kept", "evaluate.export=last"),

@@ -12,6 +12,7 @@ from hfdist.errors import ConfigError
 from tests.unit.config.test_mistakes import outcome
 
 VALUES = {  # values for which a synonym's override makes sense
+    "optim": "sgd",
     "mixed_precision": "bf16",
     "lr_scheduler_type": "cosine",
     "lr_scheduler": "linear",

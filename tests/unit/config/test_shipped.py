@@ -25,6 +25,7 @@ from tests.unit.config.shipped import (
 # The file of each group in which all its keys stand with a comment.
 DOCUMENTED_IN = {
     "run": "pretrain.yaml",
+    "launch": "pretrain.yaml",
     "model": "model/small.yaml",
     "adapter": "adapter/none.yaml",
     "data": "data/stdlib.yaml",
@@ -44,6 +45,7 @@ def test_the_folder_holds_exactly_these_groups():
     assert {path.name for path in CONF.iterdir()} == {
         *GROUPS,
         "launch",
+        "_sizes",
         "_hydra.yaml",
         "pretrain.yaml",
         "finetune.yaml",
