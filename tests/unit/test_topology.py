@@ -46,7 +46,7 @@ def test_processes_that_do_not_fit_are_an_error_that_tells_how_to_launch(degrees
     message = str(caught.value)
     assert needed in message
     assert f"found:   {world_size} process" in message
-    assert "accelerate" in message or "without a launcher" in message
+    assert "launch.processes=" in message or "without a launcher" in message
 
 
 def test_experts_spread_over_data_ranks_only():

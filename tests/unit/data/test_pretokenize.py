@@ -27,6 +27,11 @@ from tests.unit.data.corpora import texts, tokenizer
 KEY = "data.sources.tokens.path"
 
 
+def open_shards(folder):
+    """With a cache of their own beside them."""
+    return open_token_shards(str(folder), KEY, folder.parent / "cache")
+
+
 class Texts:
     """A shard in memory: texts, or reasons why there is none."""
 
@@ -84,7 +89,7 @@ def copied(made, tmp_path):
 
 def test_token_files_hold_the_documents_of_the_corpus_in_its_order(made):
     folder, said = made
-    opened = open_token_shards(str(folder), KEY)
+    opened = open_shards(folder)
     wanted = all_texts(corpus())
     rows = all_rows(opened)
     for text, row, tokens in zip(wanted, rows, Encoder(tokenizer()).encode(wanted), strict=True):
@@ -100,7 +105,7 @@ def test_token_files_hold_the_documents_of_the_corpus_in_its_order(made):
 
 
 def test_rows_are_given_as_asked_and_know_where_they_come_from(made):
-    large, shared = open_token_shards(str(made[0]), KEY)
+    large, shared = open_shards(made[0])
     asked = [7, 5, 11, 6]
     every = large.read_tokens(range(20))
     assert [row.tokens.tolist() for row in large.read_tokens(asked)] == [every[n].tokens.tolist() for n in asked]
@@ -111,7 +116,7 @@ def test_rows_are_given_as_asked_and_know_where_they_come_from(made):
 
 
 def test_a_block_is_read_in_a_millisecond(made):
-    (large, _) = open_token_shards(str(made[0]), KEY)
+    (large, _) = open_shards(made[0])
     asked = np.random.default_rng(0).permutation(500)
     large.token_columns(asked)
     seconds = []
@@ -132,7 +137,7 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path):
     words.pre_tokenizer = Whitespace()
     large = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1")
     write([("a", Texts("rows", ["w69999 w2", "w65536"]))], tmp_path, encoder=large)
-    (opened,) = open_token_shards(str(tmp_path), KEY)
+    (opened,) = open_shards(tmp_path)
     assert [row.tokens.tolist() for row in opened.read_tokens([0, 1])] == [[69999, 2, 1], [65536, 1]]
     assert opened.read([1, 0]) == ["w65536", "w69999 w2"]
 
@@ -153,7 +158,7 @@ def test_what_was_killed_goes_on_where_it_stopped(tmp_path):
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
     with pytest.raises(DataError, match="not finished") as caught:
-        open_token_shards(str(folder), KEY)
+        open_shards(folder)
     assert "pretokenize" in caught.value.hint
     # One of them is spoilt: it is written again, the other is kept.
     (folder / "00001.tokens").write_bytes(b"")
@@ -193,7 +198,7 @@ def test_bad_rows_stop_it(tmp_path):
 def test_or_become_empty_documents(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         said = write(bad_rows(), tmp_path, on_bad_rows=BadRows.skip)
-    (opened,) = open_token_shards(str(tmp_path), KEY)
+    (opened,) = open_shards(tmp_path)
     assert opened.read(range(5)) == ["one", "", "three", "", "two"]
     assert [len(row.tokens) for row in all_rows([opened])][1::2] == [0, 0]
     assert said.files[0].bad_rows == [1, 3]
@@ -214,7 +219,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path):
 
 def test_tokens_are_not_tokenized_again(made, tmp_path):
     with pytest.raises(ConfigError, match="tokens already"):
-        write([("tokens", shard) for shard in open_token_shards(str(made[0]), KEY)], tmp_path)
+        write([("tokens", shard) for shard in open_shards(made[0])], tmp_path)
 
 
 def test_a_run_must_have_the_tokenizer_of_the_files(made):
@@ -258,7 +263,7 @@ DAMAGE = {
 def test_damage_is_found_when_the_folder_is_opened(copied, damage, name):
     damage(copied)
     with pytest.raises(DataError) as caught:
-        open_token_shards(str(copied), KEY)
+        open_shards(copied)
     assert caught.value.where == str(copied / name)
 
 
@@ -274,7 +279,7 @@ def test_damage_is_found_when_the_folder_is_opened(copied, damage, name):
 )
 def test_a_damaged_index_is_found_when_it_is_read(copied, array):
     np.save(copied / "00000.index.npy", array)
-    large, _ = open_token_shards(str(copied), KEY)
+    large, _ = open_shards(copied)
     with pytest.raises(DataError) as caught:
         large.read_tokens([1])
     assert caught.value.where == str(copied / "00000.index.npy")
@@ -282,5 +287,5 @@ def test_a_damaged_index_is_found_when_it_is_read(copied, array):
 
 def test_no_folder_names_the_key(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        open_token_shards(str(tmp_path / "nowhere"), KEY)
+        open_shards(tmp_path / "nowhere")
     assert caught.value.where == KEY
