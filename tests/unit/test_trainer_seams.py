@@ -84,7 +84,8 @@ def test_the_trainers_hooks_have_the_signature_that_we_override(name):
 def test_every_override_of_the_mixin_is_listed():
     own = {name for name, value in vars(DistributedTrainerMixin).items() if inspect.isfunction(value)}
     overrides = {name for name in own if hasattr(transformers.Trainer, name) and not name.startswith("__")}
-    assert overrides - {"evaluation_loop"} == set(SEAMS)
+    # `Optimizers` takes the place of `create_optimizer` on the Trainer itself.
+    assert overrides - {"evaluation_loop"} == set(SEAMS) - {"create_optimizer"}
 
 
 def test_the_evaluation_loop_begins_with_what_we_read():
