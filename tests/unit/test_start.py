@@ -85,7 +85,7 @@ from hfdist.config.command import quick_imports
 before = gc.get_freeze_count()
 with quick_imports():
     assert not gc.isenabled()
-    import torch
+    import torch, transformers
 assert gc.isenabled()
 assert gc.get_freeze_count() > before + 10_000, "nothing was kept out"
 kept = gc.get_freeze_count()
