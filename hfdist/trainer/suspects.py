@@ -33,17 +33,16 @@ class Skipped(NamedTuple):
         return f"its loss is not finite on data {ranks}"
 
 
-def describe(trainer: Any, skipped: list[Skipped]) -> str:
-    """What was wrong with the first, and its documents where the run has a ledger, which must be written.
+def describe(trainer: Any, skipped: list[Skipped]) -> tuple[str, ...]:
+    """Lines: what was wrong with the first, and its documents where the run has a ledger, which must be written.
 
     Call on all ranks.
     """
     first, *later = skipped
     names = on_rank_zero(partial(_name_documents, trainer, first))
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    lines = [str(first), *([f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else [])]
-    lines += [f"step {entry.step}: {entry}" for entry in later]
-    return "\n           ".join(lines)
+    read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
+    return (str(first), *read, *(f"step {entry.step}: {entry}" for entry in later))
 
 
 def quarantine_hint(trainer: Any, skipped: Skipped) -> str:

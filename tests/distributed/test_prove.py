@@ -73,7 +73,7 @@ def halve_the_gradients():
 
 
 def lose_the_cursor():
-    TokenStream.load_state_dict = lambda self, state: None
+    TokenStream.load_state_dict = lambda self, state, **options: None
 
 
 def decay_nothing():

@@ -224,14 +224,14 @@ def test_a_bug_keeps_its_traceback(script):
 
 def test_an_error_of_a_rank_other_than_0_is_not_lost(script, monkeypatch):
     monkeypatch.setenv("MODE", "one rank")
-    (code_0, text_0, _), (code_1, text_1, _) = run_two_ranks(script, cwd=script.parent)
+    (code_0, text_0, _), (code_1, text_1, _) = run_two_ranks(script, "strategy=ddp", cwd=script.parent)
     assert (code_0, text_0) == (0, "")
     assert (code_1, text_1) == (3, "[rank 1] Data error: no rows here\n")
 
 
 def test_with_a_process_group_the_failing_rank_speaks_and_goes_at_once(script, monkeypatch):
     monkeypatch.setenv("MODE", "group")
-    _, (code_1, text_1, _) = run_two_ranks(script, cwd=script.parent)
+    _, (code_1, text_1, _) = run_two_ranks(script, "strategy=ddp", cwd=script.parent)
     assert code_1 == 3
     assert "[rank 1] Data error: no rows here\n" in text_1
     assert "Traceback" not in text_1
