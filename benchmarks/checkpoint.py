@@ -39,7 +39,7 @@ from benchmarks.checkpoint_savers import (
 from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
-from hfdist.checkpoint.exchange import gather_json
+from hfdist.collectives import gather_json
 from hfdist.testing.launch import run_ranks
 
 NUM_RANKS = 2

@@ -69,8 +69,8 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hfdist.config.data import DataConfig
-    from hfdist.data.corpus import cache_dir
-    from hfdist.models.gguf import convert_gguf
+    from hfdist.data.documents.corpus import cache_dir
+    from hfdist.models.hub.gguf import convert_gguf
     from tests.smollm2 import find_smollm2
 
     converted = convert_gguf(find_smollm2(), cache_dir(DataConfig()), key="model.name")
@@ -126,7 +126,7 @@ def _examples(tokenizer: Any, options: argparse.Namespace) -> Any:
 
     from hfdist.config.data import ChatConfig, DataConfig, RowFormat, SourceConfig, SourceKind
     from hfdist.data import open_corpus
-    from hfdist.data.encoders import Encoders
+    from hfdist.data.tokenization.encoders import Encoders
 
     source = SourceConfig(kind=SourceKind.docstrings)
     ((_, shard),) = open_corpus(DataConfig(sources={"docstrings": source}, format=RowFormat.auto)).shards

@@ -16,10 +16,10 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
-from hfdist.models.loss_head import choose_loss
+from hfdist.models.loss.head import choose_loss
 from hfdist.models.recompute import keep_expensive
 
 OURS = "hfdist"

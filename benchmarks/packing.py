@@ -24,13 +24,13 @@ from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
-from hfdist.data.collate import collate
-from hfdist.data.cursor import Place
+from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import Fate
 from hfdist.data.packing import sequence
 from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
 from hfdist.data.packing.windows import best_fit
-from hfdist.data.portion import Portion
-from hfdist.data.records import Fate
+from hfdist.data.sources.document_batch import Portion
+from hfdist.data.stream.collate import collate
 
 LENGTHS = (2048, 8192)
 LANES = 48

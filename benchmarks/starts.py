@@ -53,8 +53,8 @@ def stop_behind_the_first_step(marks: Marks) -> Any:
 
 def start_hfdist(marks: Marks, folder: str) -> None:
     """The steps of recipes/pretrain.py."""
-    from hfdist.config.command import quick_imports
-    from hfdist.config.compose import compose_config
+    from hfdist.config.cli.command import quick_imports
+    from hfdist.config.composition.compose import compose_config
 
     config = compose_config([
         "model=tiny", "strategy=single", "data.workers=0", f"data.sequence_length={SEQUENCE_TOKENS}",
@@ -66,8 +66,7 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     with quick_imports():
         from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
         from hfdist.strategies.select import select_strategy
-        from hfdist.trainer.arguments import build_arguments
-        from hfdist.trainer.session import (
+        from hfdist.trainer.run.builder import (
             build_data,
             build_trainer,
             find_max_steps,
@@ -76,6 +75,7 @@ def start_hfdist(marks: Marks, folder: str) -> None:
             prepare_run,
             train,
         )
+        from hfdist.trainer.run.training_arguments import build_arguments
     marks.end("imports")
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)

@@ -11,7 +11,7 @@ from hfdist.version import __version__
 if TYPE_CHECKING:
     from hfdist.optim.muon import MuonWithAdamW
     from hfdist.strategies.select import make_strategy
-    from hfdist.trainer.metrics import Generation
+    from hfdist.trainer.evaluation.metrics import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
@@ -27,7 +27,7 @@ __all__ = [
 
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
-    "Generation": "hfdist.trainer.metrics",
+    "Generation": "hfdist.trainer.evaluation.metrics",
     "MuonWithAdamW": "hfdist.optim.muon",
     "Trainer": "hfdist.trainer.trainer",
     "Watch": "hfdist.watch.callback",

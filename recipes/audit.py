@@ -6,7 +6,7 @@ python recipes/audit.py run=runs/demo step=120 text=full
 
 import sys
 
-from hfdist.config.audit import AuditRequest, audit_recipe
+from hfdist.config.cli.audit import AuditRequest, audit_recipe
 from hfdist.config.run import RunConfig
 
 
@@ -14,7 +14,7 @@ from hfdist.config.run import RunConfig
 def main(request: AuditRequest, config: RunConfig) -> None:
     """Open the run's data, ledger and checkpoints, and print what was asked for."""
     # Imported here, so that --help and a misspelt key need no torch.
-    from hfdist.trainer.audit import describe_step, open_past_run, prove_once
+    from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
 
     run = open_past_run(request.run, config)
     if request.step is None:

@@ -3,7 +3,7 @@
 accelerate launch --config_file conf/launch/cpu_2.yaml recipes/finetune.py strategy=ddp model.name=ID data=...
 """
 
-from hfdist.config.command import quick_imports, recipe
+from hfdist.config.cli.command import quick_imports, recipe
 from hfdist.config.run import RunConfig
 
 
@@ -16,8 +16,7 @@ def main(config: RunConfig) -> None:
 
         check_fields(config.model)
         from hfdist.strategies.select import select_strategy
-        from hfdist.trainer.arguments import build_arguments
-        from hfdist.trainer.session import (
+        from hfdist.trainer.run.builder import (
             build_data,
             build_trainer,
             find_max_steps,
@@ -26,6 +25,7 @@ def main(config: RunConfig) -> None:
             prepare_run,
             train,
         )
+        from hfdist.trainer.run.training_arguments import build_arguments
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)

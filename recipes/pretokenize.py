@@ -3,7 +3,7 @@
 python recipes/pretokenize.py data=files 'data.sources.files.path="/texts/*.parquet"' data.workers=8 run.name=texts
 """
 
-from hfdist.config.command import recipe
+from hfdist.config.cli.command import recipe
 from hfdist.config.run import RunConfig
 
 
@@ -14,11 +14,11 @@ def main(config: RunConfig) -> None:
     from pathlib import Path
 
     from hfdist.data import cache_dir, open_corpus
-    from hfdist.data.chat.template import adopt_template
-    from hfdist.data.pretokenize import pretokenize, say_what_was_made
+    from hfdist.data.pretokenize.pretokenize import pretokenize, say_what_was_made
+    from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer
     from hfdist.topology import Topology
-    from hfdist.trainer.logs import set_up_logging
+    from hfdist.trainer.reporting.logs import set_up_logging
 
     set_up_logging(Topology())
     corpus = open_corpus(config.data)

@@ -5,7 +5,7 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy
 
 from pathlib import Path
 
-from hfdist.config.command import quick_imports, recipe
+from hfdist.config.cli.command import quick_imports, recipe
 from hfdist.config.run import RunConfig
 
 
@@ -14,7 +14,7 @@ def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
     # Imported here, so that --help and what the command has checked by now need no torch.
     with quick_imports():
-        from hfdist.trainer.proof import conclude, prepare_proof
+        from hfdist.verify.parity_runs import conclude, prepare_proof
 
     proof = prepare_proof(config)
     train_small(proof.layout)
@@ -27,9 +27,7 @@ def train_small(config: RunConfig) -> None:
     with quick_imports():
         from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
         from hfdist.strategies.select import select_strategy
-        from hfdist.trainer.arguments import build_arguments
-        from hfdist.trainer.proof import ARCHITECTURE, small_architecture
-        from hfdist.trainer.session import (
+        from hfdist.trainer.run.builder import (
             build_data,
             build_trainer,
             find_max_steps,
@@ -37,6 +35,8 @@ def train_small(config: RunConfig) -> None:
             open_run,
             prepare_run,
         )
+        from hfdist.trainer.run.training_arguments import build_arguments
+        from hfdist.verify.parity_runs import ARCHITECTURE, small_architecture
 
     topology, batch = prepare_run(config)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.trainer.metrics import GROUP
+from hfdist.trainer.evaluation.metrics import GROUP
 
 
 def install_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, **functions: str) -> None:

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from benchmarks.growth.traffic import CountCollectives, socket_bytes
-from hfdist.checkpoint.exchange import gather_json
-from hfdist.trainer import saving
+from hfdist.collectives import gather_json
+from hfdist.trainer.checkpointing import checkpointer
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
 _LARGEST_SMALL = 100_000
@@ -180,7 +180,7 @@ def _save_twice(trainer: Any, costs: Costs) -> None:
         if dist.is_initialized():
             dist.barrier()
         begin = time.process_time()
-        saving.save(trainer)
+        checkpointer.save(trainer)
         trainer.saving.saver.wait()
         costs.checkpoint_cpu_seconds = time.process_time() - begin
         (report,) = trainer.saving.saver.take_reports()

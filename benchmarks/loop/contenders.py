@@ -29,12 +29,12 @@ from benchmarks.loop.work import (
     make_optimizer,
     make_schedule,
 )
-from hfdist.config.compose import compose_config
-from hfdist.config.preflight import plan_run
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.strategies.select import select_strategy
-from hfdist.trainer.arguments import build_arguments
-from hfdist.trainer.session import RunData, build_data, build_trainer, find_max_steps, open_run, prepare_run, train
+from hfdist.trainer.run.builder import RunData, build_data, build_trainer, find_max_steps, open_run, prepare_run, train
+from hfdist.trainer.run.training_arguments import build_arguments
 
 BARE, OURS, RECIPE = "bare loop", "hfdist.Trainer", "hfdist, whole recipe"
 TRANSFORMERS, ACCELERATE, LIGHTNING = "transformers.Trainer", "accelerate loop", "Lightning"

@@ -1,6 +1,6 @@
 """Checkpoints by parameter name: plain safetensors and JSON that any layout can write and read."""
 
-from hfdist.checkpoint.background import Saver
+from hfdist.checkpoint.async_saver import Saver
 from hfdist.checkpoint.folder import find_newest
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state

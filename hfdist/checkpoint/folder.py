@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint.exchange import on_all_ranks, on_rank_zero, rank, world_size
-from hfdist.checkpoint.layout import share_out
 from hfdist.checkpoint.manifest import (
     NO_MANIFEST,
     DamagedError,
@@ -22,7 +20,9 @@ from hfdist.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
-from hfdist.checkpoint.plan import TRAINING_STATE
+from hfdist.checkpoint.save_plan import TRAINING_STATE
+from hfdist.checkpoint.save_planner import share_out
+from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from hfdist.checkpoint.exchange import on_all_ranks, rank, world_size
 from hfdist.checkpoint.manifest import DamagedError, inside, read_manifest
+from hfdist.collectives import on_all_ranks, rank, world_size
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.exchange import on_all_ranks
-from hfdist.checkpoint.layout import Region, TensorId, TensorSpec, merge_specs, shorten
+from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
-from hfdist.checkpoint.tensorfile import DTYPES, Entry
+from hfdist.checkpoint.safetensors_io import DTYPES, Entry
+from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
+from hfdist.checkpoint.save_planner import Region, TensorId, TensorSpec, merge_specs, shorten
 from hfdist.checkpoint.write import INDEX_FILE, STATE_FILE
+from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
 
 
@@ -107,7 +107,7 @@ def _open(path: Path) -> _Saved:
     entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
     for file_name in manifest.files:
         if file_name.startswith(f"{OPTIMIZER_STEM}-"):
-            for name, entry in tensorfile.read_header(inside(path, file_name)).items():
+            for name, entry in safetensors_io.read_header(inside(path, file_name)).items():
                 parameter, _, key = name.rpartition("/")
                 entries[parameter, key] = entry
     return _Saved(entries=entries, numbers=numbers, state=state)
@@ -117,7 +117,7 @@ def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
     if INDEX_FILE not in manifest.files:
         is_adapter = f"{ADAPTER_STEM}.safetensors" in manifest.files
         stem = ADAPTER_STEM if is_adapter else MODEL_STEM
-        return tensorfile.read_header(_listed(path, manifest, f"{stem}.safetensors"))
+        return safetensors_io.read_header(_listed(path, manifest, f"{stem}.safetensors"))
     index = read_json(_listed(path, manifest, INDEX_FILE))
     try:
         weight_map = {str(name): str(file_name) for name, file_name in index["weight_map"].items()}
@@ -125,7 +125,7 @@ def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
         raise DamagedError("index", "the index of the weights is damaged", where=path / INDEX_FILE) from error
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):
-        entries |= tensorfile.read_header(_listed(path, manifest, file_name))
+        entries |= safetensors_io.read_header(_listed(path, manifest, file_name))
     wrong = [
         name
         for name in sorted(weight_map.keys() | entries.keys())
@@ -202,7 +202,7 @@ def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpe
 
 
 def _show(entry: Entry) -> str:
-    return f"{tensorfile.DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
+    return f"{safetensors_io.DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
 
 
 @torch.no_grad()
@@ -217,7 +217,7 @@ def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
             # A view that cannot be flattened in place is read through a copy.
             elements = piece.view.detach().reshape(-1)
             begin = entry.begin + piece.start * entry.dtype.itemsize
-            tensorfile.read_elements(opened[entry.path], begin, entry.dtype, elements)
+            safetensors_io.read_elements(opened[entry.path], begin, entry.dtype, elements)
             if elements.data_ptr() != piece.view.data_ptr():
                 piece.view.detach().copy_(elements.view(piece.view.shape))
 

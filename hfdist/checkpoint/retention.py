@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.checkpoint.exchange import rank
 from hfdist.checkpoint.folder import list_checkpoints, remove, step_of, temporary
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.read import read_state
+from hfdist.collectives import rank
 from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

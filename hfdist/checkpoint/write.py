@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint import folder as folders
-from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.exchange import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file, list_files
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.plan import MODEL_STEM, TRAINING_STATE, Plan, Planner, Slot
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.share import write_share
+from hfdist.checkpoint.save_plan import MODEL_STEM, TRAINING_STATE, Plan, Planner, Slot
+from hfdist.checkpoint.shard_writer import write_share
+from hfdist.collectives import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError, ResourceError
 
 STATE_FILE = f"{TRAINING_STATE}/state.json"
@@ -197,7 +197,7 @@ def _lay_out(folder: Path, plan: Plan, write_model_files: Callable[[Path], objec
         write_model_files(folder)
         for name, file_plan in plan.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            tensorfile.create(folder / name, file_plan)
+            safetensors_io.create(folder / name, file_plan)
         if plan.index is not None:
             (folder / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
 

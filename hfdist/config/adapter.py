@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfdist.config.limits import limited
+from hfdist.config.ranges import limited
 
 ALL_LINEAR = "all-linear"
 """A target: every linear layer but the head."""

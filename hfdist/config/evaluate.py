@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hfdist.config.limits import limited
+from hfdist.config.ranges import limited
 
 
 class Chat(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hfdist.config.limits import LIMIT, Limit, limited
+from hfdist.config.ranges import LIMIT, Limit, limited
 
 AUTO = "auto"
 _PROCESSES = Limit(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hfdist.config.limits import limited
+from hfdist.config.ranges import limited
 
 TRACKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from hfdist.config.limits import LIMIT, Limit
+from hfdist.config.ranges import LIMIT, Limit
 from hfdist.config.run import RunConfig
 
 ANY_NAME = "*"

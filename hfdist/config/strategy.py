@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hfdist.config.limits import limited
 from hfdist.config.pipeline import ONE_F_ONE_B, Balance, Schedule
+from hfdist.config.ranges import limited
 from hfdist.topology import Degrees
 
 

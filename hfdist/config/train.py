@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hfdist.config.limits import limited
+from hfdist.config.ranges import limited
 
 
 class Precision(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfdist.config.limits import limited
+from hfdist.config.ranges import limited
 
 
 @dataclass(kw_only=True)

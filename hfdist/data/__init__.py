@@ -1,12 +1,12 @@
 """Text to token sequences, in an order that does not depend on the number of processes."""
 
-from hfdist.data.corpus import Corpus, cache_dir, open_corpus
-from hfdist.data.cursor import Cursor
-from hfdist.data.heldout import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
-from hfdist.data.ledger import LEDGER, Ledger
-from hfdist.data.report import PoolReport, describe_losses, report
-from hfdist.data.steps import count_steps
-from hfdist.data.stream import TokenStream
+from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
+from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
+from hfdist.data.order.cursor import Cursor
+from hfdist.data.stream.count_steps import count_steps
+from hfdist.data.stream.ledger import LEDGER, Ledger
+from hfdist.data.stream.report import PoolReport, describe_losses, report
+from hfdist.data.stream.token_stream import TokenStream
 
 __all__ = [
     "LEDGER",

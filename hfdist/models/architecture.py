@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hfdist.config.model import Attention, Init, ModelConfig
 from hfdist.errors import ConfigError
-from hfdist.models.hub import reading_from_hub
+from hfdist.models.hub.client import reading_from_hub
 
 
 def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTrainedConfig:

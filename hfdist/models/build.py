@@ -12,9 +12,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
-from hfdist.models.hub import reading_from_hub
+from hfdist.models.hub.client import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.trained import Trained
+from hfdist.models.trainable.parameters import Trained
 
 Cut = Callable[[PreTrainedModel], None]
 """Leaves this rank's part in a whole model, in place."""

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from hfdist.config.model import ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
-from hfdist.models.hub import reading_from_hub
-from hfdist.models.start import find_tokenizer
+from hfdist.models.hub.client import reading_from_hub
+from hfdist.models.hub.resolve import find_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hfdist.config.pipeline import Schedule
-from hfdist.pipeline.link import Link, relay
-from hfdist.pipeline.orders import plan, receive_early
-from hfdist.pipeline.parcel import Header
+from hfdist.pipeline.actions import plan, receive_early
+from hfdist.pipeline.p2p import Link, relay
+from hfdist.pipeline.preserve_state import unchanged
 from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Stage
+from hfdist.pipeline.stage_io import Header
+from hfdist.pipeline.stage_module import View
 from hfdist.pipeline.timeline import Recorder
-from hfdist.pipeline.unchanged import unchanged
-from hfdist.pipeline.view import View
 
 Batch = dict[str, torch.Tensor]
 Signature = tuple[tuple[str, str], ...]

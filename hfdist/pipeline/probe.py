@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.errors import HfdistError
-from hfdist.pipeline.cut import Cut
-from hfdist.pipeline.link import Link
-from hfdist.pipeline.parcel import Carry, Parcel, unpack
-from hfdist.pipeline.unchanged import unchanged
-from hfdist.pipeline.view import View
+from hfdist.pipeline.p2p import Link
+from hfdist.pipeline.preserve_state import unchanged
+from hfdist.pipeline.split import Cut
+from hfdist.pipeline.stage_io import Carry, Parcel, unpack
+from hfdist.pipeline.stage_module import View
 
 
 @dataclass(frozen=True)

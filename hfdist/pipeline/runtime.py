@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hfdist.pipeline.link import Link
-from hfdist.pipeline.orders import Instruction, Operation
+from hfdist.pipeline.actions import Instruction, Operation
+from hfdist.pipeline.p2p import Link
 from hfdist.pipeline.stage import Stage, Tensors
 from hfdist.pipeline.timeline import Action, Recorder
 

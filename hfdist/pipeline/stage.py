@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hfdist.pipeline.halves import backward_inputs
-from hfdist.pipeline.parcel import Header, unpack
+from hfdist.pipeline.split_backward import backward_inputs
+from hfdist.pipeline.stage_io import Header, unpack
+from hfdist.pipeline.stage_module import View
 from hfdist.pipeline.timeline import Action, Recorder
-from hfdist.pipeline.view import View
 
 Tensors = tuple[torch.Tensor, ...]
 

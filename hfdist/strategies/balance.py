@@ -10,15 +10,15 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from hfdist.checkpoint.exchange import gather_json
+from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
 from hfdist.config.pipeline import Balance
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
-from hfdist.pipeline.costs import costs_by_flops, costs_by_parameters
-from hfdist.pipeline.partition import Costs, explicit, partition
-from hfdist.pipeline.timing import costs_by_time
-from hfdist.pipeline.view import Block
+from hfdist.pipeline.partitioning.costs import costs_by_flops, costs_by_parameters
+from hfdist.pipeline.partitioning.partition import Costs, explicit, partition
+from hfdist.pipeline.partitioning.profile import costs_by_time
+from hfdist.pipeline.stage_module import Block
 
 logger = logging.getLogger(__name__)
 

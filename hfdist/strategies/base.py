@@ -14,7 +14,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize
 from hfdist.optim.probe import Reach
-from hfdist.strategies.step_record import StepRecord
+from hfdist.strategies.schedule_trace import StepRecord
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]

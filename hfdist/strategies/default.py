@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.strategies.base import Batch, Defaults
-from hfdist.strategies.step_record import StepRecord
+from hfdist.strategies.schedule_trace import StepRecord
 
 
 class DefaultEngine:

@@ -20,19 +20,19 @@ from hfdist.errors import DataError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.cut import Cut, cut_model
 from hfdist.pipeline.gradients import sum_gradients, total_norm
-from hfdist.pipeline.link import Link, device_of
+from hfdist.pipeline.p2p import Link, device_of
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
-from hfdist.pipeline.view import refuse_call
+from hfdist.pipeline.split import Cut, cut_model
+from hfdist.pipeline.stage_module import refuse_call
 from hfdist.strategies import pieces_replicated
 from hfdist.strategies.balance import choose_stages
 from hfdist.strategies.base import Batch, Defaults, Shares
+from hfdist.strategies.infer_stage_io import Settled, settle
 from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.microbatches import split_batch
-from hfdist.strategies.settle import Settled, settle
-from hfdist.strategies.step_record import StepRecord
+from hfdist.strategies.schedule_trace import StepRecord
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)

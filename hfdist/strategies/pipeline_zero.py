@@ -14,8 +14,8 @@ import torch.distributed as dist
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
-from hfdist.checkpoint.exchange import gather_json
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.batch import BatchPlan, plan_batch
-from hfdist.config.checks_layout import check_layout
+from hfdist.config.checks.layout import check_layout
+from hfdist.config.cli.uncaught import report_uncaught
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.config.uncaught import report_uncaught
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology

@@ -19,27 +19,28 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.checkpoint import Keep, restore_random_state
-from hfdist.checkpoint.exchange import gather_json
+from hfdist.collectives import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
-from hfdist.models.loss_head import LossHead
+from hfdist.models.loss.head import LossHead
 from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
-from hfdist.trainer import saving, trl_trainers
-from hfdist.trainer.agreement import Agreement
-from hfdist.trainer.construction import adapt_accelerator, arguments_by_name, build_engine
-from hfdist.trainer.convention import ask, names_of_labels
-from hfdist.trainer.dealing import CountingCollator, dealing_each_once
-from hfdist.trainer.evaluation import Measure, dealt_batches, evaluate, evaluating
-from hfdist.trainer.greedy import Forward
-from hfdist.trainer.guards import check_has_logits, check_has_trained, check_trainer
-from hfdist.trainer.history import drop_old
-from hfdist.trainer.loss import Convention, num_input_tokens
-from hfdist.trainer.micro_batch import loss_of, weighted_mean
-from hfdist.trainer.numerics import Limits, StepGuard, spread
+from hfdist.trainer import trl_trainers
+from hfdist.trainer.checkpointing import checkpointer
+from hfdist.trainer.checkpointing.log_history import drop_old
+from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine
+from hfdist.trainer.evaluation.generation import Forward
+from hfdist.trainer.evaluation.loop import Measure, dealt_batches, evaluate, evaluating
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, StepGuard, spread
+from hfdist.trainer.fault_tolerance.rank_flags import Agreement
 from hfdist.trainer.optimizers import Optimizers
-from hfdist.trainer.step import LeanStep, make_lean_step
-from hfdist.trainer.throughput import Throughput
+from hfdist.trainer.reporting.throughput import Throughput
+from hfdist.trainer.step.lean_step import LeanStep, make_lean_step
+from hfdist.trainer.step.loss import Convention, num_input_tokens
+from hfdist.trainer.step.loss_convention import ask, names_of_labels
+from hfdist.trainer.step.micro_batch import loss_of, weighted_mean
+from hfdist.trainer.step.sharded_dataloader import CountingCollator, dealing_each_once
+from hfdist.trainer.validation import check_has_logits, check_has_trained, check_trainer
 from hfdist.watch import watches_among
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class DistributedTrainerMixin(_Trainer):
         """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
         self.save_in_background = True
         """Whether training goes on from a copy in memory while a checkpoint is written."""
-        self.saving: saving.Saving | None = None
+        self.saving: checkpointer.Saving | None = None
         self._lean_step: LeanStep | None = None
         self._predicts = False
         """Whether an evaluation loop is to keep what the model gives."""
@@ -98,7 +99,7 @@ class DistributedTrainerMixin(_Trainer):
             check_trainer(self, self.engine)
             self._optimizers = Optimizers(self)
             trl_trainers.adapt(self, self.engine)
-            self.agreement.listeners.append(saving.SaveListener(self))
+            self.agreement.listeners.append(checkpointer.SaveListener(self))
             self.add_callback(self.agreement)
 
     # ---- setting up ----
@@ -177,7 +178,7 @@ class DistributedTrainerMixin(_Trainer):
         more = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*more)
-        with saving.arguments_of(Path(resume_from_checkpoint), self.args):
+        with checkpointer.arguments_of(Path(resume_from_checkpoint), self.args):
             begun = super()._init_training_state(*more)
         # Of this training, where the original goes on with those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -196,9 +197,9 @@ class DistributedTrainerMixin(_Trainer):
         self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = make_lean_step(self, self.model_wrapped, *inherited)
-        self.saving = saving.Saving(self, in_background=self.save_in_background)
+        self.saving = checkpointer.Saving(self, in_background=self.save_in_background)
         if came_from is not None:
-            saving.restore(self, came_from)
+            checkpointer.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):
             # A run that was killed before its first checkpoint may have written for it.
             self.train_dataset.cut_ledger()
@@ -221,13 +222,13 @@ class DistributedTrainerMixin(_Trainer):
             CheckpointError: there is nothing to go on from, or it is damaged or another program's.
         """
         if resume_from_checkpoint and self.engine is not None:
-            resume_from_checkpoint = saving.find_start(self, resume_from_checkpoint)
-        with saving.settled(self):
+            resume_from_checkpoint = checkpointer.find_start(self, resume_from_checkpoint)
+        with checkpointer.settled(self):
             return super().train(resume_from_checkpoint, *more, **named)
 
     def _finalize_training(self, *more: Any, **named: Any) -> Any:
         """As the original, once nothing is being saved: its last line and `on_train_end` come behind all others."""
-        saving.wait(self)
+        checkpointer.wait(self)
         return super()._finalize_training(*more, **named)
 
     # ---- the step ----
@@ -303,7 +304,7 @@ class DistributedTrainerMixin(_Trainer):
                 if all(gather_json(self.train_dataset.has_ended)):
                     check_has_trained(self.state.global_step)
                     self.control.should_training_stop = True
-                    self.control.should_save = self.args.save_strategy != "no" and not saving.is_saved(self)
+                    self.control.should_save = self.args.save_strategy != "no" and not checkpointer.is_saved(self)
                     return [], num_items
                 samples, num_items = read()
         self.throughput.add(sum(num_input_tokens(batch) for batch in samples) * self.strategy.topology.data_size)
@@ -395,9 +396,9 @@ class DistributedTrainerMixin(_Trainer):
             super()._save_checkpoint(model, trial)
             return
         with self.throughput.paused():
-            saving.save(self)
-            if saving.is_awaited(self):
-                saving.wait(self)
+            checkpointer.save(self)
+            if checkpointer.is_awaited(self):
+                checkpointer.wait(self)
 
     def save_model(self, *given: Any, **named: Any) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
@@ -406,7 +407,7 @@ class DistributedTrainerMixin(_Trainer):
             return
         output_dir = named.get("output_dir", given[0] if given else None)
         with self._optimizers.evaluating(self.engine):
-            saving.export(self, Path(str(output_dir or self.args.output_dir)))
+            checkpointer.export(self, Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.
@@ -417,7 +418,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             super()._load_best_model()
         else:
-            saving.restore_best(self)
+            checkpointer.restore_best(self)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called once the batches of an epoch that were done are skipped, which draws random numbers."""

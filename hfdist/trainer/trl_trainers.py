@@ -19,12 +19,12 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from hfdist.checkpoint.exchange import gather_json
+from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.models.packing import keeps_documents_apart
+from hfdist.models.probing.document_masking import keeps_documents_apart
 from hfdist.strategies.base import Engine, Strategy
-from hfdist.trainer.loss import Convention
+from hfdist.trainer.step.loss import Convention
 
 logger = logging.getLogger(__name__)
 

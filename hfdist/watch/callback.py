@@ -13,9 +13,9 @@ from torch import distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from hfdist.checkpoint.exchange import gather_json, rank, world_size
+from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.watch.beat import ENDING, EVALUATING, SAVING, STARTING, Progress
+from hfdist.watch.heartbeat import ENDING, EVALUATING, SAVING, STARTING, Progress
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 

@@ -18,9 +18,9 @@ import socket
 import threading
 from typing import Protocol
 
-from hfdist.checkpoint.exchange import gather_json, rank, world_size
-from hfdist.watch.beat import Beat
-from hfdist.watch.verdict import Verdict
+from hfdist.collectives import gather_json, rank, world_size
+from hfdist.watch.diagnosis import Verdict
+from hfdist.watch.heartbeat import Beat
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16

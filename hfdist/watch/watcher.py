@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfdist.watch import stacks
-from hfdist.watch.beat import Beat, Progress
+from hfdist.watch.diagnosis import Heard, Verdict, beat_seconds, find_left, find_lost, find_stalled
+from hfdist.watch.heartbeat import Beat, Progress
 from hfdist.watch.store import BeatStore
-from hfdist.watch.verdict import Heard, Verdict, beat_seconds, find_left, find_lost, find_stalled
 
 logger = logging.getLogger(__name__)
 

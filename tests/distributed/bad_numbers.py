@@ -13,9 +13,9 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
-from hfdist.trainer import session
+from hfdist.trainer.run import builder
 from recipes.pretrain import main
 from tests.distributed.runs import SMALL
 
@@ -127,7 +127,7 @@ class _Messages(logging.Handler):
 
 def _run(config, faults):
     messages = _Messages()
-    build, compute_loss = session.build_trainer, transformers.Trainer.compute_loss
+    build, compute_loss = builder.build_trainer, transformers.Trainer.compute_loss
 
     def build_with_faults(*arguments):
         trainer = build(*arguments)
@@ -143,7 +143,7 @@ def _run(config, faults):
             loss = loss if kind is Kind.flipped_bit else _break_loss(kind, loss)
         return loss
 
-    session.build_trainer, transformers.Trainer.compute_loss = build_with_faults, compute_loss_with_faults
+    builder.build_trainer, transformers.Trainer.compute_loss = build_with_faults, compute_loss_with_faults
     main.__wrapped__(config)
     return messages.texts
 

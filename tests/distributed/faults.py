@@ -15,11 +15,11 @@ from pathlib import Path
 import deepspeed  # noqa: F401  # inherited by every rank, which else takes seconds
 import psutil
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER
 from hfdist.topology import read_launcher
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
 from tests.distributed.kills import newest_whole
 from tests.distributed.lives import LONGEST_SECONDS, Life

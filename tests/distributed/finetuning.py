@@ -15,8 +15,8 @@ from typing import NamedTuple
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hfdist.strategies.select
-import hfdist.trainer.session  # noqa: F401  # inherited by every rank, which else takes seconds
-from hfdist.config.compose import compose_config
+import hfdist.trainer.run.builder  # noqa: F401  # inherited by every rank, which else takes seconds
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
 from recipes.finetune import main
 from tests.distributed.runs import eval_losses, losses

@@ -24,14 +24,14 @@ import pyarrow.parquet as pq
 import torch
 
 from hfdist.checkpoint import verify
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER
-from hfdist.data.ledger import read_records
+from hfdist.data.stream.ledger import read_records
 from hfdist.errors import CheckpointError
 from hfdist.testing import run_ranks
-from hfdist.trainer.audit import open_past_run, prove_once
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.lives import Life, Victim, assert_gone
 from tests.distributed.runs import SMALL, eval_losses, losses
 

@@ -15,7 +15,7 @@ import transformers
 
 from hfdist.config.pipeline import Schedule
 from hfdist.config.train import Precision
-from hfdist.trainer.certificate import BOUNDS, Row, compare_runs
+from hfdist.verify.parity import BOUNDS, Row, compare_runs
 from tests.distributed.runs import pretrain
 
 BOUND = BOUNDS[Precision.fp32]

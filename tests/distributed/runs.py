@@ -6,9 +6,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
 
 # A model and steps small enough for a second; everything else is the shipped config on the embedded corpus.

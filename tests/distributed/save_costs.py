@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hfdist
 from hfdist.checkpoint import read_checkpoint, verify, write_checkpoint
-from hfdist.checkpoint.exchange import gather_json
 from hfdist.checkpoint.piece import STEP, Piece
+from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
 
 NUM_RANKS = 4

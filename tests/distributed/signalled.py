@@ -12,7 +12,7 @@ from pathlib import Path
 from hfdist.config.run import RunConfig
 from hfdist.errors import HfdistError, PreemptedError
 from hfdist.topology import read_launcher
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
 from tests.distributed.faults import (
     LAYOUTS,

@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from hfdist.config.train import Precision
-from hfdist.trainer.certificate import BOUNDS, compare_runs
+from hfdist.verify.parity import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
 
 pytestmark = pytest.mark.distributed

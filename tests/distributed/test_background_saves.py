@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hfdist.checkpoint import Keep, Saver, verify
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT, Piece
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks
 from recipes.pretrain import main

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, restore_random_state, verify, write_checkpoint
-from hfdist.checkpoint.exchange import gather_json, on_all_ranks
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+from hfdist.collectives import gather_json, on_all_ranks
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.testing import RankFailed, run_ranks
 

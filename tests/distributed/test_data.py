@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
-from hfdist.data.audit.ledger import batches_of_steps
-from hfdist.trainer.audit import describe_step, open_past_run, prove_once
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.verify.audit.ledger import batches_of_steps
+from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
 from tests.unit.data.corpora import texts
 

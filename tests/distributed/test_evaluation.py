@@ -10,11 +10,11 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by ev
 from safetensors.torch import load_file
 
 import hfdist.strategies.select  # noqa: F401  # as above
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from hfdist.trainer.callbacks import METRICS, read_metrics
-from hfdist.trainer.samples import SAMPLES
-from hfdist.trainer.steplines import read_lines
+from hfdist.trainer.evaluation.samples import SAMPLES
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.jsonl import read_lines
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.packages import install_metrics
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
 from recipes import finetune, pretrain
 from tests.distributed.runs import eval_losses, losses

@@ -8,8 +8,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hfdist.strategies.select
-import hfdist.trainer.session  # noqa: F401  # as above
-from hfdist.config.compose import compose_config
+import hfdist.trainer.run.builder  # noqa: F401  # as above
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks
 from recipes.finetune import main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.topology import Topology
-from hfdist.trainer import lm_eval
-from hfdist.trainer.callbacks import METRICS, read_metrics
-from hfdist.trainer.measures import check_named
+from hfdist.trainer.evaluation import lm_eval
+from hfdist.trainer.evaluation.evaluators import check_named
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL, pretrain
 
 IS_THERE = importlib.util.find_spec(lm_eval.PACKAGE) is not None

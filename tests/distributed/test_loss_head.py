@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.models import chunked_loss
+from hfdist.models.loss import chunked
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed
@@ -29,8 +29,8 @@ def whole(tmp_path_factory, cache_dir):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Several chunks of a micro batch, of which the last is smaller."""
-    monkeypatch.setitem(chunked_loss.CHUNK_LOGITS, "cpu", 50 * 1024)
-    monkeypatch.setattr(chunked_loss, "LEAST_ROWS", 1)
+    monkeypatch.setitem(chunked.CHUNK_LOGITS, "cpu", 50 * 1024)
+    monkeypatch.setattr(chunked, "LEAST_ROWS", 1)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hfdist
 from hfdist.checkpoint import verify
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import NumericsError
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.audit import describe_step, open_past_run
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.verify.audit.run import describe_step, open_past_run
 from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
 from tests.distributed.kills import newest_whole
 from tests.distributed.runs import SMALL, losses, weights

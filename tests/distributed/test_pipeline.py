@@ -3,7 +3,7 @@
 import pytest
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.trainer.certificate import compare_runs
+from hfdist.verify.parity import compare_runs
 from tests.distributed.parity import BOUND, Case, all_cases, run_case, run_single
 
 pytestmark = pytest.mark.distributed

@@ -16,10 +16,10 @@ from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts, find_blocks
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.cut import cut_model
-from hfdist.pipeline.link import Link
+from hfdist.pipeline.p2p import Link
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
+from hfdist.pipeline.split import cut_model
 from hfdist.pipeline.timeline import Recorder
 from hfdist.testing import run_ranks
 from tests.unit.pipeline import toys

@@ -11,7 +11,7 @@ import hfdist
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.testing import run_ranks
-from hfdist.trainer.callbacks import TimelineDrawer
+from hfdist.trainer.reporting.callbacks import TimelineDrawer
 
 pytestmark = pytest.mark.distributed
 

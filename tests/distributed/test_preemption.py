@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from hfdist.config.compose import compose_config
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.config.composition.compose import compose_config
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.kills import newest_whole
 from tests.distributed.lives import Life, assert_gone
 from tests.distributed.runs import SMALL, losses, pretrain

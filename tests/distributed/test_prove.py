@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.strategies import pipeline
 from hfdist.strategies.default import DefaultEngine
@@ -164,12 +164,12 @@ def test_the_run_on_one_process_says_why_it_failed(tmp_path, cache_dir, capfd):
 
 
 def break_the_other_process():
-    from hfdist.trainer import proof
+    from hfdist.verify import parity_runs
 
-    original = proof._train_single
+    original = parity_runs._train_single
 
     def with_a_missing_checkpoint(config, recipe):
         config.checkpoint.resume = str(recipe)
         original(config, recipe)
 
-    proof._train_single = with_a_missing_checkpoint
+    parity_runs._train_single = with_a_missing_checkpoint

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
-from hfdist.trainer.audit import open_past_run, prove_once
-from hfdist.trainer.callbacks import METRICS, read_metrics
-from hfdist.trainer.run_lock import LOCK
-from hfdist.trainer.steplines import earlier
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.jsonl import earlier
+from hfdist.trainer.run.run_lock import LOCK
+from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.unit.checkpoint.pieces import edit_manifest
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hfdist.checkpoint import verify
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
 from tests.distributed.layout_changes import change_checkpoint
 from tests.distributed.lives import Life

@@ -17,7 +17,7 @@ from hfdist.models.initialize import initialize_by_name
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.topology import Degrees, Topology
-from hfdist.trainer.arguments import build_arguments, check_further_arguments
+from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer import history as trainer_history
-from hfdist.trainer.model_files import RenderedModelFiles
+from hfdist.trainer.checkpointing import log_history as trainer_history
+from hfdist.trainer.checkpointing.model_files import RenderedModelFiles
 from tests.distributed.test_trainer import (
     LENGTH,
     STEPS,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint.exchange import gather_json
+from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
 from hfdist.watch import stacks
 
@@ -38,7 +38,7 @@ def wait_for_each_other(path):
 
 def test_the_collective_that_has_not_finished_is_named(tmp_path):
     told, _ = run_ranks(wait_for_each_other, 2, tmp_path / "watch" / "rank-0.txt")
-    assert told["in"].startswith("all_gather of checkpoint/exchange.py:")
+    assert told["in"].startswith("all_gather of collectives.py:")
     assert told["after"] is None
     text = (tmp_path / "watch" / "rank-0.txt").read_text()
     assert "in gather_json" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hfdist.config.command import recipe
+from hfdist.config.cli.command import recipe
 from hfdist.errors import NumericsError
 from hfdist.testing.launch import _serve_store, _store
 

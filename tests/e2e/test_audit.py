@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.data.records import RECORD
+from hfdist.data.order.records import RECORD
 from tests.e2e.forked import run_forked
 from tests.e2e.test_command_line import ROOT, run, watched  # noqa: F401
 from tests.e2e.test_pretokenize import SMALL

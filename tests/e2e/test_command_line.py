@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfdist.config.command import RANK_0_PRINTS_SECONDS
+from hfdist.config.cli.command import RANK_0_PRINTS_SECONDS
 
 pytestmark = pytest.mark.e2e
 
@@ -162,7 +162,7 @@ def test_two_ranks_with_the_same_mistake_print_one_message(tmp_path):
 
 SCRIPT = """
 import os, sys
-from hfdist.config.command import recipe
+from hfdist.config.cli.command import recipe
 from hfdist.errors import DataError
 
 @recipe()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.models.start import find_start
+from hfdist.models.hub.resolve import find_start
 from tests.e2e.test_launch import ROOT, lines, run
 from tests.hub_server import User
 from tests.hub_server.fixtures import hub  # noqa: F401

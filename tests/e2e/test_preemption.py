@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from hfdist.trainer.callbacks import METRICS, read_metrics
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.e2e.test_launch import LAUNCH, RECIPE, ROOT, SMALL
 
 pytestmark = pytest.mark.e2e

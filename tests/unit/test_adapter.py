@@ -9,13 +9,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hfdist.checkpoint import read_checkpoint
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import Trained, build_model, find_architecture
-from hfdist.models.adapter_config import check_adapter, reads_weights
-from hfdist.models.freeze import freeze_by_name
+from hfdist.models.trainable.adapter_config import check_adapter, reads_weights
+from hfdist.models.trainable.freeze import freeze_by_name
 from hfdist.strategies.pieces_replicated import list_pieces
-from hfdist.trainer.adapter_files import adapter_pieces, write_adapter_config
+from hfdist.trainer.checkpointing.adapter_files import adapter_pieces, write_adapter_config
 
 SMALL = LlamaConfig(
     vocab_size=100,

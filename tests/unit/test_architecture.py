@@ -74,7 +74,7 @@ def test_ranks_are_read_in_one_place(source):
 
 def test_the_config_system_loads_no_torch():
     code = (
-        "import sys, hfdist, hfdist.config.command, hfdist.config.run, hfdist.topology\n"
+        "import sys, hfdist, hfdist.config.cli.command, hfdist.config.run, hfdist.topology\n"
         "heavy = {'torch', 'transformers', 'datasets', 'deepspeed', 'accelerate'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from hfdist.checkpoint import write_checkpoint
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
-from hfdist.trainer.callbacks import METRICS
-from hfdist.trainer.certificate import BOUNDS, FLOOR, certify, compare
+from hfdist.trainer.reporting.callbacks import METRICS
+from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
 
 STEPS = 3
 

@@ -6,7 +6,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import default_data_collator
 
 from hfdist.topology import Degrees, Topology
-from hfdist.trainer.dealing import Blank, CountedRows, CountingCollator, DealtBatches
+from hfdist.trainer.step.sharded_dataloader import Blank, CountedRows, CountingCollator, DealtBatches
 
 
 def dealt(num_rows, micro_batch_size, data_size):

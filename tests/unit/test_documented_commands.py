@@ -6,9 +6,9 @@ import shlex
 import pytest
 import yaml
 
-from hfdist.config.compose import compose_config
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.launch import AUTO
-from hfdist.config.preflight import plan_run
 from tests.unit.config.shipped import CONF
 
 ROOT = CONF.parent

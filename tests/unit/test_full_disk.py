@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState
 
-from hfdist.data.ledger import _append
+from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
-from hfdist.trainer.callbacks import METRICS, MetricsWriter
-from hfdist.trainer.finish import _report_losses
-from hfdist.trainer.model_files import _save_tokenizer
+from hfdist.trainer.checkpointing.model_files import _save_tokenizer
+from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter
+from hfdist.trainer.run.end_of_run import _report_losses
 
 
 @pytest.fixture

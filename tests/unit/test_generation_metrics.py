@@ -8,7 +8,7 @@ import torch
 
 import hfdist
 from hfdist.errors import ConfigError
-from hfdist.trainer.metrics import compute, exact_match, load_metrics, word_f1
+from hfdist.trainer.evaluation.metrics import compute, exact_match, load_metrics, word_f1
 from tests.packages import install_metrics
 
 SOURCE = """

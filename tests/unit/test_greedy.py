@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.errors import ConfigError
 from hfdist.topology import Topology
-from hfdist.trainer.greedy import Limits, continue_prompts, next_tokens
+from hfdist.trainer.evaluation.generation import Limits, continue_prompts, next_tokens
 
 TINY = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

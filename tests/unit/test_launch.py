@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hfdist import launch
-from hfdist.config import ending
+from hfdist.config.cli import process_end
 from hfdist.errors import ConfigError, PeerError
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,8 +68,8 @@ def test_a_bug_keeps_its_traceback(tmp_path, capfd):
 
 
 def leave_a_folder(folder):
-    ending.group_size = lambda: 1
-    with ending.ending():
+    process_end.group_size = lambda: 1
+    with process_end.ending():
         note(folder, multiprocessing.util.get_temp_dir())
 
 

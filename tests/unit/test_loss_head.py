@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
-from hfdist.models.loss_head import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.loss.head import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.testing import run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -2,7 +2,7 @@
 
 import torch
 
-from hfdist.trainer.loss import Convention
+from hfdist.trainer.step.loss import Convention
 
 LABELS = torch.tensor([[1, 2, -100, 4], [-100, -100, 5, 6]])
 

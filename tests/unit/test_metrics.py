@@ -7,8 +7,8 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.callbacks import METRICS, MetricsWriter, read_metrics
-from hfdist.trainer.steplines import earlier
+from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, read_metrics
+from hfdist.trainer.reporting.jsonl import earlier
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 

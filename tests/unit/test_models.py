@@ -9,7 +9,7 @@ from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.blocks import compile_blocks, find_blocks
 from hfdist.models.flops import flops_per_token, measure_size, num_parameters
-from hfdist.models.packing import keeps_documents_apart
+from hfdist.models.probing.document_masking import keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20

@@ -9,14 +9,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor
 from transformers.training_args import OptimizerNames
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
+from hfdist.optim.registry import check_optimizer, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
-from hfdist.trainer.named_optimizers import check_optimizer, values_per_weight
 from hfdist.trainer.optimizers import OwnOptimizer, check, check_steps_all, describe
 
 
@@ -228,7 +228,7 @@ def test_settings_are_those_of_the_class():
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr("hfdist.trainer.named_optimizers.find_spec", lambda module: None)
+    monkeypatch.setattr("hfdist.optim.registry.find_spec", lambda module: None)
     for name, package in (("paged_lion_8bit", "bitsandbytes"), ("adamw_torch_4bit", "torchao"),
                           ("stable_adamw", "torch-optimi"), ("ademamix", "bitsandbytes")):  # fmt: skip
         assert refusal(f"optimizer.name={name}").hint == f"pip install {package}"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError, DataError
-from hfdist.trainer import session
+from hfdist.trainer.run import builder
 from recipes.pretrain import main
 
 
@@ -25,8 +25,8 @@ def test_the_old_run_comes_last(overrides, kind, where, tmp_path, monkeypatch):
         raise CheckpointError("the config has changed")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_check_resume", compare)
-    monkeypatch.setattr(session, "set_up_logging", lambda topology: None)
+    monkeypatch.setattr(builder, "_check_resume", compare)
+    monkeypatch.setattr(builder, "set_up_logging", lambda topology: None)
     (tmp_path / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 200)
     given = ["model=tiny", "data=texts.jsonl", "data.cache_dir=cache", "data.eval_fraction=0", "run.dir=run"]
     with pytest.raises(kind) as caught:

@@ -11,10 +11,10 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.signals import forward_to_rank
-from hfdist.trainer import preemption
-from hfdist.trainer.agreement import Agreement
-from hfdist.trainer.preemption import Preemption
+from hfdist.data.stream.worker_signals import forward_to_rank
+from hfdist.trainer.fault_tolerance import preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
+from hfdist.trainer.fault_tolerance.rank_flags import Agreement
 from tests.unit.data.corpora import files_config, tokenizer, write_txt
 
 FORK = get_context("fork")

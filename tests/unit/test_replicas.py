@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from hfdist.testing import run_ranks
-from hfdist.trainer.numerics import Limits, Tally, spread
-from hfdist.trainer.replicas import Difference, find_differences, sum_bits, vote
-from hfdist.trainer.suspects import Skipped
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, Tally, spread
+from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
+from hfdist.trainer.fault_tolerance.skipped_step import Skipped
 
 
 def test_a_majority_names_the_rank():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.testing import run_ranks
-from hfdist.trainer.restart import agree_on_start, start_group_under_torchrun
+from hfdist.trainer.fault_tolerance.process_group import agree_on_start, start_group_under_torchrun
 
 
 def start(port, world_size):

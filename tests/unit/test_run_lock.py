@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 
 from hfdist.errors import ConfigError
-from hfdist.trainer.run_lock import LOCK, RunLock
+from hfdist.trainer.run.run_lock import LOCK, RunLock
 
 QUICK = {"beat_seconds": 0.05, "silent_seconds": 0.5, "dying_seconds": 0.5}
 

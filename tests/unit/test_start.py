@@ -13,8 +13,8 @@ RUN = """
 with quick_imports():
     from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
     from hfdist.strategies.select import select_strategy
-    from hfdist.trainer.arguments import build_arguments
-    from hfdist.trainer.session import build_data, build_trainer, locate_model, prepare_run, train
+    from hfdist.trainer.run.training_arguments import build_arguments
+    from hfdist.trainer.run.builder import build_data, build_trainer, locate_model, prepare_run, train
 """
 
 # Of one process, so that both meet the same machine and the same caches: what the libraries cost, then hfdist on top.
@@ -26,7 +26,7 @@ def spend(code):
     return time.process_time() - begin, sorted(set(sys.modules) - before)
 spent = {{
     "config": spend("import hfdist.config, hfdist.topology"),
-    "recipe": spend("from hfdist.config.command import quick_imports; import recipes.pretrain"),
+    "recipe": spend("from hfdist.config.cli.command import quick_imports; import recipes.pretrain"),
     "libraries": spend("with quick_imports(): from transformers import Trainer, TrainingArguments"),
     "run": spend({RUN!r}),
     "strategy": spend("from hfdist.strategies.replicated import ReplicatedStrategy"),
@@ -81,7 +81,7 @@ def test_it_costs_a_fraction_of_the_libraries(spent):
 
 KEPT = """
 import gc
-from hfdist.config.command import quick_imports
+from hfdist.config.cli.command import quick_imports
 before = gc.get_freeze_count()
 with quick_imports():
     assert not gc.isenabled()

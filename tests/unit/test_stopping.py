@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 
 from hfdist.config.evaluate import EvaluateConfig
-from hfdist.config.limits import LIMIT
-from hfdist.trainer.history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
-from hfdist.trainer.stopping import num_without_improvement
+from hfdist.config.ranges import LIMIT
+from hfdist.trainer.checkpointing.log_history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
+from hfdist.trainer.evaluation.early_stopping import num_without_improvement
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ STEP = {
 
 @pytest.mark.parametrize("name", STEP)
 def test_the_original_step_asks_for_nothing_else(name):
-    """`trainer/step.py` does the same without these questions."""
+    """`trainer/step/lean_step.py` does the same without these questions."""
     source = inspect.getsource(getattr(transformers.Trainer, name))
     assert set(re.findall(r"self\.(\w+)", source)) == STEP[name]
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from hfdist.watch import stacks
-from hfdist.watch.beat import EVALUATING, SAVING, STARTING, Beat, Progress
 from hfdist.watch.callback import is_broken_connection
+from hfdist.watch.diagnosis import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
+from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Beat, Progress
 from hfdist.watch.store import HostedStore, JoinedStore, open_store
-from hfdist.watch.verdict import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
 from hfdist.watch.watcher import Watcher
 
 HEARTBEAT_SECONDS = 60.0

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.cut import Cut, cut_model
-from hfdist.pipeline.link import Link
-from hfdist.pipeline.parcel import CARRIES, Carry
+from hfdist.pipeline.p2p import Link
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.probe import probe
+from hfdist.pipeline.split import Cut, cut_model
+from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.pipeline.timeline import Recorder
 from tests.zoo.models import tiny_batch, tiny_model
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from hfdist.config.pipeline import ONE_F_ONE_B
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.cut import cut_model
 from hfdist.pipeline.gradients import sum_gradients
+from hfdist.pipeline.split import cut_model
+from hfdist.strategies.infer_stage_io import settle
 from hfdist.strategies.mesh import build_mesh
-from hfdist.strategies.settle import settle
 from hfdist.testing import run_ranks
 from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_batch, tiny_model

@@ -9,10 +9,10 @@ from torch import nn
 
 from hfdist.config.pipeline import Schedule
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.cut import cut_model
-from hfdist.pipeline.parcel import Absent
+from hfdist.pipeline.split import cut_model
+from hfdist.pipeline.stage_io import Absent
+from hfdist.strategies.infer_stage_io import settle
 from hfdist.strategies.mesh import build_mesh
-from hfdist.strategies.settle import settle
 from hfdist.topology import Topology
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (

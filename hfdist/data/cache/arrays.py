@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hfdist.data.files import write_atomically
+from hfdist.data.cache.files import write_atomically
 
 _HASH_BYTES = 16
 # Larger ones are mapped: a corpus may have more files than a process may have mappings.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hfdist.data.cursor import Place
+from hfdist.data.order.cursor import Place
+from hfdist.data.packing.packing_buffer import Share, Waiting
 from hfdist.data.packing.sequence import Sequence, Shape
-from hfdist.data.packing.waiting import Share, Waiting
-from hfdist.data.portion import Portion
+from hfdist.data.sources.document_batch import Portion
 
 # Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128

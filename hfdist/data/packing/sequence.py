@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hfdist.data.cursor import Place
-from hfdist.data.records import NO_RECORDS, Records, join
+from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import NO_RECORDS, Records, join
 
 IGNORED = -100
 """Label of a position that is not a target."""

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfdist.data.cursor import Place
-from hfdist.data.order import permutation
-from hfdist.data.packing.fit import Integers, Pieces, fit
+from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import RECORD, Records, join
+from hfdist.data.order.shuffle import permutation
+from hfdist.data.packing.best_fit import Integers, Pieces, fit
+from hfdist.data.packing.fill import Arrangement, make_sequences
 from hfdist.data.packing.sequence import Sequence, Shape, without_tokens
-from hfdist.data.packing.whole import Arrangement, make_sequences
-from hfdist.data.portion import Portion
-from hfdist.data.records import RECORD, Records, join
+from hfdist.data.sources.document_batch import Portion
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.

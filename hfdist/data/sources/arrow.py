@@ -25,7 +25,7 @@ from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.whole import whole_file
+from hfdist.data.storage.verified_file import whole_file
 
 # A file is a stream between a mark of eight bytes and a footer.
 _FILE_MARK = b"ARROW1\0\0"

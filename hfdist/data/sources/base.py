@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.portion import TokenColumns
+from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.contents import digests_of, is_in_identity, part_bytes
 from hfdist.data.storage.datafile import DataFile
 from hfdist.errors import DataError, ResourceError

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from hfdist.data.files import digest_of
+from hfdist.data.cache.files import digest_of
 from hfdist.data.sources.base import BadRow, damage, rows_held_at_once
 from hfdist.data.sources.columns import check_schema, hash_table, one_array, texts_at
 from hfdist.data.sources.rows import RowReader

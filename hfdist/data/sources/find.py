@@ -17,13 +17,13 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.text import TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
-from hfdist.data.storage.at_once import map_at_once
 from hfdist.data.storage.contents import MOST_BYTES, read_contents
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.identity import identify_all
 from hfdist.data.storage.localfile import LocalFile
+from hfdist.data.storage.thread_map import map_at_once
 from hfdist.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")

@@ -26,7 +26,7 @@ from hfdist.data.sources.columns import Pick, Picked, check_schema, one_array, t
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.unpack import expands_too_much
 from hfdist.data.storage.datafile import DataFile
-from hfdist.data.storage.whole import whole_file
+from hfdist.data.storage.verified_file import whole_file
 
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.

@@ -13,7 +13,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from hfdist.data.cache.arrays import load_array, save_array
-from hfdist.data.files import write_atomically
+from hfdist.data.cache.files import write_atomically
 from hfdist.data.sources.base import ContentError, local_identity
 from hfdist.data.storage.datafile import DataFile
 

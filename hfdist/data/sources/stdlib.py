@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.data import RowFormat
-from hfdist.data.files import write_once
+from hfdist.data.cache.files import write_once
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.rows import RowReader

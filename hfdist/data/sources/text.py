@@ -13,7 +13,7 @@ from hfdist.data.sources.base import BadRow, decode_text, local_identity, spans_
 from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.whole import whole_file
+from hfdist.data.storage.verified_file import whole_file
 
 MOST_DOCUMENT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hfdist.data.portion import TokenColumns
 from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
+from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.contents import MOST_BYTES, digests_of, read_contents
 from hfdist.data.storage.localfile import LocalFile
 from hfdist.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ import pyarrow as pa
 from hfdist.data.sources.base import ContentError, damage
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.whole import check_here, whole_file
+from hfdist.data.storage.verified_file import check_here, whole_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

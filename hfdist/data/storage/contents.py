@@ -12,11 +12,11 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from hfdist.data.cache.arrays import load_array, save_array
-from hfdist.data.storage.at_once import map_at_once
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.identity import SAMPLE_BYTES
 from hfdist.data.storage.localfile import LocalFile
-from hfdist.data.storage.whole import whole_file
+from hfdist.data.storage.thread_map import map_at_once
+from hfdist.data.storage.verified_file import whole_file
 
 Contents = NDArray[np.uint64]
 """XXH3 of each part, in order; the same on every machine. Shape [parts]."""

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from fsspec.spec import AbstractFileSystem
 
-from hfdist.config.addresses import check_address, redact, scheme_of, without_query
+from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.localfile import LocalFile

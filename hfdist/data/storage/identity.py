@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from hfdist.data.files import write_atomically
-from hfdist.data.storage.at_once import map_at_once
+from hfdist.data.cache.files import write_atomically
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.remotefile import READ_AHEAD_BYTES, RemoteFile
+from hfdist.data.storage.thread_map import map_at_once
 from hfdist.errors import DataError
 
 # One request each.

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 from fsspec import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
-from hfdist.config.addresses import redact, scheme_of
+from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.data.storage.retries import Retries
 from hfdist.errors import DataError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.config.addresses import redact
+from hfdist.config.checks.urls import redact
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.localfile import changed
 from hfdist.data.storage.network import Details, RangeError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any, TypeVar
 
-from hfdist.config.addresses import redact
+from hfdist.config.checks.urls import redact
 from hfdist.errors import DataError, HfdistError
 
 T = TypeVar("T")

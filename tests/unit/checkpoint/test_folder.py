@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 import hfdist
-from hfdist.checkpoint import Keep, find_newest, plan, prune, read_checkpoint, read_state, verify
+from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, read_state, save_plan, verify
 from hfdist.checkpoint.manifest import MANIFEST, FormatError
 from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed, run_ranks
@@ -327,7 +327,7 @@ def tampered_index(path, change):
     ],
 )
 def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
-    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 40)
     path = save(tmp_path, 1)
     tampered_index(path, change)
     with pytest.raises(CheckpointError):

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.checkpoint.layout import CHUNK_BYTES, Region, TensorSpec, assign_writers, pack_files, share_out, shorten
+from hfdist.checkpoint.save_planner import (
+    CHUNK_BYTES,
+    Region,
+    TensorSpec,
+    assign_writers,
+    pack_files,
+    share_out,
+    shorten,
+)
 from hfdist.errors import CheckpointError
 
 

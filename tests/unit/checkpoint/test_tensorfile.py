@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hfdist.checkpoint import tensorfile
-from hfdist.checkpoint.layout import TensorSpec
-from hfdist.checkpoint.plan import Slot
-from hfdist.checkpoint.share import write_share
-from hfdist.checkpoint.tensorfile import DTYPE_NAMES
+from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.safetensors_io import DTYPE_NAMES
+from hfdist.checkpoint.save_plan import Slot
+from hfdist.checkpoint.save_planner import TensorSpec
+from hfdist.checkpoint.shard_writer import write_share
 from hfdist.errors import CheckpointError
 
 
@@ -27,8 +27,8 @@ def write(path, tensors):
         )
         for name, t in tensors.items()
     }
-    plan = tensorfile.plan_file(specs)
-    tensorfile.create(path, plan)
+    plan = safetensors_io.plan_file(specs)
+    safetensors_io.create(path, plan)
     slots = [
         Slot(
             id=(name, "weight"),
@@ -60,13 +60,13 @@ def test_the_format_s_own_library_reads_every_type(tmp_path):
 
 
 def test_ranges_are_read_and_cast(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorfile, "COPY_BYTES", 64)
+    monkeypatch.setattr(safetensors_io, "COPY_BYTES", 64)
     values = torch.arange(1000, dtype=torch.bfloat16)
     save_file({"x": values}, tmp_path / "x.safetensors")
-    entry = tensorfile.read_header(tmp_path / "x.safetensors")["x"]
+    entry = safetensors_io.read_header(tmp_path / "x.safetensors")["x"]
     out = torch.zeros(300)
     with (tmp_path / "x.safetensors").open("rb") as file:
-        tensorfile.read_elements(file.fileno(), entry.begin + 2 * 500, entry.dtype, out)
+        safetensors_io.read_elements(file.fileno(), entry.begin + 2 * 500, entry.dtype, out)
     assert torch.equal(out, values[500:800].float())
 
 
@@ -101,7 +101,7 @@ CHANGES = {
 def test_tampered_headers_are_refused(tmp_path, name):
     tampered(tmp_path / "x.safetensors", CHANGES[name])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        tensorfile.read_header(tmp_path / "x.safetensors")
+        safetensors_io.read_header(tmp_path / "x.safetensors")
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,7 +110,7 @@ def test_any_bytes_are_refused(tmp_path_factory, content, length):
     path = tmp_path_factory.mktemp("bytes") / "x"
     path.write_bytes(length.to_bytes(8, "little") + content)
     try:
-        entries = tensorfile.read_header(path)
+        entries = safetensors_io.read_header(path)
     except CheckpointError:
         return
     assert entries == {}
@@ -122,13 +122,13 @@ def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path):
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)
     with pytest.raises(CheckpointError):
-        tensorfile.read_header(path)
+        safetensors_io.read_header(path)
     path.write_bytes(b"")
     with pytest.raises(CheckpointError):
-        tensorfile.read_header(path)
+        safetensors_io.read_header(path)
     path.write_bytes((3).to_bytes(8, "little") + b"[1]")
     with pytest.raises(CheckpointError):
-        tensorfile.read_header(path)
+        safetensors_io.read_header(path)
 
 
 def test_deep_nesting_is_refused(tmp_path):
@@ -136,4 +136,4 @@ def test_deep_nesting_is_refused(tmp_path):
     text = b"[" * 200_000
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError):
-        tensorfile.read_header(path)
+        safetensors_io.read_header(path)

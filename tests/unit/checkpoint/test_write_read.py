@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hfdist.checkpoint import export_model, plan, read_checkpoint, write_checkpoint
+from hfdist.checkpoint import export_model, read_checkpoint, save_plan, write_checkpoint
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError, ResourceError
@@ -38,7 +38,7 @@ def test_what_was_saved_is_read(tmp_path):
 
 
 def test_several_files_and_their_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 40)
+    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 40)
     path = save(tmp_path, 1, small_pieces())
     assert len(list(path.glob("model-*-of-00002.safetensors"))) == 2
     index = json.loads((path / "model.safetensors.index.json").read_text())
@@ -53,7 +53,7 @@ def test_several_files_and_their_index(tmp_path, monkeypatch):
 
 
 def test_transformers_reads_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 5000)
     config = LlamaConfig(
         vocab_size=40,
         hidden_size=16,

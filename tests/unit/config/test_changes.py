@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hfdist.config.changes import check_changes, find_changes
-from hfdist.config.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.diff import check_changes, find_changes
 from hfdist.errors import CheckpointError
 
 

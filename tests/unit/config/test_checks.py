@@ -5,9 +5,9 @@ from functools import reduce
 
 import pytest
 
-from hfdist.config.checks import check_config
-from hfdist.config.checks_layout import AVAILABLE_AXES
-from hfdist.config.compose import compose_config
+from hfdist.config.checks.layout import AVAILABLE_AXES
+from hfdist.config.checks.values import check_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]

@@ -8,7 +8,7 @@ import sys
 import pytest
 from hydra._internal.utils import get_args_parser
 
-from hfdist.config.command import _parse_flags, recipe
+from hfdist.config.cli.command import _parse_flags, recipe
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 

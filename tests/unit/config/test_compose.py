@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from hfdist.config.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.search_path import list_groups
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
-from hfdist.config.sources import list_groups
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF, OPTIONS, needed_overrides, primary_for
 

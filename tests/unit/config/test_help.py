@@ -1,7 +1,7 @@
 """What --help says of the keys, from the comments in conf/."""
 
-from hfdist.config.compose import compose_untyped, make_request
-from hfdist.config.help import describe, descriptions
+from hfdist.config.composition.compose import compose_untyped, make_request
+from hfdist.config.composition.help import describe, descriptions
 from hfdist.config.schema import all_keys, members
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import hfdist
-from hfdist.config.command import _parse_flags
-from hfdist.config.compose import compose_config
-from hfdist.config.preflight import check_run
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.cli.command import _parse_flags
+from hfdist.config.composition.aliases import OVERRIDES, REASONS
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys, find_key
-from hfdist.config.synonyms import OVERRIDES, REASONS
 from hfdist.errors import ConfigError, HfdistError
 from hfdist.models.architecture import check_fields
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 
 

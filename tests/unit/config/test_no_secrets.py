@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.config.compose import compose_config, to_values, to_yaml
+from hfdist.config.composition.compose import compose_config, to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 

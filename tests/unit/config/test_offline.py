@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from hfdist.config.command import recipe
-from hfdist.config.compose import compose_config
-from hfdist.config.offline import check_offline
+from hfdist.config.cli.command import recipe
+from hfdist.config.cli.offline import check_offline
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 
 

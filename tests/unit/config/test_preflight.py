@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hfdist.config.compose import compose_config
-from hfdist.config.preflight import check_run
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from hfdist import launch
-from hfdist.config import command
-from hfdist.config.preflight import plan_run
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.cli import command
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 

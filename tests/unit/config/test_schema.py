@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, reason_against
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
-from hfdist.config.synonyms import OVERRIDES, REASONS, override_for, reason_against
 from hfdist.errors import ConfigError
 from tests.unit.config.test_mistakes import outcome
 

@@ -6,11 +6,11 @@ import re
 import pytest
 import yaml
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.search_path import list_groups, list_options
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
-from hfdist.config.sources import list_groups, list_options
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import (
     CONF,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hfdist.data.cursor import Place
-from hfdist.data.portion import Portion
+from hfdist.data.order.cursor import Place
+from hfdist.data.sources.document_batch import Portion
 
 
 def in_portions(documents, size, *, epoch=0, first=0):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hfdist.data.storage.at_once import map_at_once
+from hfdist.data.storage.thread_map import map_at_once
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 1000])

@@ -9,21 +9,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hfdist.config.audit import parse_request
+from hfdist.config.cli.audit import parse_request
 from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
-from hfdist.data.audit.audit import audit
-from hfdist.data.audit.documents import PoolAudit, Rules
-from hfdist.data.audit.findings import Kind
-from hfdist.data.audit.ledger import read_ledger
-from hfdist.data.audit.steps import StepReader
-from hfdist.data.cache.tokens import TokenCache
-from hfdist.data.cursor import Place
-from hfdist.data.documents import Documents
-from hfdist.data.encoders import Encoders
-from hfdist.data.order import LaneOrder
-from hfdist.data.records import RECORD, Fate
+from hfdist.data.documents.token_cache import TokenCache
+from hfdist.data.documents.token_reader import Documents
+from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import RECORD, Fate
+from hfdist.data.order.shuffle import LaneOrder
+from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError
+from hfdist.verify.audit.documents import PoolAudit, Rules
+from hfdist.verify.audit.exactly_once import audit
+from hfdist.verify.audit.findings import Kind
+from hfdist.verify.audit.ledger import read_ledger
+from hfdist.verify.audit.steps import StepReader
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hfdist.config.data import ChatConfig, TrainOn
-from hfdist.data.chat.encode import ExampleEncoder
 from hfdist.data.sources.base import ContentError
+from hfdist.data.tokenization.chat_encoding import ExampleEncoder
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
 from tests.unit.data.chat_styles import CASES, OPEN, SHUT, STYLES, bracketed, call, chat_tokenizer, said, system, user

@@ -14,10 +14,10 @@ from pyarrow import ipc
 
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
-from hfdist.data.inventory import read_inventory
-from hfdist.data.ledger import Ledger
-from hfdist.data.pretokenize import pretokenize
+from hfdist.data.documents.inventory import read_inventory
+from hfdist.data.pretokenize.pretokenize import pretokenize
 from hfdist.data.storage import contents as contents_module
+from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
 from tests.unit.data.corpora import files_config, tokenizer
 from tests.unit.data.streams import Run, memory_config, memory_corpus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.data.deaths import Vitals, system_memory
+from hfdist.data.stream.worker_deaths import Vitals, system_memory
 from hfdist.errors import ResourceError
 from tests.unit.data.streams import memory_config, memory_corpus
 from tests.unit.data.test_stream import TokenStream, tokenizer
@@ -56,8 +56,8 @@ def test_control_groups_of_both_kinds_are_read(tmp_path, monkeypatch):
         "memory.events": "oom 3\noom_kill 2",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("hfdist.data.deaths._CGROUPS", tmp_path)
-    monkeypatch.setattr("hfdist.data.deaths._own_groups", lambda: ["1:name=x:/", "0::/"])
+    monkeypatch.setattr("hfdist.data.stream.worker_deaths._CGROUPS", tmp_path)
+    monkeypatch.setattr("hfdist.data.stream.worker_deaths._own_groups", lambda: ["1:name=x:/", "0::/"])
     assert "uses 500 MiB of 1,000 MiB, its processes killed for memory so far: 2" in system_memory()
     (tmp_path / "memory.max").write_text("max")
     assert "group" not in system_memory()
@@ -69,5 +69,5 @@ def test_control_groups_of_both_kinds_are_read(tmp_path, monkeypatch):
     }
     for name, text in texts.items():
         (tmp_path / "memory" / "job" / name).write_text(text)
-    monkeypatch.setattr("hfdist.data.deaths._own_groups", lambda: ["4:memory:/job", "0::/"])
+    monkeypatch.setattr("hfdist.data.stream.worker_deaths._own_groups", lambda: ["4:memory:/job", "0::/"])
     assert "uses 1 MiB of 1,000 MiB, its processes killed for memory so far: 1" in system_memory()

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.packing.fit import cut, fill, fit
+from hfdist.data.order.records import Fate
+from hfdist.data.packing.best_fit import cut, fill, fit
 from hfdist.data.packing.sequence import IGNORED, Shape
 from hfdist.data.packing.windows import best_fit, one_each
-from hfdist.data.portion import Document
-from hfdist.data.records import Fate
+from hfdist.data.sources.document_batch import Document
 from tests.unit.data.portions import in_portions
 
 sizes_of_documents = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 70)), min_size=1, max_size=80)

@@ -19,8 +19,8 @@ from hfdist.config.data import (
     WeightChange,
 )
 from hfdist.data import Cursor, TokenStream, open_corpus
-from hfdist.data.ledger import Ledger
-from hfdist.data.pretokenize import pretokenize
+from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.stream.ledger import Ledger
 
 GLOBAL_BATCH_SIZE = 12
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{{ eos_token }} {% endfor %}"

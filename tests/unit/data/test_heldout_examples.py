@@ -2,8 +2,8 @@
 
 import torch
 
-from hfdist.data.examples import Example, documents_of, split_document, take_examples
-from hfdist.data.heldout import HeldOutSources
+from hfdist.data.documents.held_out import HeldOutSources
+from hfdist.data.documents.prompts import Example, documents_of, split_document, take_examples
 
 _ = -100
 

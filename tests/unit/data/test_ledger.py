@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hfdist.config.data import BadRows
-from hfdist.data.ledger import Ledger, bad_rows_file, read_records, records_file
-from hfdist.data.records import RECORD, Fate
+from hfdist.data.order.records import RECORD, Fate
+from hfdist.data.stream.ledger import Ledger, bad_rows_file, read_records, records_file
 from tests.unit.data.streams import memory_config, memory_corpus
 
 LANE = 3

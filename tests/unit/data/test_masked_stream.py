@@ -10,16 +10,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfdist.config.data import BadRows, ChatConfig, DataConfig, Packing, RowFormat, SourceConfig, SourceKind, TooLong
 from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpus
-from hfdist.data.chat.encode import ExampleEncoder
-from hfdist.data.documents import Documents, open_token_cache
-from hfdist.data.encoders import Encoders
+from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.order.records import Fate
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
-from hfdist.data.pretokenize import pretokenize
-from hfdist.data.records import Fate
-from hfdist.data.tokenize import text_digest
+from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.tokenization.chat_encoding import ExampleEncoder
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
-from hfdist.trainer.preview import preview, survey
+from hfdist.trainer.run.preview import preview, survey
 from tests.unit.data.chat_styles import chat_tokenizer
 
 LENGTH = 48
@@ -226,7 +226,7 @@ def test_settings_that_change_the_targets_change_the_identity(other, tmp_path):
 def test_a_cursor_of_another_rule_of_packing_is_refused(tmp_path, monkeypatch):
     whole, ends = config_of(tmp_path), config_of(tmp_path, packing=Packing.concat)
     states = [stream_of(config).state_dict() for config in (whole, ends)]
-    monkeypatch.setattr("hfdist.data.stream.RULE", 1)
+    monkeypatch.setattr("hfdist.data.stream.token_stream.RULE", 1)
     with pytest.raises(CheckpointError, match="rules of packing have changed"):
         stream_of(whole).load_state_dict(states[0])
     # Nothing of it is in sequences that are cut end to end.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.mixture import Mixture, Phase, stride_schedule
+from hfdist.data.order.mixture import Mixture, Phase, stride_schedule
 
 weights = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.order import LaneOrder, lanes_of_rank, permutation, workers_that_fit
+from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, permutation, workers_that_fit
 
 
 @given(size=st.integers(0, 3000), key=st.integers(0, 2**40))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.cursor import Place
+from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import Fate
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Shape, ids_and_labels
 from hfdist.data.packing.windows import best_fit, one_each
-from hfdist.data.portion import Document
-from hfdist.data.records import Fate
+from hfdist.data.sources.document_batch import Document
 from hfdist.errors import CheckpointError, DataError
 from tests.unit.data.portions import columns, in_portions
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hfdist.data.portion import Document, Portion
-from hfdist.data.records import Fate
+from hfdist.data.order.records import Fate
+from hfdist.data.sources.document_batch import Document, Portion
 from hfdist.errors import DataError
 from tests.unit.data.portions import columns
 

@@ -18,13 +18,14 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from hfdist.config.data import BadRows, SourceConfig, SourceKind
-from hfdist.data import Cursor, TokenStream, open_corpus, order
-from hfdist.data.documents import Documents, open_token_cache
-from hfdist.data.encoders import Encoders
+from hfdist.data import Cursor, TokenStream, open_corpus
+from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.order import shuffle
 from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.hub import open_hub
-from hfdist.data.tokenize import encode, plain_backend, tokenizer_digest
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.tokenize import encode, plain_backend, tokenizer_digest
 from hfdist.errors import CheckpointError, DataError, ResourceError
 from tests.unit.data.corpora import (
     files_config,
@@ -197,7 +198,7 @@ class TestBarrenLanes:
 
     @pytest.fixture
     def stream(self, config, monkeypatch):
-        monkeypatch.setattr(order, "_LARGEST_BLOCK_ROWS", 64)
+        monkeypatch.setattr(shuffle, "_LARGEST_BLOCK_ROWS", 64)
         config.lanes = 4
         return TokenStream(open_corpus(config), tokenizer(), config)
 

@@ -7,11 +7,11 @@ import pytest
 
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import open_corpus
-from hfdist.data.corpus import Origin
+from hfdist.data.documents.corpus import Origin
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.hub import open_hub
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.tokenize import encode
+from hfdist.data.tokenization.tokenize import encode
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import (
     WRITERS,

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hfdist.config.addresses import redact
+from hfdist.config.checks.urls import redact
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.identity import identify, identify_all

@@ -11,11 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from hfdist.config.data import Packing, WeightChange
-from hfdist.data import Cursor, TokenStream, build_held_out, loader, report
-from hfdist.data.audit.totals import Totals
-from hfdist.data.records import Fate
-from hfdist.data.tokenize import encode, text_digest
+from hfdist.data import Cursor, TokenStream, build_held_out, report
+from hfdist.data.order.records import Fate
+from hfdist.data.stream import loader
+from hfdist.data.tokenization.tokenize import encode, text_digest
 from hfdist.errors import CheckpointError, ConfigError
+from hfdist.verify.audit.totals import Totals
 from tests.unit.data.corpora import texts, tokenizer
 from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 
@@ -146,7 +147,7 @@ def test_second_epochs_and_second_runs_tokenize_nothing(tmp_path, monkeypatch):
     def refuse(self, texts):
         raise AssertionError("it tokenizes again")
 
-    monkeypatch.setattr("hfdist.data.tokenize.Encoder.encode", refuse)
+    monkeypatch.setattr("hfdist.data.tokenization.tokenize.Encoder.encode", refuse)
     for _ in range(5):
         first.step()
     # Other lanes and another seed read other blocks: tokens are kept by row.
@@ -384,7 +385,8 @@ class TestWithoutTheTrainer:
 
     def test_workers_that_do_not_divide_the_lanes_are_refused(self, corpus, config, monkeypatch):
         # What torch says in a worker. Real ones that fail are waited for by it, five seconds each.
-        monkeypatch.setattr("hfdist.data.stream.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=5))
+        worker = SimpleNamespace(id=0, num_workers=5)
+        monkeypatch.setattr("hfdist.data.stream.token_stream.get_worker_info", lambda: worker)
         with pytest.raises(ConfigError, match="do not divide the lanes"):
             next(iter(TokenStream(corpus, tokenizer(), config)))
 

@@ -11,18 +11,18 @@ import pytest
 
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind, TooLong
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.corpus import Pool
-from hfdist.data.cursor import Place, Progress
-from hfdist.data.documents import Documents, open_token_cache
-from hfdist.data.encoders import Encoders
-from hfdist.data.lane import open_lanes
-from hfdist.data.order import LaneOrder
+from hfdist.data.documents.corpus import Pool
+from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.order.cursor import Place, Progress
+from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
-from hfdist.data.portion import Portion
-from hfdist.data.pretokenize import pretokenize
-from hfdist.data.together import Together
-from hfdist.data.walk import Walk
+from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.sources.document_batch import Portion
+from hfdist.data.stream.document_iterator import Walk
+from hfdist.data.stream.lane import open_lanes
+from hfdist.data.stream.multi_lane import Together
+from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import DataError, HfdistError
 from tests.unit.data.corpora import texts, tokenizer
 

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from hfdist.data.cache.tokens import TokenCache, shard_key
+from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.sources.base import TokenRow
 
 LARGE = 1 << 30
@@ -202,7 +202,7 @@ def locked(path):
 
 @pytest.mark.parametrize("hinder", [full_disk, locked])
 def test_what_cannot_be_written_costs_one_warning(path, hinder, caplog, monkeypatch):
-    monkeypatch.setattr("hfdist.data.cache.tokens._BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("hfdist.data.documents.token_cache._BUSY_SECONDS", 0.05)
     cache = TokenCache(path, max_bytes=LARGE)
     cache.put(KEY, rows_of([1]))
     free = hinder(path)

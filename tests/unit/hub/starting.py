@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.models import build_model, find_architecture, load_tokenizer
-from hfdist.models.hub import Patience
-from hfdist.models.start import find_start
+from hfdist.models.hub.client import Patience
+from hfdist.models.hub.resolve import find_start
 
 QUICK = Patience(first_wait_seconds=0.01)
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from hfdist.config.compose import compose_config
+from hfdist.config.composition.compose import compose_config
 from hfdist.data import PoolReport
-from hfdist.trainer.card import Exported, public_values, write_card
+from hfdist.trainer.export.model_card import Exported, public_values, write_card
 
 LINES = [
     {"step": 0, "eval_loss": 3.5},

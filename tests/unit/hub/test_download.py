@@ -10,10 +10,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.start import find_start
+from hfdist.models.hub.resolve import find_start
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology
-from hfdist.trainer.logs import set_up_logging
+from hfdist.trainer.reporting.logs import set_up_logging
 from tests.hub_server import BadBytes, Cut, Slow, Status, User
 from tests.unit.hub.starting import QUICK, assert_same_weights, begin, configure
 

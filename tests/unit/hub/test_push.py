@@ -4,8 +4,8 @@ import pytest
 
 from hfdist.config.export import ExportConfig
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.hub import Patience
-from hfdist.trainer.push import check_push, push
+from hfdist.models.hub.client import Patience
+from hfdist.trainer.export.push_to_hub import check_push, push
 from tests.hub_server import Cut, Status, User
 from tests.hub_server.models import write_model
 from tests.unit.hub.starting import QUICK

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.cut import Cut, cut_model
-from hfdist.pipeline.parcel import Carry, Header, Parcel, unpack
+from hfdist.pipeline.split import Cut, cut_model
+from hfdist.pipeline.stage_io import Carry, Header, Parcel, unpack
 
 
 class Loopback:

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.costs import costs_by_flops, costs_by_parameters, parameters_of
+from hfdist.pipeline.partitioning.costs import costs_by_flops, costs_by_parameters, parameters_of
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import make_toy
 

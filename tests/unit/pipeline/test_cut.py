@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.cut import Removed, cut_model
-from hfdist.pipeline.parcel import CARRIES
+from hfdist.pipeline.split import Removed, cut_model
+from hfdist.pipeline.stage_io import CARRIES
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import EMBEDDING, HIDDEN, THIRDS, make_toy
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfdist.pipeline.halves import backward_inputs
+from hfdist.pipeline.split_backward import backward_inputs
 
 
 class Case:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.orders import Instruction, Operation, plan, receive_early
+from hfdist.pipeline.actions import Instruction, Operation, plan, receive_early
 from hfdist.pipeline.schedule import rank_of_stage
 
 KINDS = [

@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hfdist.pipeline.parcel import CARRIES, Absent, Carry, Header, Outputs, Parcel, TensorMeta, unpack
+from hfdist.pipeline.stage_io import CARRIES, Absent, Carry, Header, Outputs, Parcel, TensorMeta, unpack
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
 PARCELS = {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.errors import ConfigError, PartitionError
-from hfdist.pipeline.partition import Costs, explicit, partition
+from hfdist.pipeline.partitioning.partition import Costs, explicit, partition
 
 
 def loop(num_ranks, stages_per_rank):

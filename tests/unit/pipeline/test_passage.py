@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hfdist.errors import PartitionError
-from hfdist.pipeline.parcel import Absent, Carry, Outputs, Parcel
-from hfdist.pipeline.passage import Passage, Place, StageEnd
+from hfdist.pipeline.stage_forward import Passage, Place, StageEnd
+from hfdist.pipeline.stage_io import Absent, Carry, Outputs, Parcel
 
 HIDDEN = torch.ones(2, 3, 4)
 SENT = torch.full((2, 3, 4), 5.0, requires_grad=True)

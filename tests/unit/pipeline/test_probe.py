@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hfdist.pipeline.parcel import CARRIES, Carry
 from hfdist.pipeline.probe import probe
+from hfdist.pipeline.stage_io import CARRIES, Carry
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import Loopback, cut_stages
 from tests.unit.pipeline.toys import HALVES, HIDDEN, LAST, NEEDED, QUARTERS, REFUSED, THIRDS, make_toy, toy_batch

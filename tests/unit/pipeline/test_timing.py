@@ -9,8 +9,8 @@ from torch import nn
 
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.partition import partition
-from hfdist.pipeline.timing import costs_by_time
+from hfdist.pipeline.partitioning.partition import partition
+from hfdist.pipeline.partitioning.profile import costs_by_time
 from tests.zoo.models import tiny_model
 
 CPU = torch.device("cpu")

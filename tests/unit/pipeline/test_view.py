@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.parcel import Parcel
-from hfdist.pipeline.view import View
+from hfdist.pipeline.stage_io import Parcel
+from hfdist.pipeline.stage_module import View
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import cut_stages, staged_step, whole_step
 from tests.unit.pipeline.toys import (

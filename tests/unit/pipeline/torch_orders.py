@@ -6,7 +6,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.orders import plan
+from hfdist.pipeline.actions import plan
 from hfdist.pipeline.schedule import rank_of_stage
 
 CLASSES = {

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.parcel import Carry, Outputs
+from hfdist.pipeline.stage_io import Carry, Outputs
 
 
 class ToyConfig(PreTrainedConfig):

@@ -1,0 +1,1 @@
+"""What config values must satisfy, alone, together, and on this machine."""

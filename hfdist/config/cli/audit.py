@@ -1,0 +1,143 @@
+"""The command line of `recipes/audit.py`: which run, and which of its steps. A run's config is not to be overridden."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfdist.config.cli.command import INTERRUPTED, stop_everywhere
+from hfdist.config.cli.offline import FLAG, go_offline
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError, HfdistError
+from hfdist.topology import read_launcher
+
+_HELP = """\
+Prove from a run's ledger that it read every document as often as planned, or show what a step was made of.
+
+python recipes/audit.py run=runs/NAME                    the proof; exit code 3 where it fails
+python recipes/audit.py run=runs/NAME step=120           the documents behind optimizer step 120 (the first is 1)
+python recipes/audit.py run=runs/NAME step=120 text=full ... with all the text that the step read
+
+run=FOLDER        a run's folder, with config.yaml, ledger and checkpoints
+step=N            a whole number >= 1
+text=short|full   how much text to show of each piece of a document; default: short
+--offline         open no connection to the Hub
+"""
+_KEYS = ("run", "step", "text")
+_TEXTS = ("short", "full")
+_CONFIG = "config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRequest:
+    """What is to be audited."""
+
+    run: Path
+    """A run's folder."""
+    step: int | None = None
+    """As the Trainer counts them: the first is 1; None: the whole run."""
+    shows_all_text: bool = False
+
+
+def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[], None]:
+    """Make `main(request, config of the run)` a command that ends with a documented exit code."""
+
+    @functools.wraps(main)
+    def command() -> None:
+        try:
+            arguments = sys.argv[1:]
+            if {"-h", "--help"} & {*arguments}:
+                sys.stdout.write(_HELP)
+                return
+            if FLAG in arguments:
+                go_offline()
+            request = parse_request([argument for argument in arguments if argument != FLAG])
+            main(request, compose_config(name=_CONFIG, extra_dir=request.run))
+        except HfdistError as error:
+            stop_everywhere(error)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+    return command
+
+
+def parse_request(arguments: Sequence[str]) -> AuditRequest:
+    """Read the command line.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, no such run, or several processes.
+    """
+    values = dict(map(_parse, arguments))
+    if "run" not in values:
+        raise ConfigError("which run?", where=COMMAND_LINE, allowed="run=FOLDER", hint="run=runs/NAME")
+    if "text" in values and "step" not in values:
+        raise ConfigError("text is shown of a step only", where=f"text ({COMMAND_LINE})", hint="step=1 text=full")
+    num_processes = read_launcher().world_size
+    if num_processes > 1:
+        raise ConfigError(
+            "an audit takes one process",
+            where="accelerate launch",
+            found=f"{num_processes} processes",
+            hint=f"python recipes/audit.py {' '.join(arguments)}",
+        )
+    return AuditRequest(
+        run=_find_run(values["run"]),
+        step=_parse_step(values["step"]) if "step" in values else None,
+        shows_all_text=_parse_text(values.get("text", "short")) == "full",
+    )
+
+
+def _parse(argument: str) -> tuple[str, str]:
+    name, equals, value = argument.partition("=")
+    key = name.lstrip("-")
+    if name in _KEYS and value:
+        return name, value
+    near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
+    raise ConfigError(
+        "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`",
+        where=COMMAND_LINE,
+        found=argument,
+        allowed="run=FOLDER, step=N, text=short|full, --help, --offline; other keys are those of the run, and stay",
+        hint=f"{near[0]}={value or '...'}" if near else "--help",
+    )
+
+
+def _find_run(value: str) -> Path:
+    run = Path(value).expanduser()
+    if (run / f"{_CONFIG}.yaml").is_file():
+        return run
+    others = sorted(path.parent.name for path in run.parent.glob(f"*/{_CONFIG}.yaml"))
+    near = difflib.get_close_matches(run.name, others, n=1, cutoff=0.5)
+    raise ConfigError(
+        "there is no such run",
+        where=f"run ({COMMAND_LINE})",
+        found=value,
+        allowed=f"a folder with {_CONFIG}.yaml" + (f": {', '.join(others[:20])} in {run.parent}" if others else ""),
+        hint=f"run={run.parent / near[0]}" if near else None,
+    )
+
+
+def _parse_step(value: str) -> int:
+    if value.isdecimal() and int(value) >= 1:
+        return int(value)
+    raise ConfigError(
+        "this is no step",
+        where=f"step ({COMMAND_LINE})",
+        found=value,
+        allowed="a whole number >= 1, as in step=120",
+    )
+
+
+def _parse_text(value: str) -> str:
+    if value in _TEXTS:
+        return value
+    near = difflib.get_close_matches(value, _TEXTS, n=1, cutoff=0.0)
+    raise ConfigError(
+        "no such value", where=f"text ({COMMAND_LINE})", found=value, allowed=", ".join(_TEXTS), hint=f"text={near[0]}"
+    )

@@ -1,0 +1,309 @@
+"""The command line of a recipe: flags, composing, and the one place where errors become a message and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import hydra
+
+# Private, and the one thing taken from there: Hydra's flags must mean here what they mean everywhere.
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.cli.offline import FLAG, check_offline, go_offline
+from hfdist.config.cli.process_end import ending, group_size
+from hfdist.config.composition.aliases import override_for, reason_against
+from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
+from hfdist.config.composition.help import describe
+from hfdist.config.composition.hydra_errors import Request
+from hfdist.config.composition.search_path import searching
+from hfdist.config.launch import AUTO
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import find_key, nearest_key
+from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
+from hfdist.topology import read_launcher
+
+INTERRUPTED = 130
+RANK_0_PRINTS_SECONDS = 5.0
+"""How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
+
+_IMPORTED_BY_A_RANK = "__mp_main__"
+"""Name under which multiprocessing imports the script that has started a process: the script must not start again."""
+_PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
+
+
+def recipe(
+    primary: str = "pretrain", *, takes_ranks: bool = True
+) -> Callable[[Callable[[RunConfig], None]], Callable[[], None]]:
+    """Make `main(config)` a command that is configured from the command line.
+
+    Where `launch.processes` asks for several processes, `main` runs in each of them. They import the module of `main`
+    anew, and get the config from this process.
+
+    Args:
+        primary: name of the primary config.
+        takes_ranks: whether several processes can do it together.
+
+    Returns:
+        A decorator. The decorated function takes no arguments, and ends the process with a documented exit code
+        when the run fails, and with 0 when ranks have ended well: what is to follow a run belongs into `main`. Its
+        `__wrapped__` is `main` itself, for a config that is composed already.
+    """
+
+    def decorate(main: Callable[[RunConfig], None]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command() -> None:
+            if main.__module__ != _IMPORTED_BY_A_RANK:
+                _run_command(command, primary, sys.argv[1:], takes_ranks)
+
+        return command
+
+    return decorate
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import at four fifths of the cost: nothing is looked for in what imports make, now or by later collections.
+
+    Modules stay as long as the process, and torch and transformers make millions of objects.
+    """
+    was_enabled, is_first = gc.isenabled(), "transformers" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        # Later there may be garbage that was not collected yet, such as a model, and it would stay.
+        if is_first:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool) -> None:
+    try:
+        flags = _parse_flags(arguments)
+        if flags.offline:
+            go_offline()
+        request = make_request(flags.config_name or primary, flags.overrides, flags.config_dir)
+        if any(getattr(flags, name) for name in _PRINTING_FLAGS):
+            _print_only(command, flags, request)
+            return
+        config = to_run_config(compose_untyped(request))
+        if flags.offline:
+            check_offline(config)
+        if takes_ranks:
+            processes = _processes_to_start(config)
+            check_run(config, world_size=processes if processes > 1 else None)
+            if processes > 1:
+                sys.exit(_start_ranks(command, config, processes))
+        else:
+            _check_one_process(config)
+    except HfdistError as error:
+        stop_everywhere(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    run_composed(command, config)
+
+
+def run_composed(command: Callable[[], None], config: RunConfig) -> None:
+    """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
+    main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
+    with ending():
+        try:
+            main(config)
+        except HfdistError as error:
+            stop_here(error)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+def _processes_to_start(config: RunConfig) -> int:
+    """How many processes are to do the run for this one; 1: none, this one does it.
+
+    Raises:
+        ConfigError: a launcher has started another number.
+    """
+    launcher, asked = read_launcher(), config.launch.processes
+    if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
+        raise ConfigError(
+            "the launcher has started another number of processes",
+            where="launch.processes",
+            found=f"{asked}, and {launcher.world_size} of the launcher",
+            hint="launch.processes=1 leaves it to the launcher; without one, hfdist starts them",
+        )
+    if launcher.is_given:
+        return 1
+    if asked == AUTO:
+        from hfdist.launch import count_gpus
+
+        return max(1, count_gpus())
+    return int(asked)
+
+
+def _check_one_process(config: RunConfig) -> None:
+    launched, asked = read_launcher().world_size, config.launch.processes
+    if launched > 1 or asked not in (AUTO, "1"):
+        processes = launched if launched > 1 else int(asked)
+        raise ConfigError(
+            "this takes one process, which starts its own workers",
+            where="accelerate launch" if launched > 1 else "launch.processes",
+            found=f"{processes} processes",
+            hint=f"data.workers={processes}, " + ("without a launcher" if launched > 1 else "and launch.processes=1"),
+        )
+
+
+def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int) -> int:
+    # Imported here, so that a mistake needs no torch.
+    from hfdist.launch import start_ranks
+
+    return start_ranks(run_composed, command, config, processes=processes, max_restarts=config.launch.max_restarts)
+
+
+def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read Hydra's flags and the overrides, in any order.
+
+    Raises:
+        ConfigError: an unknown flag, two commands at once, or a flag that hfdist does not offer.
+    """
+    parser = get_args_parser()
+    parser.add_argument(FLAG, action="store_true", help="No connection to the Hub or to remote data")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(list(arguments))
+    for text in rest:
+        if text.startswith("-"):
+            following = [*arguments, ""][[*arguments].index(text) + 1]
+            value = following if following and not following.startswith("-") and "=" not in following else None
+            raise _unknown_flag(text, value, parser)
+    flags.overrides = [*flags.overrides, *rest]
+    given = [name for name in _PRINTING_FLAGS if getattr(flags, name)]
+    if len(given) > 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError("only one of these flags at a time", where="command line", found=names)
+    if flags.multirun:
+        raise ConfigError(
+            "one command is one run: under a launcher several runs in one process would share its process group",
+            where="--multirun (command line)",
+            hint="for lr in 1e-3 3e-4; do accelerate launch ... run.name=lr-$lr optimizer.lr=$lr; done",
+        )
+    for name, hint in (
+        ("config_path", "--config-dir DIR adds a folder whose files win over the shipped ones"),
+        ("experimental_rerun", "--config-dir <run.dir> --config-name config starts from a run's config"),
+    ):
+        if getattr(flags, name) is not None:
+            raise ConfigError(
+                "this flag of Hydra is not available", where=f"--{name.replace('_', '-')} (command line)", hint=hint
+            )
+    return flags
+
+
+def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentParser) -> ConfigError:
+    """Args: text: the flag. following: the argument behind it, if it may be its value."""
+    name, _, value = text.lstrip("-").partition("=")
+    key, value = name.replace("-", "_"), value or following or ""
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.75)
+    hint = override_for(key, value or None) or reason_against(key)
+    if hint is None:
+        nearest = key if find_key(key) is not None else nearest_key(key)
+        hint = near[0] if near else f"{nearest}={value or '...'}" if nearest else "--help"
+    return ConfigError(
+        "there is no such flag; keys of the config are set without dashes",
+        where="command line",
+        found=text,
+        allowed="section.key=value, or a flag that --help lists",
+        hint=hint,
+    )
+
+
+def _print_only(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
+    """Print the help, or let Hydra print the config, once nothing in the command line is wrong."""
+    if read_launcher().rank != 0:
+        return
+    try:
+        if flags.help:
+            sys.stdout.write(describe(compose_untyped(request), request))
+        else:
+            if flags.cfg:
+                to_run_config(compose_untyped(request))
+            elif not flags.shell_completion:
+                compose_untyped(request)
+            _ask_hydra(command, flags, request)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough, as of `--help | head`; Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
+    @functools.wraps(command)
+    def task(config: DictConfig) -> None:
+        raise AssertionError("Hydra runs nothing here")
+
+    arguments = [f"--{name.replace('_', '-')}" for name in _flags_without_value(flags)]
+    for name in ("cfg", "package", "info"):
+        value = getattr(flags, name)
+        arguments += [] if value is None else [f"--{name}", value]
+    arguments += [override.text if flags.shell_completion else override.for_hydra for override in request.overrides]
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        with searching(request.folders):
+            hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
+    finally:
+        sys.argv = before
+
+
+def _flags_without_value(flags: argparse.Namespace) -> list[str]:
+    return [name for name in ("hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
+
+
+def stop_everywhere(error: HfdistError) -> NoReturn:
+    """End after an error that every rank meets alike: one message, from rank 0."""
+    if _rank() == 0:
+        _say(str(error))
+    else:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+    sys.exit(error.exit_code)
+
+
+def stop_here(error: HfdistError) -> NoReturn:
+    """End after an error of a run that has begun.
+
+    What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time
+    to say it, and speak only when no launcher has ended them by then. So it is as long as there is no process group.
+    Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
+    """
+    rank = _rank()
+    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
+    if rank != 0 and is_met_by_all:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+    if rank == 0 or not isinstance(error, PreemptedError):
+        # All ranks agree to stop, so that rank 0 says it for certain.
+        _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
+    sys.exit(error.exit_code)
+
+
+def _rank() -> int:
+    try:
+        return read_launcher().rank
+    except ConfigError:
+        return 0
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()

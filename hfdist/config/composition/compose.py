@@ -1,0 +1,196 @@
+"""From config files and overrides to one checked RunConfig, and back to YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hfdist.config.checks.secrets import refuse_secrets
+from hfdist.config.checks.values import check_config
+from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
+from hfdist.config.composition.overrides import prepare_overrides
+from hfdist.config.composition.search_path import searching, shipped_folder
+from hfdist.config.composition.yaml_safety import refuse_resolver
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError, HfdistError
+
+SCHEMA = "run_schema"
+"""Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
+
+_RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"))
+"""Keys that no file may set."""
+
+
+def compose_config(
+    overrides: Sequence[str] = (), *, name: str = "pretrain", extra_dir: str | Path | None = None
+) -> RunConfig:
+    """Compose and check the config of a run.
+
+    Args:
+        overrides: as on the command line, such as `train.max_steps=10` or `+experiment=demo`.
+        name: of the primary config.
+        extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
+
+    Raises:
+        ConfigError: anything that is wrong with a file, an override or the composed values.
+    """
+    request = make_request(name, overrides, extra_dir)
+    return to_run_config(compose_untyped(request))
+
+
+def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | None) -> Request:
+    """Parse the overrides, find the folders, and tell Hydra the schema."""
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA, node=RunConfig)
+    # Hydra copies the store, the schema of each key included, for each group that --help lists: two thirds of all calls
+    # of --help. Nothing writes into such a copy, and `load` gives copies of what is in it.
+    vars(store)["__deepcopy__"] = lambda memo: store
+    folders: tuple[Path, ...] = (shipped_folder(),)
+    if extra_dir is not None:
+        own = Path(extra_dir).expanduser().absolute()
+        if not own.is_dir():
+            raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
+        folders = (own, *folders)
+    return Request(config_name=name.removesuffix(".yaml"), overrides=prepare_overrides(overrides), folders=folders)
+
+
+def compose_untyped(request: Request) -> DictConfig:
+    """Let Hydra merge files and overrides, each typed by the dataclasses; values may still be missing.
+
+    Raises:
+        ConfigError: a mistake in a file or an override.
+    """
+    try:
+        with searching(request.folders), initialize(config_path=None, job_name="hfdist", version_base="1.3"):
+            config = compose(request.config_name, [override.for_hydra for override in request.overrides])
+    except HfdistError:
+        raise
+    except Exception as error:  # whatever a parser raises on what a user wrote
+        raise explain(error, request) from error
+    if OmegaConf.get_type(config) is not RunConfig:
+        raise ConfigError(
+            "the primary config is not typed, so mistakes in it would pass",
+            where=f"--config-name {request.config_name}",
+            hint=f"begin its defaults list with `- {SCHEMA}`, or with `- pretrain` to start from the shipped one",
+        )
+    check_keys(config, request)
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+        refuse_resolver(text, key)
+    return config
+
+
+def to_run_config(config: DictConfig) -> RunConfig:
+    """Make the dataclasses and check them.
+
+    Raises:
+        ConfigError: a missing value, an interpolation that leads nowhere, or a failed check.
+    """
+    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+        if text == "???":
+            raise missing_value(key)
+    try:
+        values = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        raise explain_interpolation(error) from error
+    except RecursionError as error:
+        raise ConfigError("an interpolation refers to itself", where="${...}") from error
+    assert isinstance(values, RunConfig)
+    _expand_home(values)
+    check_config(values)
+    _limit_epochs(values)
+    return values
+
+
+def _limit_epochs(config: RunConfig) -> None:
+    """Write `train.epochs` out as the limit of each source, which is what ends a stream."""
+    for source in config.data.sources.values():
+        if source.epochs is None:
+            source.epochs = config.train.epochs
+
+
+def _expand_home(config: RunConfig) -> None:
+    """Write `~` out once, so that no room forgets to."""
+    for section, name in (
+        (config.run, "dir"),
+        (config.model, "name"),
+        (config.checkpoint, "resume"),
+        (config.adapter, "path"),
+        (config.evaluate, "lm_eval_include"),
+    ):
+        value = getattr(section, name)
+        if value is not None and value.startswith("~"):
+            setattr(section, name, os.path.expanduser(value))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole resolved config as a primary config file, which composes to an equal RunConfig.
+
+    The exceptions are `model.trust_remote_code` and `evaluate.lm_eval_include`: no file may set them, so they are left
+    out when they are set.
+    """
+    head = [
+        "# The resolved config of a run. To start one from it:",
+        "#   recipes/pretrain.py --config-dir <this folder> --config-name config",
+    ]
+    for section, name in _RUNS_CODE:
+        value = getattr(getattr(config, section), name)
+        if value:
+            text = str(value).lower() if value is True else value
+            head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
+    defaults = {"defaults": [SCHEMA, "_self_"]}
+    return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))
+
+
+def to_values(config: RunConfig) -> dict[str, Any]:
+    """The whole resolved config as plain values for YAML and JSON, without what only the command line can set.
+
+    Raises:
+        ConfigError: a secret, in a config that was made in Python: one that is composed holds none.
+    """
+    values: dict[str, Any] = plain(config)
+    refuse_secrets(values, "")
+    for source in values["data"]["sources"].values():
+        # As it came to be, so that the key can still be overridden where these values are composed again.
+        source["epochs"] = None if source["epochs"] == config.train.epochs else source["epochs"]
+    for section, name in _RUNS_CODE:
+        if getattr(getattr(config, section), name):
+            del values[section][name]
+    return values
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
+    if isinstance(value, Enum):
+        return value.name
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, str):
+        # What is resolved stays as it is: "${" in a value is text by now.
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Every text in the config with its key, before interpolation."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}.{index}")
+    elif isinstance(value, str):
+        yield key, value

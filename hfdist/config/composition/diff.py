@@ -1,0 +1,125 @@
+"""What has changed in a config since a checkpoint, and whether it changes the training."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hfdist.config.composition.compose import plain, to_values
+from hfdist.config.data import SourceConfig
+from hfdist.config.optimizer import Schedule
+from hfdist.config.run import RunConfig
+from hfdist.errors import CheckpointError
+
+# The layout is safe by design. What stands in files is compared by content, with the data's cursor. Rows are
+# quarantined while a run goes on, and leave the others where they were.
+_SAFE = (
+    "run.*",
+    "launch.*",
+    "report.*",
+    "export.*",
+    "checkpoint.*",
+    "evaluate.*",
+    "watch.*",
+    "strategy.*",
+    "adapter.merge",
+    "model.loss",
+    "train.micro_batch_size",
+    "train.eval_*",
+    "train.max_skipped_steps",
+    "train.max_rollbacks",
+    "train.compare_replicas_every",
+    "train.compile",
+    "train.gradient_checkpointing",
+    "train.recompute",
+    "optimizer.fused",
+    "data.sources.*.path",
+    "data.chat.template",
+    "data.workers",
+    "data.prefetch",
+    "data.on_bad_rows",
+    "data.quarantine",
+    "data.eval_sources*",
+    "data.eval_sequences",
+    "data.cache_dir",
+    "data.file_cache_bytes",
+    "data.token_cache_bytes",
+)
+_LENGTHS = ("train.max_steps", "train.epochs")
+_SCHEDULE = "optimizer.schedule"
+
+
+class Change(NamedTuple):
+    """One key, as it was and as it is."""
+
+    key: str
+    before: Any
+    after: Any
+    is_safe: bool
+    """Whether the training goes on as it would have."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_show(self.before)} -> {_show(self.after)}"
+
+
+def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null.
+
+    What `before` does not have, as it was written before there was that key, counts as the default: so it was then.
+    """
+    old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
+    old = _defaults(new, old) | old
+    safe = {key for pattern in _SAFE for key in fnmatch.filter(old | new, pattern)}
+    if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
+        # Elsewhere the rate of every step depends on it.
+        safe.update(_LENGTHS)
+    keys = dict.fromkeys([*new, *old])
+    return [Change(key, old.get(key), new.get(key), key in safe) for key in keys if old.get(key) != new.get(key)]
+
+
+def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
+    """Refuse those that change the training.
+
+    Args:
+        changes: since the checkpoint.
+        allowed: `checkpoint.allow_changes`.
+        where: the checkpoint.
+
+    Raises:
+        CheckpointError: there are some, and they are not allowed.
+    """
+    unsafe = [change for change in changes if not change.is_safe]
+    if unsafe and not allowed:
+        raise CheckpointError(
+            "the config has changed since the checkpoint, and with it the training",
+            where=where,
+            found=tuple(map(str, unsafe)),
+            allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
+            hint="the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name",
+        )
+
+
+def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:
+    """The defaults of those keys that have one, whatever the names of the sources that there were before."""
+    sources = {".".join(key.split(".")[:3]) for key in old}
+    known = dict(_leaves(to_values(RunConfig()), ""))
+    of_source = dict(_leaves(plain(SourceConfig()), ""))
+    for key in keys:
+        section, _, leaf = key.rpartition(".")
+        if section in sources and section.startswith("data.sources.") and leaf in of_source:
+            known[key] = of_source[leaf]
+    return {key: known[key] for key in keys if key in known}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, value
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

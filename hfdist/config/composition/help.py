@@ -1,0 +1,92 @@
+"""The text of --help: groups with their options, and each key with its value and what the files of conf/ say of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from hfdist.config.composition.hydra_errors import Request
+from hfdist.config.composition.search_path import list_groups, list_options, shipped_folder
+from hfdist.config.schema import find_key
+
+_HEAD = """\
+Pretrain or fine-tune a causal language model of transformers, in any layout, from one config.
+
+Examples
+  hfdist pretrain model=tiny train.max_steps=20
+  hfdist pretrain +experiment=demo launch.processes=2
+  hfdist pretrain +experiment=gpt2_xl_zero2 data.sources.files.path=FOLDER launch.processes=auto
+  hfdist finetune model.name=ID data=chats.jsonl strategy=zero2 train.micro_batch_size=4 launch.processes=auto
+  accelerate launch --config_file conf/launch/gpu_8.yaml recipes/pretrain.py ...    (as does torchrun)
+"""
+_FOOT = """\
+Flags: --cfg job prints the config and stops (--package model: one section; --resolve: references filled in);
+--offline opens no connection, and takes the Hub's cache; --config-dir DIR adds your own folder, laid out as
+conf/, whose files win; --config-name NAME starts from another primary config, such as the config.yaml of a run;
+--info defaults lists the files used; --hydra-help.
+Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numerics, 6 a peer lost, 7 resources, 75 start again.
+"""
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[\w.]+):(?: (?P<value>.*?))?(?: +# (?P<words>.*))?")
+_WIDTH = 44
+
+
+def describe(config: DictConfig, request: Request) -> str:
+    """Write the help for a composed config, whose values may still be missing."""
+    groups = "".join(
+        f"  {'+' if group == 'experiment' else ''}{group}: {', '.join(options)}\n"
+        for group, options in request.groups().items()
+    )
+    keys = "".join(f"{line}\n" for line in _keys(config))
+    return f"{_HEAD}\nGroups and their options (group=option)\n{groups}\nKeys (key=value)\n{keys}\n{_FOOT}"
+
+
+@cache
+def descriptions() -> dict[str, str]:
+    """What the shipped files say of each key in the comment behind it; the names of sources are `*`."""
+    folder = shipped_folder()
+    found: dict[str, str] = {}
+    for group in list_groups(folder):
+        names = list_options(folder, group)
+        of_files = [dict(_comments(folder / group / f"{name}.yaml", f"{group}.")) for name in names]
+        # The file that explains the group before those that only say what is different in them.
+        for of_file in sorted(of_files, key=len, reverse=True):
+            found = of_file | found
+    for name in ("pretrain", "finetune"):
+        found = dict(_comments(folder / f"{name}.yaml", "")) | found
+    return found
+
+
+def _comments(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+    for key, words in _walk(path.read_text(encoding="utf-8"), prefix):
+        known = find_key(key)
+        if known is not None and words:
+            yield known.name, words
+
+
+def _walk(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
+    """Each key of a YAML text in block style by its full name, with the comment behind it."""
+    parents: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        indent = len(match["indent"])
+        parents = [(width, name) for width, name in parents if width < indent]
+        parents.append((indent, match["key"]))
+        yield prefix + ".".join(name for _, name in parents), match["words"]
+
+
+def _keys(config: DictConfig) -> Iterator[str]:
+    text = OmegaConf.to_yaml(config)
+    keys = iter(_walk(text, ""))
+    for line in text.splitlines():
+        if _LINE.fullmatch(line) is None:
+            yield f"  {line}"
+            continue
+        known = find_key(next(keys)[0])
+        words = None if known is None else descriptions().get(known.name)
+        yield f"  {line}" if words is None else f"  {line:<{_WIDTH}}  # {words}"

@@ -1,0 +1,155 @@
+"""The overrides of the command line: refused, or rewritten to what Hydra takes, before Hydra composes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from hfdist.config.checks.secrets import refuse_secrets
+from hfdist.config.composition.yaml_safety import refuse_target
+from hfdist.config.schema import all_keys, find_key
+from hfdist.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_SOURCES = ("data.sources", "data.eval_sources")
+_PREFIXES = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOverride:
+    """One override: as the user wrote it, and as Hydra gets it."""
+
+    text: str
+    key: str
+    value: Any
+    for_hydra: str
+
+    @property
+    def value_text(self) -> str:
+        """What stands after the equals sign."""
+        return self.text.partition("=")[2]
+
+
+def prepare_overrides(texts: Sequence[str]) -> list[GivenOverride]:
+    """Parse and check the overrides.
+
+    Four things are made easier than in plain Hydra: members of free mappings (`model.config.*`, `train.arguments.*`,
+    `strategy.deepspeed.*`), of `data.sources` and of `data.eval_sources` need no `+`, text stays text
+    (`model.revision=1e5`), a list of texts may be given as its one item (`report.to=wandb`), and `data=` takes files as
+    well as an option (`data=chats/*.jsonl`).
+
+    Raises:
+        ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
+    """
+    return [_prepare(part) for text in texts for part in _name_files(text)]
+
+
+def _name_files(text: str) -> list[str]:
+    """Write `data=FILES` out as the option for files, and their path."""
+    key, _, value = text.partition("=")
+    if key != "data" or not re.search(r"[/*?\\]|\.\w", value):
+        return [text]
+    path = value.strip("\"'").replace("'", "\\'")
+    return ["data=files", f"data.sources.files.path='{path}'"]
+
+
+def _prepare(text: str) -> GivenOverride:
+    override = _parse(text)
+    key = override.key_or_group
+    if not key:
+        raise _not_an_override(text)
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        raise ConfigError(
+            "Hydra's own settings are fixed: it only composes here, and writes nothing",
+            where=f"{key} ({COMMAND_LINE})",
+            found=text,
+            hint="run.dir=... is where a run writes; --config-dir DIR adds configs of your own",
+        )
+    if override.is_sweep_override():
+        given = text.partition("=")[2]
+        raise ConfigError(
+            "several values for one key: a run takes one",
+            where=f"{key} ({COMMAND_LINE})",
+            found=given,
+            hint=f"one run for each value, in a loop of the shell; a list is '{key}=[{given}]'; "
+            f"text with a comma is '{key}=\"{given}\"'",
+        )
+    value = override.value()
+    for name in _names(key, value):
+        refuse_target(name, f"{name} ({COMMAND_LINE})")
+    refuse_secrets(value, key, place=COMMAND_LINE)
+    return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError) as error:
+        raise _not_an_override(text) from error
+
+
+def _for_hydra(override: Override, text: str) -> str:
+    if override.type is OverrideType.DEL or override.package is not None:
+        return text
+    key = override.key_or_group
+    value = text.partition("=")[2]
+    if key == "experiment":
+        # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
+        return f"+{key}={value}"
+    found = find_key(key)
+    if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
+        value = f"'{value}'"
+    if found is not None and found.is_texts and isinstance(override.value(), (str, bool, int, float)):
+        value = f"[{value}]"
+    for sources in _SOURCES:
+        if key == sources or key.startswith(f"{sources}."):
+            # As one mapping: Hydra adds a typed member only by merging.
+            for part in reversed(key.removeprefix(sources).split(".")[1:]):
+                value = f"{{{part}:{value}}}"
+            return f"++{sources}={value}"
+    is_free_member = override.type is OverrideType.CHANGE and _has_free_ancestor(key)
+    prefix = "++" if is_free_member else _PREFIXES[override.type]
+    return f"{prefix}{key}={value}"
+
+
+def _has_free_ancestor(key: str) -> bool:
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return any(name in all_keys() and all_keys()[name].is_free for name in names)
+
+
+def _names(key: str, value: Any) -> Iterator[str]:
+    yield key
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _names(f"{key}.{name}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _names(f"{key}.{index}", item)
+
+
+def _not_an_override(text: str) -> ConfigError:
+    key, equals, value = text.partition("=")
+    if not equals and key in all_keys():
+        hint = f"{key}=... without spaces around the ="
+    elif not equals and ":" in text:
+        hint = text.replace(":", "=", 1)
+    elif equals and " " in value and "=" in value:
+        hint = "write each override as an argument of its own"
+    elif equals and key in all_keys() and not all_keys()[key].is_text:
+        hint = f"{key}=... with {all_keys()[key].allowed}"
+    elif equals and key.strip(" +~") and value:
+        hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
+    else:
+        near = difflib.get_close_matches(key, list(all_keys()), n=1, cutoff=0.5)
+        hint = f"{near[0]}=..." if near else "optimizer.lr=1e-3 or strategy=zero2"
+    return ConfigError(
+        "this is not an override", where=COMMAND_LINE, found=text, allowed="key=value or group=option", hint=hint
+    )

@@ -1,1 +1,0 @@
-"""Conversations as tokens and targets: a chat template renders them, and their turns are found in what it writes."""

@@ -1,0 +1,244 @@
+"""All documents of a run under one numbering: where each comes from, its text, and which are taken out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+
+from hfdist.config.checks.data import check_mixture
+from hfdist.config.data import DataConfig, SourceConfig
+from hfdist.data.cache.files import digest_of
+from hfdist.data.documents.inventory import Inventory
+from hfdist.data.order.shuffle import cut_runs, permutation
+from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.dataset import DatasetShard
+from hfdist.data.sources.examples import texts_in
+from hfdist.data.sources.find import find_shards
+from hfdist.data.sources.problems import Problems
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.errors import ConfigError, DataError
+from hfdist.topology import read_launcher
+
+_MIXED_BLOCKS = 1024
+_LARGEST_MIXED_BLOCK_ROWS = 256
+
+
+class Origin(NamedTuple):
+    """Where a document comes from."""
+
+    source: str
+    shard: str
+    row: int
+
+    def __str__(self) -> str:
+        """As `data.quarantine` takes it."""
+        return f"{self.source}:{self.shard}:{self.row}"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Documents that are drawn from together: one source, or all of them where no weights are given."""
+
+    name: str
+    first_document: int
+    shards: tuple[Shard, ...]
+    epochs: int | None
+    """Passes at the most."""
+
+
+class Corpus:
+    """Documents in canonical order: sources by name, shards by path, rows as they stand. Open it with `open_corpus`."""
+
+    def __init__(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> None:
+        self.source_names = sorted(shards_by_source)
+        self.shards = [(name, shard) for name in self.source_names for shard in shards_by_source[name]]
+        """Each with the name of its source, in canonical order."""
+        rows = np.array([sum(shard.runs) for _, shard in self.shards], dtype=np.int64)
+        self._ends = np.cumsum(rows)
+        self.num_documents = int(rows.sum())
+        self.pools = self._make_pools(shards_by_source, config)
+        self._held_out_below = round(config.eval_fraction * 2**64)
+        self.quarantined = self._find(config.quarantine)
+        """Documents that `data.quarantine` names."""
+        self.has_examples = any(shard.gives_examples for _, shard in self.shards)
+        """Whether only some tokens of some documents are targets."""
+        self.fingerprint = self._identity(config.eval_fraction)
+        """Changes when a file's size, ends or rows, the column, or the split changes."""
+        self.inventory = Inventory(self.shards)
+        """What the files hold."""
+        self.local_fingerprint = digest_of([self.fingerprint, *(shard.local_identity for _, shard in self.shards)])
+        """For this machine's caches: also changes with any file's time of change, or another version of it."""
+
+    def text(self, document: int) -> str:
+        """Give a document.
+
+        Raises:
+            DataError: it cannot be read; names the file and the row.
+        """
+        shard, rows = self.locate([document])
+        (text,) = shard.read(rows)
+        if isinstance(text, BadRow):
+            raise text.error
+        return text
+
+    def locate(self, neighbours: Sequence[int]) -> tuple[Shard, list[int]]:
+        """Give the shard and the rows of documents of one run."""
+        shard, first_document = self.shard_of(neighbours[0])
+        return shard, [document - first_document for document in neighbours]
+
+    def shard_of(self, document: int) -> tuple[Shard, int]:
+        """Give the shard of a document, and the canonical number of the shard's first row."""
+        number, row = self._locate(document)
+        return self.shards[number][1], document - row
+
+    def shards_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give the number of the shard of each document."""
+        return np.searchsorted(self._ends, documents, side="right")
+
+    def origin(self, document: int) -> Origin:
+        """Tell where a document comes from."""
+        number, row = self._locate(document)
+        name, shard = self.shards[number]
+        return Origin(name, shard.name, row)
+
+    def is_held_out(self, digest: int) -> bool:
+        """Decide by `text_digest` of the text, so that equal documents fall on one side."""
+        return digest < self._held_out_below
+
+    def are_held_out(self, digests: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Decide for many: see `is_held_out`."""
+        if self._held_out_below > np.iinfo(np.uint64).max:
+            return np.ones(len(digests), dtype=bool)
+        return digests < np.uint64(self._held_out_below)
+
+    def mixed_blocks(self) -> Iterator[range]:
+        """Give all documents once, in runs of neighbours, in a fixed mixed order that no seed and no lanes change.
+
+        Blocks are mixed, since some files give neighbouring rows for the price of one. Small corpora: blocks of one.
+        """
+        most_rows = min(max(self.num_documents // _MIXED_BLOCKS, 1), _LARGEST_MIXED_BLOCK_ROWS)
+        sizes = np.array(cut_runs([rows for _, shard in self.shards for rows in shard.runs], most_rows), dtype=np.int64)
+        firsts = np.cumsum(sizes) - sizes
+        for block in permutation(len(sizes), "mixed"):
+            yield range(int(firsts[block]), int(firsts[block] + sizes[block]))
+
+    def training_texts(self, max_bytes: int) -> Iterator[str]:
+        """Give training documents in mixed order, until they are `max_bytes` together. Rows that are bad are left out.
+
+        Bad rows are met again by the stream, which knows what to do with them.
+        """
+        read_bytes = 0
+        for block in self.mixed_blocks():
+            shard, rows = self.locate(block)
+            for start in range(0, len(rows), shard.rows_at_once):
+                for text in shard.read(rows[start : start + shard.rows_at_once]):
+                    if read_bytes >= max_bytes:
+                        return
+                    if isinstance(text, str) and not self.is_held_out(text_digest(text)):
+                        written = (
+                            texts_in(text) if shard.gives_examples and not hasattr(shard, "token_columns") else text
+                        )
+                        read_bytes += len(written.encode("utf-8", "replace"))
+                        yield written
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._ends, document, side="right"))
+        start = int(self._ends[shard - 1]) if shard else 0
+        return shard, document - start
+
+    def _make_pools(self, shards_by_source: Mapping[str, Sequence[Shard]], config: DataConfig) -> list[Pool]:
+        sources = config.sources
+        if any(source.weight is None for source in sources.values()):
+            (epochs,) = {source.epochs for source in sources.values()}
+            return [Pool("all", 0, tuple(shard for _, shard in self.shards), epochs)]
+        pools, first_document = [], 0
+        for name in self.source_names:
+            shards = tuple(shards_by_source[name])
+            pools.append(Pool(name, first_document, shards, sources[name].epochs))
+            first_document += sum(sum(shard.runs) for shard in shards)
+        return pools
+
+    def _find(self, entries: Sequence[str]) -> frozenset[int]:
+        numbers = {(source, shard.name): number for number, (source, shard) in enumerate(self.shards)}
+        found = set()
+        for entry in entries:
+            source, _, rest = entry.partition(":")
+            name, _, row = rest.rpartition(":")
+            number = numbers.get((source, name))
+            num_rows = 0 if number is None else sum(self.shards[number][1].runs)
+            if number is None or int(row) >= num_rows:
+                raise ConfigError(
+                    "there is no such row",
+                    where="data.quarantine",
+                    found=entry,
+                    allowed="SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0",
+                )
+            found.add(int(self._ends[number]) - num_rows + int(row))
+        return frozenset(found)
+
+    def _identity(self, eval_fraction: float) -> str:
+        shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
+        return digest_of([shards, eval_fraction])
+
+
+def open_corpus(
+    config: DataConfig, given: Mapping[str, datasets.Dataset] | None = None, *, section: str = "data.sources"
+) -> Corpus:
+    """Open all sources and check them.
+
+    Args:
+        config: `data.*`.
+        given: datasets in memory, by name; a source of that name in `config` gives column, weight and epochs.
+        section: where the sources stand in the config, to name in messages.
+
+    Raises:
+        ConfigError: a source that does not exist, or weights that do not go together.
+        DataError: a damaged file, no documents, or fewer than lanes.
+    """
+    given = given or {}
+    sources = {name: SourceConfig() for name in given} | config.sources
+    config = replace(config, sources=sources)
+    check_mixture(config)
+    problems = Problems(config.on_bad_rows)
+    shards: dict[str, Sequence[Shard]] = {
+        name: find_shards(name, config, cache_dir(config), problems, section=section)
+        for name in sources
+        if name not in given
+    }
+    for name, dataset in given.items():
+        rows = RowReader.of(sources[name], config.format, f"{section}.{name}")
+        shards[name] = [DatasetShard(name, dataset, rows, cache_dir(config))]
+    corpus = Corpus(shards, config)
+    for pool in corpus.pools:
+        num_documents = sum(sum(shard.runs) for shard in pool.shards)
+        if num_documents < config.lanes:
+            names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]
+            raise DataError(
+                "there are fewer documents than lanes",
+                where=", ".join(f"{section}.{name}" for name in names),
+                found=f"{num_documents} documents, {config.lanes} lanes",
+                allowed="a document or more for each lane",
+                hint=_fewer_lanes(min(sum(sum(shard.runs) for shard in pool.shards) for pool in corpus.pools)),
+            )
+    return corpus
+
+
+def _fewer_lanes(num_documents: int) -> str:
+    """Lanes that all processes can share, whatever their layout."""
+    num_processes = read_launcher().world_size
+    lanes = num_documents // num_processes * num_processes
+    return f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes"
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """Folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
+    named = config.cache_dir or os.environ.get("HFDIST_CACHE") or Path.home() / ".cache" / "hfdist"
+    return Path(named).expanduser()

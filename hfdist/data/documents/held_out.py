@@ -1,0 +1,116 @@
+"""The held-out set: documents that training skips, or sources of their own, packed once and cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hfdist.config.data import DataConfig
+from hfdist.data.cache.files import digest_of, write_once
+from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
+from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.order.cursor import Place
+from hfdist.data.packing.best_fit import RULE
+from hfdist.data.packing.concat import concat
+from hfdist.data.packing.sequence import LABELS, NAMES, Shape
+from hfdist.data.packing.windows import best_fit
+from hfdist.data.tokenization.encoders import Encoders, check_token_sources
+from hfdist.errors import DataError
+
+
+class HeldOut(Dataset[dict[str, torch.Tensor]]):
+    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length]."""
+
+    def __init__(self, sequences: NDArray[np.int32]) -> None:
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows = torch.from_numpy(self._sequences[index].astype(np.int64))
+        return dict(zip(NAMES, rows, strict=True))
+
+
+class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
+    """Several held-out sets, one behind the other."""
+
+    def __init__(self, parts: dict[str, HeldOut]) -> None:
+        super().__init__(parts.values())
+        self.parts = parts
+        """By the names of their sources."""
+
+
+def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
+    """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
+
+    Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
+    all documents are held out); examples stay whole.
+
+    Raises:
+        DataError: the held-out documents do not fill one sequence.
+    """
+    if config.eval_fraction == 0:
+        return None
+    settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
+    if corpus.has_examples:
+        settings.append(RULE)
+    tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
+    key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
+    path = cache_dir(config) / "held_out" / f"{key}.npy"
+    write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
+    return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
+    """Open and pack the sources of `data.eval_sources`, at most `data.eval_sequences` sequences of each.
+
+    Raises:
+        ConfigError, DataError: one is missing, unreadable or empty.
+    """
+    check_token_sources(config.eval_sources, Encoders(tokenizer, config.chat))
+    parts = {}
+    for name, source in config.eval_sources.items():
+        alone = replace(
+            config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
+        )
+        held_out = build_held_out(open_corpus(alone, section="data.eval_sources"), tokenizer, alone)
+        assert held_out is not None
+        parts[name] = held_out
+    return HeldOutSources(parts)
+
+
+def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
+    encoders = Encoders(tokenizer, config.chat)
+    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
+    portions = (portion for block in corpus.mixed_blocks() for portion in documents.portions(np.array(block)))
+    shape = Shape(config.sequence_length, fill_id=0)
+    takes_all = config.eval_fraction == 1
+    placed = ((Place(0, int(portion.numbers[0])), portion) for portion in portions)
+    if corpus.has_examples:
+        packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
+    else:
+        ends = concat(placed, shape)
+        packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
+    sequences = list(islice(packed, config.eval_sequences))
+    if not sequences and takes_all:
+        raise DataError(
+            "there is nothing to learn in the held-out documents",
+            where=", ".join(f"data.eval_sources.{name}" for name in corpus.source_names),
+            found=f"{corpus.num_documents} documents, all empty, bad or without a target",
+        )
+    if not sequences:
+        raise DataError(
+            "the held-out documents do not fill one sequence",
+            where="data.eval_fraction",
+            found=f"{config.eval_fraction:g} of {corpus.num_documents} documents",
+            allowed="enough for data.sequence_length tokens, or 0 for no held-out set",
+            hint="a larger data.eval_fraction, or data.eval_fraction=0",
+        )
+    return np.stack(sequences)

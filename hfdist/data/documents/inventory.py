@@ -1,0 +1,190 @@
+"""What the files of a run held, on disk beside its ledger; a run that goes on says in which files and rows they differ.
+
+A part of a file is known by its hash alone, at most 1024 of them a file: see `storage/contents.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from hfdist.data.cache.files import digest_of, write_atomically
+from hfdist.data.sources.base import Shard
+from hfdist.data.storage.contents import Contents
+from hfdist.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_FILES, _SHOWN_SPANS = 8, 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard."""
+
+    name: str
+    """As SOURCE:FILE."""
+    rows: int
+    identity: str
+    parts: str | None
+    """`Shard.contents` in hexadecimal digits."""
+    place: tuple[str, str] | None
+    """`Shard.place`."""
+
+    @classmethod
+    def of(cls, source: str, shard: Shard) -> Entry:
+        """Describe a shard."""
+        parts = None if shard.contents is None else shard.contents.astype("<u8").tobytes().hex()
+        return cls(f"{source}:{shard.name}", sum(shard.runs), shard.identity, parts, shard.place)
+
+    @property
+    def contents(self) -> Contents | None:
+        """What `parts` stands for."""
+        return None if self.parts is None else np.frombuffer(bytes.fromhex(self.parts), dtype="<u8")
+
+
+class Inventory:
+    """All shards of a corpus.
+
+    Args:
+        shards: with the names of their sources, in canonical order.
+    """
+
+    def __init__(self, shards: Sequence[tuple[str, Shard]]) -> None:
+        self._shards = {f"{source}:{shard.name}": shard for source, shard in shards}
+        self._entries = [Entry.of(source, shard) for source, shard in shards]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that does not depend on the machine."""
+        return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no change of a file can escape `digest`."""
+        return all(entry.place is None for entry in self._entries)
+
+    def write(self, folder: Path) -> None:
+        """Note it in a ledger's folder, unless it is there."""
+        path = _path(folder, self.digest)
+        if path.is_file():
+            return
+
+        def write(out: BinaryIO) -> None:
+            out.writelines(json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
+
+        write_atomically(path, write)
+
+    def check(self, digest: str | None, folder: Path | None, *, may_change: bool) -> None:
+        """Compare with what a checkpoint counts on, and say what cannot be compared.
+
+        Args:
+            digest: of the inventory of the run that has saved; None: it noted none.
+            folder: of that run's ledger, where there is one.
+            may_change: warn of what has changed, instead of refusing it.
+
+        Raises:
+            CheckpointError: files hold something else.
+        """
+        if digest is None:
+            logger.warning("the checkpoint does not say what its files held: only their sizes and ends are compared")
+            return
+        touched = self._touched(digest, folder)
+        if touched:
+            logger.warning(
+                "too large to be compared: of %d files, %s among them, with other times or addresses than when the run "
+                "began, only sizes and ends are known to be the same",
+                len(touched),
+                touched[0],
+            )
+        changes = self.changes_since(digest, folder)
+        if changes and not may_change:
+            raise CheckpointError(
+                "files have changed since this checkpoint",
+                where="; ".join(changes),
+                hint="put the old ones back; or checkpoint.allow_changes=true to go on with what they hold now",
+            )
+        for change in changes:
+            logger.warning("changed since the checkpoint, and read as it is now: %s", change)
+
+    def changes_since(self, digest: str | None, folder: Path | None) -> list[str]:
+        """Say in which files and rows what they hold has changed, a line for each file; some lines at the most.
+
+        Args:
+            digest: see `check`.
+            folder: likewise.
+        """
+        if digest in (None, self.digest):
+            return []
+        before = read_inventory(folder, digest)
+        if before is None:
+            return ["some file; what each held is not beside the checkpoint's run"]
+        lines = list(self._changes({entry.name: entry for entry in before}))
+        more = len(lines) - _SHOWN_FILES
+        return [*lines[:_SHOWN_FILES], f"and {more:,} files more"] if more > 0 else lines
+
+    def _changes(self, before: dict[str, Entry]) -> Iterator[str]:
+        for entry in self._entries:
+            old = before.pop(entry.name, None)
+            if old is None:
+                yield f"{entry.name} is new"
+            elif old.rows != entry.rows:
+                yield f"{entry.name} has {entry.rows:,} rows, not {old.rows:,}{self._where(old, entry)}"
+            elif old.identity != entry.identity or _differ(old, entry):
+                yield f"{entry.name}{self._where(old, entry)}"
+        yield from (f"{name} is gone" for name in before)
+
+    def _where(self, old: Entry, entry: Entry) -> str:
+        """The rows in which a file has changed, as far as they are known."""
+        ours, theirs = entry.contents, old.contents
+        if ours is None or theirs is None or len(ours) != len(theirs):
+            return ""
+        shard = self._shards[entry.name]
+        found = [shard.rows_of_part(part) for part in np.flatnonzero(ours != theirs).tolist()]
+        spans: list[range] = []
+        for rows in found:
+            if rows is None:
+                return ""
+            if spans and rows.start <= spans[-1].stop:
+                spans[-1] = range(spans[-1].start, rows.stop)
+            else:
+                spans.append(rows)
+        shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
+        listed = ", ".join([*shown[:_SHOWN_SPANS], *(["..."] if len(shown) > _SHOWN_SPANS else [])])
+        return f", {'row' if len(spans) == 1 and len(spans[0]) == 1 else 'rows'} {listed}" if listed else ""
+
+    def _touched(self, digest: str, folder: Path | None) -> list[str]:
+        """Names of files known to be the same in size and ends only, of which times or addresses differ."""
+        if self.is_whole:
+            return []
+        places = {entry.name: entry.place for entry in read_inventory(folder, digest) or ()}
+        known = [entry for entry in self._entries if entry.place is not None and entry.name in places]
+        return [entry.name for entry in known if places[entry.name] != entry.place]
+
+
+def read_inventory(folder: Path | None, digest: str) -> list[Entry] | None:
+    """Read what was noted in a ledger's folder; None: it is not there, or damaged."""
+    if folder is None:
+        return None
+    try:
+        lines = _path(folder, digest).read_bytes().splitlines()
+        values = [json.loads(line) for line in lines]
+        return [Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _differ(old: Entry, entry: Entry) -> bool:
+    """Whether both are known and not the same."""
+    return None not in (old.parts, entry.parts) and old.parts != entry.parts
+
+
+def _path(folder: Path, digest: str) -> Path:
+    return folder / f"files-{digest}.jsonl"

@@ -1,0 +1,216 @@
+"""Documents as tokens: from token files, from the cache, or read and tokenized now."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hfdist.config.data import BadRows, DataConfig, TooLong
+from hfdist.data.documents.corpus import Corpus, Pool, cache_dir
+from hfdist.data.documents.token_cache import TokenCache, shard_key
+from hfdist.data.order.records import Fate
+from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
+from hfdist.data.sources.document_batch import Document, ManyColumns, Portion
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+# Tokenized together: enough to be quick, few enough that a first batch does not wait for a whole block.
+_BATCH_ROWS = 32
+_BATCH_CHARACTERS = 1 << 20
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+class Documents:
+    """Reads documents of a corpus, in any order.
+
+    Args:
+        corpus: the documents.
+        encoders: of the run's tokenizer.
+        cache: of tokens.
+        config: `data.*`.
+        held_out: give the held-out documents, and pass over the others.
+    """
+
+    def __init__(
+        self, corpus: Corpus, encoders: Encoders, cache: TokenCache, config: DataConfig, *, held_out: bool = False
+    ) -> None:
+        self.corpus = corpus
+        self._encoders, self._cache = encoders, cache
+        self._config, self._wants_held_out = config, held_out
+        self._are_token_files = {
+            pool.name: all(hasattr(shard, "token_columns") for shard in pool.shards) for pool in corpus.pools
+        }
+        self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
+
+    def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
+        """Give documents of one run one by one: see `portions`."""
+        return (portion.documents() for portion in self.portions(np.asarray(neighbours)))
+
+    def portions(self, neighbours: NDArray[np.int64]) -> Iterator[Portion]:
+        """Give documents of one run in the order asked for, in portions that are cheap to make together.
+
+        Raises:
+            DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
+        """
+        shard, first_document = self.corpus.shard_of(int(neighbours[0]))
+        for start in range(0, len(neighbours), shard.rows_at_once):
+            together = neighbours[start : start + shard.rows_at_once]
+            if hasattr(shard, "token_columns"):
+                yield self.tokens_at_once(together)
+                continue
+            first = 0
+            for rows in self._tokenized(shard, (together - first_document).tolist()):
+                bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
+                examples = np.arange(len(rows) if shard.gives_examples else 0)
+                yield self._judge(together[first : first + len(rows)], _columns(rows), bad, examples)
+                first += len(rows)
+
+    def are_token_files(self, pool: Pool) -> bool:
+        """Whether `tokens_at_once` can give all documents of a pool."""
+        return self._are_token_files[pool.name]
+
+    def tokens_at_once(self, numbers: NDArray[np.int64]) -> Portion:
+        """Give documents of token files, of any of them and of any runs, in one portion; no token is read."""
+        owners = self.corpus.shards_of(numbers)
+        places = np.argsort(owners, kind="stable")
+        groups = np.split(places, np.flatnonzero(np.diff(owners[places])) + 1)
+        shards = [self.corpus.shard_of(int(numbers[group[0]])) for group in groups]
+        columns = [
+            cast(TokenShard, shard).token_columns(numbers[group] - first_document)
+            for group, (shard, first_document) in zip(groups, shards, strict=True)
+        ]
+        many = ManyColumns.join(columns, places)
+        with_examples = [number for number, (shard, _) in enumerate(shards) if shard.gives_examples]
+        examples = np.flatnonzero(np.isin(many.arrays, with_examples)) if with_examples else places[:0]
+        return self._judge(numbers, many, {}, examples)
+
+    def _judge(
+        self,
+        numbers: NDArray[np.int64],
+        columns: ManyColumns,
+        bad: Mapping[int, DataError],
+        examples: NDArray[np.int64],
+    ) -> Portion:
+        """Say what becomes of documents; where several reasons speak against one, the last one here counts.
+
+        Args:
+            numbers: canonical.
+            columns: their tokens.
+            bad: why documents are bad, by their places in `numbers`.
+            examples: places of those of which only some tokens are targets.
+        """
+        length, too_long = self._config.sequence_length, self._config.too_long
+        if self._config.on_bad_rows is BadRows.error:
+            for place, error in bad.items():
+                if int(numbers[place]) not in self.corpus.quarantined:
+                    raise self._with_way_out(error, int(numbers[place]))
+        starts, lengths = columns.starts, columns.lengths
+        if too_long is not TooLong.split:
+            lengths = np.minimum(lengths, length)
+        if too_long is TooLong.truncate_start:
+            starts = starts + columns.lengths - lengths
+        fates = np.full(len(numbers), Fate.trained, dtype=np.int64)
+        if len(self._quarantined):
+            fates[np.isin(numbers, self._quarantined)] = Fate.quarantined
+        if len(examples):
+            fates[examples[~_have_target(columns, examples, starts, lengths)]] = Fate.no_target
+        if too_long is TooLong.drop:
+            fates[columns.lengths > length] = Fate.too_long
+        fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Fate.held_out
+        fates[columns.lengths == 0] = Fate.empty
+        fates[list(bad)] = Fate.bad
+        is_given = (fates == Fate.trained) | (fates == Fate.quarantined)
+        lengths = np.where(is_given, lengths, 0)
+        cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
+        return Portion(numbers, columns.tokens, columns.arrays, starts, lengths, cut_tokens, fates, bad)
+
+    def _with_way_out(self, error: DataError, number: int) -> DataError:
+        way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
+        return DataError(
+            error.what,
+            where=error.where,
+            found=error.found,
+            allowed=error.allowed,
+            hint=way_out if error.hint is None else f"{error.hint}, or {way_out}",
+        )
+
+    def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
+        key = shard_key(shard.local_identity, self._encoders.digest(examples=shard.gives_examples))
+        known = self._cache.get(key, rows)
+        if len(known) == len(rows):
+            yield [known[row] for row in rows]
+            return
+        start = 0
+        for texts in _batches(shard, [row for row in rows if row not in known]):
+            passed_over = self._passed_over(texts)
+            new = self._tokenize(shard, {row: text for row, text in texts.items() if row not in passed_over})
+            self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
+            new |= passed_over
+            # As far as the new ones reach, with the known ones between them.
+            stop = start
+            ready: list[TokenRow | BadRow] = []
+            while stop < len(rows) and (rows[stop] in known or rows[stop] in new):
+                ready.append(known.get(rows[stop]) or new[rows[stop]])
+                stop += 1
+            start = stop
+            yield ready
+
+    def _tokenize(self, shard: Shard, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
+        good = {row: text for row, text in texts.items() if isinstance(text, str)}
+        many = self._encoders.encode(shard, list(good), list(good.values()))
+        made: dict[int, TokenRow | BadRow] = {row: text for row, text in texts.items() if isinstance(text, BadRow)}
+        for (row, text), tokens in zip(good.items(), many, strict=True):
+            made[row] = tokens if isinstance(tokens, BadRow) else TokenRow(tokens, text_digest(text))
+        return made
+
+    def _passed_over(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
+        """Of a held-out set, those of training, which are most: they need no tokens."""
+        if not self._wants_held_out:
+            return {}
+        digests = {row: text_digest(text) for row, text in texts.items() if isinstance(text, str)}
+        return {row: TokenRow(_NOTHING, one) for row, one in digests.items() if not self.corpus.is_held_out(one)}
+
+
+def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:
+    """Rows end to end; bad ones are empty."""
+    tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
+    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    digests = np.array([0 if isinstance(row, BadRow) else row.text_digest for row in rows], dtype=np.uint64)
+    starts = np.cumsum(lengths) - lengths
+    return ManyColumns([np.concatenate(tokens)], np.zeros_like(starts), starts, lengths, digests)
+
+
+def _have_target(
+    columns: ManyColumns, places: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Whether any token of the documents at `places` is a target; the first never is: nothing stands before it."""
+    ends, tokens = starts + lengths, columns.tokens
+    spans = zip(*(column[places].tolist() for column in (columns.arrays, starts, ends)), strict=True)
+    return np.array([bool((tokens[array][start + 1 : stop] >= 0).any()) for array, start, stop in spans], dtype=bool)
+
+
+def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:
+    """Texts, read together and in batches to tokenize."""
+    batch: dict[int, str | BadRow] = {}
+    num_characters = 0
+    for row, text in zip(rows, shard.read(rows), strict=True):
+        batch[row] = text
+        num_characters += len(text) if isinstance(text, str) else 0
+        if len(batch) == _BATCH_ROWS or num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = {}, 0
+    if batch:
+        yield batch
+
+
+def open_token_cache(config: DataConfig) -> TokenCache:
+    """Open the tokens that this machine keeps: by its name, as SQLite's locks do not reach to another machine."""
+    return TokenCache(cache_dir(config) / f"tokens-{platform.node()}.sqlite", max_bytes=config.token_cache_bytes)

@@ -1,0 +1,1 @@
+"""A corpus tokenized once, into token files, by several processes."""

@@ -1,0 +1,1 @@
+"""The training stream: sequences of lanes for this data rank, read ahead, with a cursor and a ledger."""

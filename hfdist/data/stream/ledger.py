@@ -1,0 +1,183 @@
+"""What every sequence of a run was made of, on disk: one file a lane, so that each has one writer at a time.
+
+Written at each save, before the checkpoint that counts it, and at the end. What a kill leaves behind the last
+checkpoint is cut off when the run goes on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from hfdist.config.data import BadRows
+from hfdist.data.documents.corpus import Corpus
+from hfdist.data.order.records import RECORD, Fate, Records
+
+logger = logging.getLogger(__name__)
+
+LEDGER = "ledger"
+_MOST_WARNINGS = 20
+
+
+def records_file(folder: Path, lane: int) -> Path:
+    """Where a lane's records are: RECORD values, one behind the other."""
+    return folder / f"lane-{lane:05d}.records"
+
+
+def bad_rows_file(folder: Path, lane: int) -> Path:
+    """Where a lane's bad rows are, under `data.on_bad_rows=quarantine`: JSON lines."""
+    return folder / f"lane-{lane:05d}.bad_rows.jsonl"
+
+
+class Ledger:
+    """Collects records of some lanes, and writes them when asked.
+
+    Args:
+        folder: of the run's ledger.
+        corpus: to name rows.
+        on_bad_rows: whether bad rows are written down, too.
+    """
+
+    def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
+        self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
+        self._records_files: dict[int, Path] = {}
+        """Of lanes; kept, as making a path takes longer than adding to it."""
+        self._waiting: dict[Path, list[bytes]] = {}
+        """For each file, what is to be written."""
+        self._counted: list[dict[Path, list[bytes]]] = []
+        """The same, of saves that have begun."""
+        self._writing = threading.Lock()
+        self.num_bad_rows = 0
+        """Met since the start."""
+
+    def add(self, lane: int, records: Records, problems: tuple[str, ...]) -> None:
+        """Take the records of one sequence; bad rows are warned of."""
+        path = self._records_files.get(lane)
+        if path is None:
+            path = self._records_files[lane] = records_file(self.folder, lane)
+        self._wait(path, records.tobytes())
+        # Comparing the fates of each sequence would cost more than all else here.
+        bad = records[records["fate"] == Fate.bad] if problems else ()
+        for record, problem in zip(bad, problems, strict=True):
+            self.num_bad_rows += 1
+            if self.num_bad_rows <= _MOST_WARNINGS:
+                logger.warning("left out: %s", problem)
+            if self._on_bad_rows is BadRows.quarantine:
+                self._wait(bad_rows_file(self.folder, lane), self._describe(record, problem))
+
+    def _wait(self, path: Path, content: bytes) -> None:
+        self._waiting.setdefault(path, []).append(content)
+
+    def _describe(self, record: np.void, problem: str) -> bytes:
+        row = str(self._corpus.origin(int(record["document"])))
+        line = json.dumps({"sequence": int(record["sequence"]), "row": row, "problem": problem})
+        return f"{line}\n".encode()
+
+    def flush(self) -> None:
+        """Write what was added, to the disk itself."""
+        self.count()
+        self.write_counted()
+
+    def count(self) -> None:
+        """Set apart what a checkpoint that begins now counts; `write_counted` must come before it has its name."""
+        self._counted.append(self._waiting)
+        self._waiting = {}
+
+    def write_counted(self) -> None:
+        """Write what was set apart, to the disk itself; while training goes on, if called from a thread."""
+        with self._writing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._corpus.inventory.write(self.folder)
+            while self._counted:
+                counted = self._counted[0]
+                for path in list(counted):
+                    # Taken out first: what is written in part is cut off by the next start, and never written twice.
+                    _append(path, b"".join(counted.pop(path)))
+                del self._counted[0]
+
+    def set_aside(self, lanes: Iterable[int], samples: int) -> None:
+        """Keep what was written under another name, since other data are read from here on.
+
+        Args:
+            lanes: whose files.
+            samples: of the run, when they were read last.
+        """
+        for lane in lanes:
+            for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
+                kept = path.with_name(f"{path.name}.until-{samples}")
+                if kept.exists():
+                    # Set aside by a start that was killed before its first checkpoint; what it wrote does not count.
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    path.rename(kept)
+
+    def go_back(self, sequences: Mapping[int, int]) -> None:
+        """Cut off what is behind a checkpoint.
+
+        Args:
+            sequences: of each lane, how many the checkpoint counts.
+        """
+        # A thread of a training that has failed may still be writing.
+        with self._writing:
+            self._waiting, self._counted = {}, []
+            for lane, count in sequences.items():
+                path = records_file(self.folder, lane)
+                if path.is_file():
+                    # Not searchsorted, which would read the whole column.
+                    kept = bisect.bisect_left(read_records(self.folder, lane), count, key=_sequence_of_record)
+                    os.truncate(path, kept * RECORD.itemsize)
+                path = bad_rows_file(self.folder, lane)
+                if path.is_file():
+                    os.truncate(path, _num_bytes_before(path, count))
+
+
+def read_records(folder: Path, lane: int) -> Records:
+    """Read a lane's records; none: an empty array. A record that a kill cut off is left out."""
+    path = records_file(folder, lane)
+    if not path.is_file() or path.stat().st_size < RECORD.itemsize:
+        return np.zeros(0, dtype=RECORD)
+    num_records = path.stat().st_size // RECORD.itemsize
+    return np.memmap(path, dtype=RECORD, mode="r", shape=(num_records,))
+
+
+def _num_bytes_before(path: Path, sequence: int) -> int:
+    """Where the lines of `sequence` and of later ones begin, or a line that a kill cut off."""
+    num_bytes = 0
+    with path.open("rb") as file:
+        for line in file:
+            if _sequence_of(line) >= sequence:
+                break
+            num_bytes += len(line)
+    return num_bytes
+
+
+def _sequence_of_record(record: np.void) -> int:
+    return int(record["sequence"])
+
+
+def _sequence_of(line: bytes) -> float:
+    """Of a line; infinity where it is not whole."""
+    try:
+        return int(json.loads(line)["sequence"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _append(path: Path, content: bytes) -> None:
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        # Python names the file only where it cannot be opened.
+        error.filename = str(path)
+        raise

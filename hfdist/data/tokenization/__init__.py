@@ -1,0 +1,1 @@
+"""Text and conversations to token ids and targets."""

@@ -1,0 +1,264 @@
+"""Questions to the Hub: asked again where that may help, for a bounded time, then one clear message."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import SystemRandom
+from typing import Any, TypeVar
+
+from huggingface_hub import constants, get_session, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]  # its __all__ lacks it
+from safetensors import SafetensorError
+
+from hfdist.config.checks.urls import redact
+from hfdist.errors import ConfigError, HfdistError, ResourceError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+FETCH_FIRST = "a local folder, or fetch it first with `hf download` on a connected machine"
+LOG_IN = "`hf auth login`, or HF_TOKEN"
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+# What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
+# file, which has the reason as its cause.
+_FAILURES = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, HfHubHTTPError)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often, and for how long, the Hub is asked again. huggingface_hub itself asks some things six times."""
+
+    attempts: int = 3
+    first_wait_seconds: float = 1.0
+    """Doubles each time, give or take a half."""
+    longest_wait_seconds: float = 120.0
+    """Where the Hub wants a longer wait, as it may after too many requests, that is said instead."""
+
+
+class DamagedError(Exception):
+    """Files have come that are not those of the repository."""
+
+
+class _WaitError(Exception):
+    """The Hub wants so long a wait that nobody should sit through it."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"wait {seconds} s")
+        self.seconds = seconds
+
+
+def ask(action: Callable[[], T], *, key: str, name: str, patience: Patience | None = None) -> T:
+    """Give what `action` gives; what may pass is tried again.
+
+    Args:
+        action: calls huggingface_hub.
+        key: the config key that names the repository, for messages.
+        name: the repository, or what else stands in `key`.
+        patience: None: the usual.
+
+    Raises:
+        ConfigError: what does not pass: no such repository or revision, no access, no token.
+        ResourceError: what may: the Hub is not reached, is busy or fails, a cut or damaged download, a full disk.
+    """
+    patience = patience or Patience()
+    for attempt in itertools.count(1):
+        try:
+            with _bounded_waits(patience.longest_wait_seconds):
+                return action()
+        except HfdistError:
+            raise
+        except Exception as error:
+            chain = _chain(error)
+            if not _is_of_the_hub(chain):
+                raise
+            if not _may_pass(chain) or attempt >= patience.attempts:
+                raise _explained(chain, key, name) from error
+            wait_seconds = _asked_for(chain)
+            if wait_seconds is None:
+                # The system's generator: the seeded one belongs to the training.
+                wait_seconds = patience.first_wait_seconds * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+            what = _explained(chain, key, name).what
+        logger.warning("%s: %s; attempt %d of %d", redact(name), what, attempt + 1, patience.attempts)
+        time.sleep(wait_seconds)
+    raise AssertionError("the loop ends by return or raise")
+
+
+@contextmanager
+def reading_from_hub(key: str, name: str) -> Iterator[None]:
+    """Translate what transformers and huggingface_hub raise while they read `name`, given by config key `key`."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise _explained(_chain(error), key, name) from error
+
+
+@contextmanager
+def _bounded_waits(longest_seconds: float) -> Iterator[None]:
+    """Look at each answer: huggingface_hub waits as long as it is told to, and for some answers without end."""
+
+    def look(response: Any) -> None:
+        seconds = _wait_in(response)
+        if response.status_code in _TEMPORARY and seconds is not None and seconds > longest_seconds:
+            raise _WaitError(seconds)
+
+    session = get_session()
+    hooks, timeout = session.event_hooks, session.timeout
+    session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
+    session.timeout = longest_seconds
+    try:
+        yield
+    finally:
+        session.event_hooks, session.timeout = hooks, timeout
+
+
+def _wait_in(response: Any) -> int | None:
+    limit = parse_ratelimit_headers(response.headers)
+    if response.status_code == 429 and limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds
+    text = response.headers.get("Retry-After", "").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Give the error and its causes, the first cause first: both libraries wrap what went wrong several times."""
+    chain = [error]
+    while True:
+        cause = chain[0].__cause__ or (None if chain[0].__suppress_context__ else chain[0].__context__)
+        if cause is None or cause in chain:
+            return chain
+        chain.insert(0, cause)
+
+
+def _first(chain: list[BaseException], kind: type[T]) -> T | None:
+    return next((cause for cause in chain if isinstance(cause, kind)), None)
+
+
+def _answer(chain: list[BaseException]) -> HfHubHTTPError | None:
+    """The Hub's own answer behind an error, if there was one."""
+    return _first(chain, HfHubHTTPError)
+
+
+def _is_network(error: BaseException) -> bool:
+    if isinstance(error, OfflineModeIsEnabled):
+        return False
+    # By name: which HTTP library it is, is huggingface_hub's affair.
+    of_http = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    return of_http or isinstance(error, (ConnectionError, TimeoutError))
+
+
+def _is_cut(error: BaseException) -> bool:
+    return isinstance(error, OSError) and "Consistency check failed" in str(error)
+
+
+def _is_of_the_hub(chain: list[BaseException]) -> bool:
+    """Whether it is no mistake of this code."""
+    return isinstance(chain[-1], (*_FAILURES, DamagedError, _WaitError)) or any(_is_network(error) for error in chain)
+
+
+def _may_pass(chain: list[BaseException]) -> bool:
+    if _first(chain, _WaitError) is not None or _first(chain, OfflineModeIsEnabled) is not None:
+        return False
+    answer = _answer(chain)
+    if answer is not None:
+        return answer.response.status_code in _TEMPORARY
+    return any(_is_network(cause) or _is_cut(cause) or isinstance(cause, DamagedError) for cause in chain)
+
+
+def _asked_for(chain: list[BaseException]) -> float | None:
+    answer = _answer(chain)
+    return None if answer is None else _wait_in(answer.response)
+
+
+def _explained(chain: list[BaseException], key: str, name: str) -> HfdistError:
+    kind, what, hint = _reason(chain)
+    return kind(what, where=key, found=redact(name), hint=hint)
+
+
+def _reason(chain: list[BaseException]) -> tuple[type[HfdistError], str, str | None]:
+    full = next((e for e in chain if isinstance(e, OSError) and e.errno in _FULL_DISK), None)
+    if full is not None:
+        hint = f"free space in {full.filename or constants.HF_HUB_CACHE}, or set HF_HOME to a folder on a larger disk"
+        return ResourceError, "no space is left on the disk for the download", hint
+    wait = _first(chain, _WaitError)
+    if wait is not None:
+        what = f"the Hub's rate limit is used up, and it wants a wait of {wait.seconds} s"
+        return ResourceError, what, "start again then; a token raises the limit: " + LOG_IN
+    answer = _answer(chain)
+    if answer is not None:
+        return _reason_of_answer(answer)
+    if any(isinstance(error, DamagedError) for error in chain):
+        what = f"what the Hub sent is damaged: {chain[-1]}"
+        return (
+            ResourceError,
+            what,
+            "start again; if that does not help, a proxy between here and the Hub may be at fault",
+        )
+    if any(_is_cut(error) for error in chain):
+        return ResourceError, "the download breaks off again and again", "check the network, then start again"
+    network = next((error for error in chain if _is_network(error)), None)
+    if network is None and any(isinstance(error, (OfflineModeIsEnabled, LocalEntryNotFoundError)) for error in chain):
+        return ConfigError, "the Hub is switched off, and the files are not all in the local cache", FETCH_FIRST
+    if network is not None:
+        words = redact(str(network).splitlines()[0]) if str(network) else type(network).__name__
+        hint = f"check the network and HF_ENDPOINT, or {FETCH_FIRST}"
+        if "Connect" in type(network).__name__:
+            return ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {words}", hint
+        return ResourceError, f"the connection to the Hub breaks off: {words}", hint
+    return _reason_of_other(chain[-1])
+
+
+def _reason_of_answer(error: HfHubHTTPError) -> tuple[type[HfdistError], str, str | None]:
+    status, told = error.response.status_code, error.response.headers.get("X-Error-Message", "")
+    if status == 401 and "invalid" in f"{told} {error.server_message or ''}".lower():
+        return ConfigError, "the Hub does not accept the token", f"{LOG_IN}; HF_TOKEN wins over the login"
+    # Gated is a kind of not found, so it comes first.
+    match error:
+        case GatedRepoError():
+            what = "the repository is gated: your account has not been granted access"
+            what = what if get_token() else "the repository is gated, and no token is given"
+            return ConfigError, what, f"ask for access on its page, then {LOG_IN}"
+        case RevisionNotFoundError():
+            return ConfigError, "the repository has no such revision", "another revision, or null: the default branch"
+        case RepositoryNotFoundError():
+            hint = f"check the spelling; for a private one, {LOG_IN}"
+            return ConfigError, "the Hub has no such repository, or it is private", hint
+        case EntryNotFoundError():
+            return ConfigError, "the repository lacks a file", "another revision or repository"
+    if status in (401, 403):
+        what = "the Hub refuses access" + (" with this token" if get_token() else " without a token")
+        return ConfigError, what, f"a token with the right to do this: {LOG_IN}"
+    if status == 429:
+        return ResourceError, "the Hub's rate limit is used up (HTTP 429)", f"wait, or raise the limit: {LOG_IN}"
+    if status in _TEMPORARY:
+        return ResourceError, f"the Hub fails (HTTP {status})", "start again later"
+    return ConfigError, f"the Hub refuses (HTTP {status}): {redact(error.server_message or told or 'no reason')}", None
+
+
+def _reason_of_other(error: BaseException) -> tuple[type[HfdistError], str, str | None]:
+    if isinstance(error, HFValidationError):
+        hint = "OWNER/NAME as on its page, without the Hub's address; ./FOLDER for one here"
+        return ConfigError, "this is neither a Hub id nor a folder", hint
+    text = re.sub(r"\w+://\S+", lambda address: redact(address[0]), str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "trust_remote_code" in str(error):
+        hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
+        return ConfigError, "the repository brings Python code of its own, which is not run", hint
+    return ConfigError, f"cannot be read: {lines[0] if lines else type(error).__name__}", None

@@ -1,0 +1,1 @@
+"""The training loss from hidden states, without all logits in memory."""

@@ -1,0 +1,291 @@
+"""Cross entropy of a head's logits, a chunk of rows at a time; gradients are computed on the way, as all is at hand.
+
+    rows     [rows, width]      chunk by chunk: logits, their loss, their gradient, and from it the gradients of
+    weight   [vocabulary, width]                the chunk's rows and of the head, which are kept; logits are not
+
+A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
+before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
+and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hfdist.models.compiler import why_not_compiled
+from hfdist.models.loss.lazy_logits import Cast, Rows
+
+logger = logging.getLogger(__name__)
+
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
+"""Logits of a chunk: on a CPU little memory, on a GPU enough for a full-speed product."""
+
+LEAST_ROWS = 128
+"""Of a chunk, however large the vocabulary: each reads and writes the gradient of the whole head."""
+
+_LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+_Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ChunkedLoss:
+    """Sums token losses of deferred rows; see `deferred.SumOfLosses`.
+
+    Args:
+        device: where it runs.
+        chunk_logits: logits that may exist at a time; None: by the kind of device, and of `LEAST_ROWS` at least.
+    """
+
+    def __init__(self, device: torch.device, *, chunk_logits: int | None = None) -> None:
+        self._chunk_logits = chunk_logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
+        self._least_rows = LEAST_ROWS if chunk_logits is None else 1
+        self._loss_and_gradient: _LossAndGradient = _loss_and_gradient
+        self._accumulate: _Accumulate = _accumulate
+        self._multiply: _Multiply = _multiply
+        if device.type == "cuda":
+            self._loss_and_gradient = _compiled_if_possible(device)
+            if _has_wide_products(device):
+                self._accumulate, self._multiply = _accumulate_wide, _multiply_wide
+
+    def __call__(self, rows: Rows) -> torch.Tensor:
+        """Give the sum of the losses of all rows with a target, float32."""
+        module = rows.head.module
+        targets = rows.targets.to(rows.hidden.device)
+        hidden = rows.hidden
+        if hidden.device.type == "cpu":
+            # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
+            kept = targets != rows.ignore_index
+            hidden, targets = hidden[kept], targets[kept]
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary)
+        given = rows._replace(hidden=hidden.detach(), targets=targets)
+        with torch.no_grad():
+            run = self._linear if type(module) is nn.Linear else self._any
+            total, of_rows, of_parameters = run(given, parameters, chunk_rows, wants_rows=hidden.requires_grad)
+        if of_rows is not None:
+            total = _RowsPart.apply(hidden, total, of_rows)
+        if parameters:
+            total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
+        return total
+
+    def _chunk_rows(self, num_rows: int, vocabulary: int) -> int:
+        """Of each chunk; chunks of one size, since a GPU keeps the memory of each size."""
+        num_chunks = max(1, -(-num_rows // max(self._chunk_logits // vocabulary, self._least_rows)))
+        return max(1, -(-num_rows // num_chunks))
+
+    def _linear(
+        self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
+        """A weight and perhaps a bias: their gradients are summed in place, in float32."""
+        module: Any = rows.head.module
+        kind = rows.hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.hidden.dtype
+        with torch.autocast(kind, enabled=False):
+            weight = module.weight.to(dtype)
+            bias = None if module.bias is None else module.bias.to(dtype)
+            sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
+            of_rows = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
+            total = rows.hidden.new_zeros((), dtype=torch.float32)
+            # One for all chunks: the system clears large memory each time that it gives it.
+            memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
+            for begin in range(0, len(rows.hidden), chunk_rows):
+                part = slice(begin, begin + chunk_rows)
+                hidden = rows.hidden[part].to(dtype)
+                logits = _logits(hidden, weight, bias, memory[: len(hidden)])
+                loss, gradient = self._of_logits(logits, rows, rows.targets[part])
+                total += loss
+                if of_rows is not None:
+                    of_rows[part] = self._multiply(gradient, weight)
+                if id(module.weight) in sums:
+                    self._accumulate(sums[id(module.weight)], gradient.T, hidden)
+                if bias is not None and id(module.bias) in sums:
+                    sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
+                # Before the next chunk's is made, not after.
+                del gradient
+        return total, of_rows, [sums[id(p)] for p in parameters]
+
+    def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
+        if rows.label_smoothing == 0.0 and all(step == Cast(torch.float32) for step in rows.per_row):
+            return self._loss_and_gradient(logits, targets, rows.ignore_index)
+        with torch.enable_grad():
+            loss = _loss(logits.requires_grad_(), rows, targets)
+            (gradient,) = torch.autograd.grad(loss, logits)
+        return loss.detach(), gradient
+
+    def _any(
+        self, rows: Rows, parameters: list[nn.Parameter], chunk_rows: int, *, wants_rows: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
+        """Whatever the head is made of, such as an adapter: autograd runs it chunk by chunk."""
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
+        total = rows.hidden.new_zeros((), dtype=torch.float32)
+        # At least once, since gradients of no rows are zeros, and not none.
+        for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
+            part = slice(begin, begin + chunk_rows)
+            with torch.enable_grad():
+                hidden = rows.hidden[part].requires_grad_(wants_rows)
+                loss = _loss(rows.head.forward(hidden), rows, rows.targets[part])
+                wanting = [*([hidden] if wants_rows else []), *parameters]
+                gradients = list(torch.autograd.grad(loss, wanting, allow_unused=True)) if wanting else []
+            total += loss.detach()
+            if of_rows is not None and (of_part := gradients.pop(0)) is not None:
+                of_rows[part] = of_part
+            for place, gradient in enumerate(gradients):
+                own = sums[place]
+                if own is not None:
+                    own += gradient
+                elif gradient is not None:
+                    sums[place] = gradient.float()
+        return total, of_rows, sums
+
+
+def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the losses of a chunk, as torch computes it."""
+    for step in rows.per_row:
+        logits = step(logits)
+    return functional.cross_entropy(
+        logits.float(), targets, ignore_index=rows.ignore_index, reduction="sum", label_smoothing=rows.label_smoothing
+    )
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor
+) -> torch.Tensor:
+    """Give what a linear layer gives, in memory of that shape."""
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=memory)
+    return torch.addmm(bias, hidden, weight.T, out=memory)
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the sum of token losses of logits [rows, vocabulary], and its gradient by them, in their type.
+
+    If that is float32, also in their place.
+    """
+    is_target = targets != ignore_index
+    places = targets.masked_fill(~is_target, 0)[:, None]
+    wide = logits.float()
+    own, largest = wide.gather(1, places), wide.amax(-1, keepdim=True)
+    gradient = wide.sub_(largest).exp_()
+    sums = gradient.sum(-1, keepdim=True)
+    # Chosen, not multiplied by zero: an ignored row need not be finite.
+    loss = (largest - own + sums.log())[:, 0].masked_fill(~is_target, 0).sum()
+    gradient.div_(sums)
+    gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
+    # A pass over all of it, which a CPU can spare, where nothing waits for an answer.
+    if logits.device.type != "cpu" or not is_target.all():
+        gradient.masked_fill_(~is_target[:, None], 0)
+    return loss, gradient.to(logits.dtype)
+
+
+def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, without writes in place: one pass for the loss and one for the gradient once it is compiled."""
+    is_target = targets != ignore_index
+    places = targets.masked_fill(~is_target, 0)[:, None]
+    wide = logits.float()
+    log_sums = wide.logsumexp(-1, keepdim=True)
+    loss = torch.where(is_target, (log_sums - wide.gather(1, places))[:, 0], 0).sum()
+    shares = (wide - log_sums).exp()
+    is_own = torch.arange(logits.shape[-1], device=logits.device) == places
+    return loss, torch.where(is_target[:, None], shares - is_own.float(), 0).to(logits.dtype)
+
+
+def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
+    """Compile for this GPU, or do without where its compiler does not work, and say so."""
+    compiled: _LossAndGradient = torch.compile(_fusable)
+    logits = torch.zeros(2, 8, device=device)
+    reason = why_not_compiled(compiled, logits, torch.zeros(2, dtype=torch.int64, device=device), -100)
+    if reason is not None:
+        logger.warning("the loss is not compiled, since that fails here: %s", reason)
+        return _loss_and_gradient
+    return compiled
+
+
+def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a product to a float32 sum, without rounding the product."""
+    total.addmm_(left.float(), right.float())
+
+
+def _accumulate_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """The same at the speed of the factors' type."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A float32 product."""
+    return left.float() @ right.float()
+
+
+def _multiply_wide(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The same at the speed of the factors' type."""
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether this torch gives and adds bfloat16 products in float32 on this device: asked of a small one."""
+    total = torch.ones(16, 16, device=device)
+    half = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        _accumulate_wide(total, half, half)
+        product = _multiply_wide(half, half)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((total == 17).all()) and bool((product == 16).all())
+
+
+class _Kept:
+    """Gradients of parameters, computed in the forward, until the backward takes them."""
+
+    def __init__(self, gradients: list[torch.Tensor | None], dtypes: list[torch.dtype]) -> None:
+        self._gradients: list[torch.Tensor | None] | None = gradients
+        self._dtypes = dtypes
+
+    def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
+        if self._gradients is None:
+            raise RuntimeError(
+                "the gradients of the head have been taken: a loss goes backward once, but with model.loss=full"
+            )
+        gradients, self._gradients = self._gradients, None
+        kept = zip(gradients, self._dtypes, strict=True)
+        return [None if gradient is None else gradient.mul_(factor).to(dtype) for gradient, dtype in kept]
+
+
+class _RowsPart(torch.autograd.Function):
+    """The sum of losses, and its gradient by the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = hidden.dtype
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *of_total: torch.Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        of_hidden = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, of_total[0], out=of_hidden), None, None
+
+
+class _HeadPart(torch.autograd.Function):
+    """Nothing to add to the sum, and its gradient by the head's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: _Kept, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.kept = kept
+        return parameters[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *of_total: torch.Tensor) -> Any:
+        return None, *ctx.kept.take(of_total[0])

@@ -1,0 +1,148 @@
+"""Cut a model: a rank keeps the blocks of its own stages, and of what surrounds the blocks only what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.pipeline.stage_io import Carry
+from hfdist.pipeline.stage_module import Block, View, modules_of
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What is known of a parameter that this rank does not hold."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    names: tuple[str, ...]
+    """All names that it is tied to."""
+
+
+@dataclass
+class Cut:
+    """A model of which this rank holds the parameters of some stages, under the names of the whole."""
+
+    model: PreTrainedModel
+    blocks: Sequence[Block]
+    stages: tuple[range, ...]
+    """The blocks of every stage of the pipeline."""
+    mine: tuple[int, ...]
+    """The stages of this rank."""
+    embedding: str | None
+    """Name of the input embedding's weight, also where a tied head gives it another first name."""
+    removed: dict[str, Removed] = field(default_factory=dict)
+    """Parameters outside the blocks that this rank does not hold, by name."""
+    kept: dict[tuple[torch.dtype, bool], nn.Parameter] = field(default_factory=dict)
+    """One of each type and of each side (trained or frozen) among the blocks, as they were when the model was cut."""
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first stage, with the prologue, is on this rank."""
+        return 0 in self.mine
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage, with the head and the loss, is on this rank."""
+        return len(self.stages) - 1 in self.mine
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are compiled in place."""
+        return any(part._compiled_call_impl is not None for block in self.blocks for part in block)
+
+    def view(self, stage: int, carry: Carry) -> View:
+        """Make the module that runs one of this rank's stages."""
+        fillers = {name: (removed.shape, self.type_of(removed)) for name, removed in self.removed.items()}
+        if self.embedding is not None and stage != 0 and not carry.embedding and self.embedding not in fillers:
+            # Held here for a tied head or for another stage, but not to be looked up in this one.
+            weight = self.model.get_parameter(self.embedding)
+            fillers[self.embedding] = (weight.shape, weight.dtype)
+        return View(self.model, self.blocks, self.stages[stage], carry, fillers)
+
+    def type_of(self, removed: Removed) -> torch.dtype:
+        """The type that a removed parameter would have by now: models are converted once they are cut."""
+        ways = [(removed.dtype, removed.requires_grad), (removed.dtype, not removed.requires_grad)]
+        return next((self.kept[way].dtype for way in ways if way in self.kept), removed.dtype)
+
+    def surrounding(self) -> dict[str, nn.Parameter]:
+        """Parameters outside the blocks that this rank holds, by name; tied ones once."""
+        inside = {id(p) for block in self.blocks for part in block for p in part.parameters()}
+        return {name: p for name, p in self.model.named_parameters() if id(p) not in inside}
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Let go of parameters outside the blocks, under all the names that they are tied to."""
+        for parameter in [self.model.get_parameter(name) for name in names]:
+            tied = [name for name, other in self.model.named_parameters(remove_duplicate=False) if other is parameter]
+            for name in tied:
+                self.removed[name] = Removed(parameter.shape, parameter.dtype, parameter.requires_grad, tuple(tied))
+                _set_parameter(self.model, name, None)
+
+    def restore(self, name: str, value: torch.Tensor) -> None:
+        """Hold a removed parameter again, under all its names."""
+        was = self.removed[name]
+        parameter = nn.Parameter(value, requires_grad=was.requires_grad)
+        for tied in was.names:
+            del self.removed[tied]
+            _set_parameter(self.model, tied, parameter)
+
+
+def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[range, ...], mine: Sequence[int]) -> Cut:
+    """Remove from `model`, in place, the other ranks' blocks, and the embedding and the head where they cannot run.
+
+    What else surrounds the blocks stays until `probe` knows what is needed.
+
+    Args:
+        model: whole. Its memory may be untouched (a file's pages, or not initialized): nothing is read.
+        blocks: all blocks of the model.
+        stages: contiguous runs of blocks.
+        mine: this rank's stages.
+    """
+    local = {index for stage in mine for index in stages[stage]}
+    own = [block for index, block in enumerate(blocks) if index in local]
+    foreign = modules_of(b for i, b in enumerate(blocks) if i not in local) - modules_of(own)
+    outside = set(model.modules()) - foreign
+    shared = {id(p) for module in outside for p in module.parameters(recurse=False)}
+    saved = model.state_dict()
+    persistent = {id(buffer) for name, buffer in model.named_buffers() if name in saved}
+    for module in foreign:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in shared:
+                module._parameters[name] = None
+        for name, buffer in module._buffers.items():
+            if id(buffer) in persistent:
+                module._buffers[name] = None
+    embedding, head = (_weight_name(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    cut = Cut(model, blocks, stages, tuple(mine), embedding)
+    for parameter in (p for block in own for part in block for p in part.parameters()):
+        cut.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
+    is_tied = embedding is not None and head is not None and _is_tied(model, embedding, head)
+    if embedding is not None and not (cut.has_first or (is_tied and cut.has_last)):
+        cut.remove([embedding])
+    if head is not None and not is_tied and not cut.has_last:
+        cut.remove([head])
+    return cut
+
+
+def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None:
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, nn.Parameter):
+        return None
+    owner = next(name for name, other in model.named_modules() if other is module)
+    # Directly in it, or deeper where an adapter is wrapped around it.
+    named = model.named_parameters(remove_duplicate=False)
+    return next(name for name, other in named if other is weight and name.startswith(f"{owner}."))
+
+
+def _is_tied(model: PreTrainedModel, name: str, other: str) -> bool:
+    return model.get_parameter(name) is model.get_parameter(other)
+
+
+def _set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    module_name, _, parameter_name = name.rpartition(".")
+    model.get_submodule(module_name)._parameters[parameter_name] = value

@@ -1,0 +1,135 @@
+"""EleutherAI's evaluation harness on the exported model, in a process of its own.
+
+In this one it would take the ranks' process group for its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfdist.config.evaluate import EvaluateConfig
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError
+from hfdist.topology import without_launcher
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "lm_eval"
+RESULTS = "lm_eval.json"
+
+_CHILD = "hfdist.trainer.evaluation.lm_eval_process"
+
+
+class HarnessError(Exception):
+    """The harness has failed; its own words."""
+
+
+def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
+    """Check that the package is there, and the tasks.
+
+    Args:
+        evaluate: `evaluate.*`.
+        knows_tasks: whether this process is to look at the tasks, which takes the harness some seconds.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            "the evaluation harness is not installed",
+            where="evaluate.lm_eval",
+            found=", ".join(evaluate.lm_eval),
+            hint="pip install lm-eval, or evaluate.lm_eval=[]",
+        )
+    if not knows_tasks:
+        return
+    try:
+        known = _ask({"what": "tasks", "tasks": evaluate.lm_eval, "include": evaluate.lm_eval_include})
+    except HarnessError as error:
+        raise ConfigError(
+            f"the evaluation harness cannot list its tasks: {error}",
+            where="evaluate.lm_eval, evaluate.lm_eval_include",
+            found=evaluate.lm_eval_include,
+        ) from error
+    for name in evaluate.lm_eval:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise ConfigError(
+                "the evaluation harness has no such task",
+                where="evaluate.lm_eval",
+                found=name,
+                allowed=f"one of {len(known):,} tasks: python -m lm_eval ls tasks",
+                hint=f"evaluate.lm_eval=[{near[0]}]" if near else "evaluate.lm_eval_include=FOLDER for your own tasks",
+            )
+
+
+def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:
+    """Run the tasks on a Hub model folder; on one process.
+
+    Returns:
+        The harness's `results`, `versions` and `n-samples`.
+
+    Raises:
+        HarnessError: it fails, for example as a task's data cannot be reached.
+    """
+    request = {
+        "what": "results",
+        "model": str(folder.resolve()),
+        "trust_remote_code": config.model.trust_remote_code,
+        "tasks": config.evaluate.lm_eval,
+        "include": config.evaluate.lm_eval_include,
+        "batch_size": config.train.eval_micro_batch_size or config.train.micro_batch_size,
+        "device": str(device),
+    }
+    logger.info("lm_eval measures %s", ", ".join(config.evaluate.lm_eval))
+    results: dict[str, Any] = _ask(request)
+    return results
+
+
+def _ask(request: Mapping[str, Any]) -> Any:
+    environment = without_launcher(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        child = subprocess.run(
+            [sys.executable, "-m", _CHILD, json.dumps(request), str(answer)],
+            env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if child.returncode != 0 or not answer.is_file():
+            lines = child.stderr.strip().splitlines() or [f"it has ended with {child.returncode}"]
+            raise HarnessError(lines[-1])
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def figures(results: Mapping[str, Any]) -> dict[str, float]:
+    """Give all numbers of the results as `lm_eval/<task>/<metric>`, without the filter `none`."""
+    return {
+        f"lm_eval/{task}/{name.removesuffix(',none')}": float(value)
+        for task, metrics in results["results"].items()
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "sample_len"
+    }
+
+
+def table(figures: Mapping[str, float]) -> str:
+    """Lines of task, metric and number, for people."""
+    rows = [key.removeprefix("lm_eval/").rpartition("/") for key in figures]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 2)]
+    return "\n".join(
+        f"  {task:<{widths[0]}}  {metric:<{widths[1]}}  {value:.4f}"
+        for (task, _, metric), value in zip(rows, figures.values(), strict=True)
+    )

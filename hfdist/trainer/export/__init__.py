@@ -1,0 +1,1 @@
+"""The exported model: its card, adapters merged into it, the Hub."""

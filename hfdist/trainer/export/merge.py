@@ -1,0 +1,112 @@
+"""The whole model with an adapter merged into it: opened and merged by PEFT, in one process, on the CPU."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.integrations import deepspeed
+
+from hfdist.checkpoint.write import replace_model
+from hfdist.config.model import ModelConfig
+from hfdist.models.hub.client import reading_from_hub
+from hfdist.trainer.checkpointing.model_files import write_hub_files
+
+logger = logging.getLogger(__name__)
+
+
+def write_merged(
+    adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: Any, tokenizer: Any
+) -> bool:
+    """Open the base as it is in its files, merge the adapter, and write a Hub model of the base's type.
+
+    Args:
+        adapter: a PEFT folder.
+        folder: made if missing; an older model in it is replaced.
+        base: names the base.
+        config: of the trained model.
+        generation: its generation config.
+        tokenizer: or None.
+
+    Returns:
+        Whether PEFT can merge this adapter; otherwise nothing is written, and the log says why.
+
+    Raises:
+        ConfigError: the base cannot be read any more.
+    """
+    try:
+        merged = _open_merged(adapter, base, config)
+    except (NotImplementedError, ValueError) as error:
+        logger.warning("PEFT cannot merge %s: %s; PeftModel.from_pretrained(model, folder) opens it", adapter, error)
+        return False
+    # What transformers would refuse to write must not cost the weights.
+    merged.generation_config = GenerationConfig()
+
+    def write(unfinished: Path) -> None:
+        merged.save_pretrained(unfinished, max_shard_size="2GB")
+        merged.generation_config = generation
+        write_hub_files(merged, tokenizer, unfinished)
+
+    replace_model(folder, write)
+    return True
+
+
+def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> Any:
+    from peft import PeftModel
+
+    assert base.name is not None  # checked with the config
+    with reading_from_hub("model.name", base.name):
+        # As in the files: under ZeRO-3 the config has the type in which they were read.
+        dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
+        model = AutoModelForCausalLM.from_pretrained(
+            base.name,
+            config=config,
+            revision=base.revision,
+            dtype="auto" if dtype is None else dtype,
+            use_safetensors=True,
+            trust_remote_code=base.trust_remote_code,
+        )
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        merged = _merge(PeftModel.from_pretrained(model, str(adapter)))
+    for name, parameter in merged.named_parameters():
+        # Modules that were trained whole are in float32; an untied head has a name of its own now.
+        parameter.data = parameter.data.to(dtypes.get(name, model.dtype))
+    return merged
+
+
+def _merge(opened: Any) -> Any:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in list(opened.modules()):
+        if isinstance(layer, BaseTunerLayer):
+            # In float32, one layer at a time, so that the sum is rounded once.
+            weights = layer.get_base_layer()
+            dtype = next(weights.parameters()).dtype
+            weights.to(torch.float32)
+            layer.merge(safe_merge=True)
+            weights.to(dtype)
+    return opened.merge_and_unload()
+
+
+@contextmanager
+def without_zero3(arguments: Any) -> Iterator[None]:
+    """Open models whole in this process: under ZeRO-3, transformers would cut them over all ranks.
+
+    Args:
+        arguments: the run's TrainingArguments.
+    """
+    config = getattr(arguments, "hf_deepspeed_config", None)
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed.set_hf_deepspeed_config(config)

@@ -1,0 +1,170 @@
+"""The model card: what the model is, what it was trained on and how, and the command that trains it again."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from hfdist.config.checks.urls import redact, scheme_of
+from hfdist.config.composition.compose import to_values
+from hfdist.config.data import SourceKind
+from hfdist.config.export import ExportConfig
+from hfdist.config.model import Init
+from hfdist.config.run import RunConfig
+from hfdist.data import PoolReport
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+
+CARD = "README.md"
+_PICTURE = "loss.png"
+_PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
+
+
+class Exported(NamedTuple):
+    """Which weights the folder holds."""
+
+    step: int
+    held_out_loss: float | None
+    commit: str | None
+    """Of the repository that the training started from, where it is known."""
+
+
+def write_card(
+    folder: Path, config: RunConfig, reports: Sequence[PoolReport], exported: Exported, *, ranks: int
+) -> None:
+    """Write README.md, and beside it the picture of the losses where the run has one.
+
+    Args:
+        folder: of the exported model or adapter.
+        config: of the run.
+        reports: what was read of each pool of documents.
+        exported: which weights the folder holds.
+        ranks: number of processes.
+    """
+    run_dir = Path(config.run.dir)
+    has_picture = (run_dir / _PICTURE).is_file()
+    if has_picture:
+        shutil.copyfile(run_dir / _PICTURE, folder / _PICTURE)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    parts = [
+        f"---\n{_metadata(config, is_adapter).to_yaml()}\n---",
+        f"# {config.run.name}",
+        _describe_start(config, exported.commit, is_adapter),
+        "## Data\n\n" + _describe_data(config, reports),
+        "## Losses\n\n" + _describe_losses(read_metrics(run_dir / METRICS), exported),
+        f"![Losses]({_PICTURE})" if has_picture else "",
+        "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
+        "## Versions\n\n" + _describe_versions(config),
+    ]
+    (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+
+
+def _metadata(config: RunConfig, is_adapter: bool) -> ModelCardData:
+    base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
+    sources = config.data.sources.values()
+    datasets = [_hub_id(source.path) for source in sources if source.kind is SourceKind.hub]
+    return ModelCardData(
+        base_model=base,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["hfdist"],
+        datasets=[name for name in datasets if name is not None] or None,
+    )
+
+
+def _hub_id(name: str | None) -> str | None:
+    """Give a name that is one of the Hub; a path of this machine says nothing to others."""
+    if name is None or Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return None
+    return name
+
+
+def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
+    model = config.model
+    what = "An adapter" if is_adapter else "A causal language model"
+    if model.init is Init.random:
+        return f"{what}, trained from random weights ({model.type or redact(model.name or '')})."
+    name = redact(model.name or "")
+    link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{Path(name).name}`"
+    file = f", file `{model.gguf_file}`" if model.gguf_file else ""
+    return f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}."
+
+
+def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
+    sources = [
+        f"- {name}: {source.kind.value}" + (f" `{_public(source.path)}`" if source.path else "")
+        for name, source in config.data.sources.items()
+    ]
+    rows = [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
+    table = ["| pool | sequences | share | tokens | epochs |", "|---|---|---|---|---|", *rows]
+    return "\n".join([*sources, *(["", *table] if rows else [])])
+
+
+def _public(path: str) -> str:
+    """An address or a Hub id; of a file of this machine, its name."""
+    return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
+
+
+def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> str:
+    trained = [line for line in lines if line.get("loss") is not None]
+    held_out = [line for line in lines if line.get("eval_loss") is not None]
+    found = [(f"training, step {line['step']:,}", line["loss"]) for line in _ends(trained)]
+    found += [(f"held out, step {line['step']:,}", line["eval_loss"]) for line in _ends(held_out)]
+    if not found:
+        return "None was logged."
+    rows = [f"| {what} | {loss:.4f} | {math.exp(min(loss, 700.0)):.1f} |" for what, loss in found]
+    table = "\n".join(["| | nats per token | perplexity |", "|---|---|---|", *rows])
+    loss = exported.held_out_loss
+    measured = "" if loss is None else f", with a held-out loss of {loss:.4f}"
+    return f"{table}\n\nThese weights are of step {exported.step:,}{measured}."
+
+
+def _ends(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return lines[:1] + lines[1:][-1:]
+
+
+def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
+    # To whoever reads this, the same start, and none of the writer's repositories.
+    model = replace(config.model, revision=commit or config.model.revision)
+    config = replace(config, model=model, export=ExportConfig())
+    recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
+    launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
+    values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000)
+    said = " model.trust_remote_code=true" if model.trust_remote_code else ""
+    return (
+        "Save this as `config.yaml`, then:\n\n"
+        f"```\n{launch} recipes/{recipe}.py --config-dir . --config-name config{said}\n"
+        f"```\n\n<details><summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
+    )
+
+
+def public_values(value: Any) -> Any:
+    """Give the same values without users, passwords and queries of addresses. A config holds no other secrets."""
+    if isinstance(value, dict):
+        return {key: public_values(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [public_values(item) for item in value]
+    return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
+
+
+def _describe_versions(config: RunConfig) -> str:
+    packages = (*_PACKAGES, "peft") if config.adapter.is_used else _PACKAGES
+    return "\n".join([f"- Python {platform.python_version()}", *(f"- {name} {_version(name)}" for name in packages)])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # A checkout that is not installed.
+        return "of an unknown version"

@@ -1,0 +1,88 @@
+"""Whether ranks that hold the same parameters hold the same bits, and which of them does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hfdist.collectives import gather_json
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Parameters whose bits the ranks that hold them do not agree on."""
+
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    """Those that differ from the majority; without one, all that hold the parameters."""
+    has_majority: bool
+
+
+def find_differences(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Compare this rank's parameters with those of all others; one line for each group of ranks that differs.
+
+    All ranks get the same answer. A collective, of a few bytes a rank where all is well.
+
+    Args:
+        parameters: that this rank holds whole, by their names in the model.
+    """
+    own = sum_bits(parameters)
+    every = gather_json([_digest(list(own)), _digest(list(own.values()))])
+    if len({tuple(digests) for digests in every}) == len({names for names, _ in every}):
+        return []
+    held, hosts = zip(*gather_json([own, socket.gethostname()]), strict=True)
+    return [_describe(difference, hosts) for difference in vote(held)]
+
+
+def sum_bits(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Sum the elements of each, taken as whole numbers: any one bit that flips changes it."""
+    named = [(name, tensor.detach()) for name, tensor in parameters]
+    sums = [tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for _, tensor in named]
+    # Stacked, so that a GPU is waited for once.
+    values = torch.stack(sums).tolist() if sums else []
+    return dict(zip((name for name, _ in named), values, strict=True))
+
+
+def vote(held: Sequence[Mapping[str, int]]) -> list[Difference]:
+    """Say who is wrong.
+
+    Args:
+        held: for each rank, the sums of what it holds; several ranks hold the same, or parts of it.
+    """
+    ranks_by_sum: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, sums in enumerate(held):
+        for name, value in sums.items():
+            ranks_by_sum[name][value].append(rank)
+    found: dict[tuple[tuple[int, ...], bool], list[str]] = defaultdict(list)
+    for name, groups in ranks_by_sum.items():
+        if len(groups) == 1:
+            continue
+        holders = sorted(rank for ranks in groups.values() for rank in ranks)
+        most = max(groups.values(), key=len)
+        has_majority = 2 * len(most) > len(holders)
+        suspects = sorted(set(holders) - set(most)) if has_majority else holders
+        found[tuple(suspects), has_majority].append(name)
+    return [
+        Difference(parameters=tuple(names), ranks=ranks, has_majority=has_majority)
+        for (ranks, has_majority), names in found.items()
+    ]
+
+
+def _digest(values: list[str] | list[int]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+
+
+def _describe(difference: Difference, hosts: Sequence[str]) -> str:
+    names = difference.parameters
+    what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
+    who = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in difference.ranks)
+    verdict = "differs from the majority" if difference.has_majority else "differ, and no majority says which is wrong"
+    return f"{what}: {who} {verdict}"

@@ -1,0 +1,381 @@
+"""The steps of a recipe between its config and its Trainer."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hfdist.checkpoint import Keep, find_newest, read_state, verify
+from hfdist.checkpoint.manifest import MANIFEST, DamagedError
+from hfdist.collectives import on_rank_zero
+from hfdist.config.batch import BatchPlan
+from hfdist.config.checks.preflight import check_run
+from hfdist.config.composition.compose import to_values, to_yaml
+from hfdist.config.composition.diff import Change, check_changes, find_changes
+from hfdist.config.run import RunConfig
+from hfdist.config.train import Recompute
+from hfdist.data import (
+    LEDGER,
+    Corpus,
+    HeldOut,
+    HeldOutSources,
+    Ledger,
+    TokenStream,
+    build_held_out,
+    cache_dir,
+    open_corpus,
+    open_held_out_sources,
+)
+from hfdist.data.tokenization.chat_template import adopt_template
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.errors import CheckpointError, ConfigError, HfdistError
+from hfdist.models.blocks import compile_blocks, compiles_blocks
+from hfdist.models.hub.resolve import find_start
+from hfdist.models.loss.head import choose_loss
+from hfdist.models.probing.document_masking import keeps_documents_apart
+from hfdist.models.recompute import keep_expensive
+from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.trainable.adapter_config import check_adapter
+from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.strategies.base import Strategy
+from hfdist.topology import Topology
+from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS, write_ledger
+from hfdist.trainer.evaluation.evaluators import add_measures, check_named
+from hfdist.trainer.evaluation.samples import SAMPLES
+from hfdist.trainer.export.push_to_hub import check_push
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
+from hfdist.trainer.fault_tolerance.preemption import Preemption
+from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer
+from hfdist.trainer.reporting.jsonl import set_aside
+from hfdist.trainer.reporting.logs import IS_PRINTABLE, set_up_logging
+from hfdist.trainer.run.end_of_run import finish
+from hfdist.trainer.run.num_steps import count_max_steps
+from hfdist.trainer.run.preview import preview, survey
+from hfdist.trainer.run.run_lock import RunLock
+from hfdist.trainer.run.summary import describe_run
+from hfdist.trainer.run.training_arguments import check_further_arguments
+from hfdist.trainer.trainer import Trainer
+from hfdist.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and the tokenizer that it reads with."""
+
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    stream: TokenStream
+    held_out: HeldOut | HeldOutSources | None
+
+
+@dataclass(frozen=True)
+class LocatedRun:
+    """A run whose model is on this machine."""
+
+    config: RunConfig
+    """The run's config, with folders of this machine in place of Hub ids and GGUF files; never written down."""
+    fetch_weights: Callable[[], None]
+    """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
+
+
+def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
+    """Find this process's place and the batch arithmetic, and check all names; the run folder stays as it is.
+
+    Raises:
+        ConfigError: see `check_run`; unknown names in `train.arguments`, `adapter` or `evaluate`.
+    """
+    topology, batch = check_run(config)
+    check_further_arguments(config, batch)
+    check_optimizer(config)
+    check_adapter(config.adapter, config.model)
+    check_named(config, topology)
+    set_up_logging(topology)
+    return topology, batch
+
+
+def open_run(config: RunConfig, topology: Topology) -> None:
+    """Open the run folder, once the model and the data are known to be right: only then is the config compared.
+
+    Raises:
+        ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to that
+            cannot be written.
+        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
+            changed in what `checkpoint.allow_changes` would have to allow.
+    """
+    run_dir = Path(config.run.dir)
+    _check_resume(config, run_dir / CHECKPOINTS)
+    if topology.is_main:
+        with _writing("run.dir", config.run.dir):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            # Held to the end of the process, whatever ends it.
+            atexit.register(RunLock(run_dir).release)
+        check_push(config.export)
+
+
+def locate_model(config: RunConfig) -> LocatedRun:
+    """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
+
+    Raises:
+        ConfigError, ResourceError: see `find_start`.
+    """
+    folder = cache_dir(config.data)
+    with _writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    start = find_start(config.model, cache_dir=folder)
+    return LocatedRun(replace(config, model=start.model), start.fetch_weights)
+
+
+def build_data(config: RunConfig, topology: Topology) -> RunData:
+    """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
+
+    Raises:
+        ConfigError, DataError: sources that are missing, unreadable or too small.
+    """
+    folder = cache_dir(config.data)
+    with _writing("data.cache_dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus = open_corpus(config.data)
+        tokenizer = load_tokenizer(
+            config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
+        )
+        adopt_template(tokenizer, config.data.chat)
+        Encoders(tokenizer, config.data.chat).check(corpus.shards)
+        if config.data.eval_sources:
+            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
+        else:
+            held_out = build_held_out(corpus, tokenizer, config.data)
+    stream = TokenStream(
+        corpus,
+        tokenizer,
+        config.data,
+        data_rank=topology.data_rank,
+        data_size=topology.data_size,
+        global_batch_size=config.train.global_batch_size,
+    )
+    stream.may_begin_anew = config.checkpoint.allow_changes
+    if topology.rank == topology.replica(topology.data_rank)[0]:
+        # Ranks of one model replica read the same: one of them writes it down.
+        stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
+    return RunData(corpus, tokenizer, stream, held_out)
+
+
+def find_max_steps(config: RunConfig, data: RunData) -> int:
+    """Give how many steps the run takes. Those of some epochs are counted, which reads all data the first time.
+
+    Raises:
+        ConfigError, DataError: see `count_max_steps`.
+    """
+    return count_max_steps(config, data.corpus, data.tokenizer)
+
+
+def build_trainer(
+    config: RunConfig, arguments: TrainingArguments, model: PreTrainedModel, strategy: Strategy, data: RunData
+) -> Trainer:
+    """Make the Trainer and say what it is about to do."""
+    if keeps_documents_apart(model) is False:
+        logger.warning(
+            "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
+        )
+    if compiles_blocks(config, model):
+        compile_blocks(model)
+    callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
+    trainer = Trainer(
+        model,
+        arguments,
+        strategy=strategy,
+        train_dataset=data.stream,
+        eval_dataset=data.held_out,
+        processing_class=data.tokenizer,
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+        optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
+    )
+    if config.train.gradient_checkpointing and config.train.recompute is Recompute.cheap:
+        keep_expensive(model)
+    trainer.run_values = to_values(config)
+    trainer.loss_head = choose_loss(config, model)
+    add_measures(trainer, data.held_out, config)
+    checkpoint = config.checkpoint
+    trainer.save_in_background = checkpoint.background
+    trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
+    trainer.limits = Limits(
+        skipped_steps=config.train.max_skipped_steps,
+        rollbacks=config.train.max_rollbacks,
+        compare_replicas_every=config.train.compare_replicas_every,
+    )
+    logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+    if trainer.is_world_process_zero():
+        _show_data(config, data)
+    assert trainer.engine is not None
+    if config.report.timeline:
+        trainer.add_callback(TimelineDrawer(Path(config.run.dir), trainer.engine))
+    # The bar and metrics.jsonl say the same, legibly.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _show_data(config: RunConfig, data: RunData) -> None:
+    if data.corpus.has_examples:
+        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
+    for text in preview(data.stream, data.tokenizer, config.report.preview):
+        logger.info("%s", text, extra={IS_PRINTABLE: True})
+
+
+def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
+    """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
+
+    Raises:
+        PreemptedError: a signal has stopped it, saved.
+        PeerError: the connection to another rank is lost.
+        ResourceError: the model is trained and saved, but could not be uploaded.
+    """
+    with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+        not_uploaded = _train_watched(trainer, data, config, watch)
+    if not_uploaded is not None:
+        raise not_uploaded
+
+
+def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> HfdistError | None:
+    preemption = Preemption()
+    if config.checkpoint.every is not None:
+        # Without checkpoints there is nothing that a stop could save.
+        trainer.add_callback(preemption)
+        trainer.agreement.listeners.append(preemption)
+    # Behind it, since it decides what follows a step.
+    trainer.add_callback(watch)
+    checkpoint = _resume_from(config)
+    # The first of all, whose lines of an earlier life it sets aside.
+    trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
+    trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    preemption.check(config.run.dir)
+    # Of a run without checkpoints; with them, the last one has written it.
+    write_ledger(trainer)
+    return finish(trainer, data.held_out, config)
+
+
+class _Beginning(TrainerCallback):
+    """Writes the config down, once the checkpoint is read: a start that is refused changes nothing in the run folder.
+
+    Lines of an earlier life that nothing goes on from are set aside, whatever their step.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: str | None) -> None:
+        self._config, self._checkpoint = config, checkpoint
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Call on all ranks."""
+        on_rank_zero(self._begin)
+
+    def _begin(self) -> None:
+        run_dir = Path(self._config.run.dir)
+        (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        if self._checkpoint is None or not _lies_in(Path(self._checkpoint), run_dir / CHECKPOINTS):
+            for name in (METRICS, SAMPLES):
+                set_aside(run_dir / name)
+
+
+@contextmanager
+def _writing(key: str, folder: str | Path) -> Iterator[None]:
+    """Say which key named a folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be used: {error.strerror or error}",
+            where=key,
+            found=folder,
+            allowed="a writable folder",
+        ) from error
+
+
+def _resume_from(config: RunConfig) -> str | None:
+    resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
+    if resume == "never":
+        return None
+    # Begun elsewhere, the same command goes on here from its own: launchers and schedulers give it again.
+    goes_on_here = resume == "auto" or not _lies_in(Path(resume), checkpoints)
+    found = find_newest(checkpoints) if goes_on_here else None
+    if found is None and resume == "auto":
+        return None
+    if found is None:
+        found = Path(resume)
+        on_rank_zero(lambda: verify(Path(resume)))
+    elif resume != "auto":
+        logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
+    # Not only beforehand: what verifies may be older than the newest.
+    changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
+    logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
+    return str(found)
+
+
+def _lies_in(checkpoint: Path, folder: Path) -> bool:
+    # By its own name, or by a link to it.
+    return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
+
+
+def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
+    """Compare the config with that of a checkpoint; from Python, one may have none.
+
+    Raises:
+        CheckpointError: the training has changed, and `checkpoint.allow_changes` is false.
+    """
+    before = read_state(checkpoint).get("config")
+    changes = [] if before is None else find_changes(before, to_values(config))
+    check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
+    return changes
+
+
+def _check_resume(config: RunConfig, checkpoints: Path) -> None:
+    """Refuse, before anything is built, what the folder's checkpoints contradict."""
+    resume = config.checkpoint.resume
+    present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
+    if resume == "never" and present:
+        raise CheckpointError(
+            "the run folder already holds checkpoints",
+            where="checkpoint.resume=never",
+            found=f"{present[-1]} in {checkpoints}",
+            hint="another run.name, or checkpoint.resume=auto to go on from it",
+        )
+    path = Path(resume)
+    is_of_this_run = _lies_in(path, checkpoints)
+    if is_of_this_run and present and present[-1] > path.resolve().name:
+        raise CheckpointError(
+            "the run folder holds later checkpoints, and two branches cannot share a folder",
+            where="checkpoint.resume",
+            found=f"{path.name}, with {present[-1]} beside it",
+            hint="another run.name, or move the later ones out of the folder",
+        )
+    start = checkpoints / present[-1] if present and not is_of_this_run else path
+    if (start / MANIFEST).is_file():
+        # A damaged one is found, and passed over, where all are verified.
+        with contextlib.suppress(DamagedError):
+            _changes_since(start, config)
+
+
+def _describe_data(data: RunData) -> str:
+    return (
+        f"{', '.join(data.corpus.source_names)}: {data.corpus.num_documents:,} documents; "
+        f"tokenizer of {len(data.tokenizer):,}; {len(data.held_out or ()):,} held-out sequences"
+    )

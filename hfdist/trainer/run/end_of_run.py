@@ -1,0 +1,221 @@
+"""The end of a run: held-out loss beside a baseline, the exported model with its card, what it can do, a picture."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hfdist.checkpoint.folder import step_name
+from hfdist.collectives import on_rank_zero, world_size
+from hfdist.config.evaluate import Export
+from hfdist.config.run import RunConfig
+from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_losses
+from hfdist.data.stream.ledger import read_records
+from hfdist.errors import HfdistError
+from hfdist.trainer.checkpointing.checkpointer import (
+    data_reports,
+    find_best_checkpoint,
+    last_held_out_loss,
+    restore_weights,
+)
+from hfdist.trainer.evaluation import lm_eval
+from hfdist.trainer.evaluation.loop import perplexity
+from hfdist.trainer.export.merge import without_zero3, write_merged
+from hfdist.trainer.export.model_card import Exported, write_card
+from hfdist.trainer.export.push_to_hub import push
+from hfdist.trainer.reporting.memory import describe_peak_memory
+from hfdist.trainer.reporting.plot import plot_losses
+from hfdist.trainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+MODEL = "model"
+ADAPTER = "adapter"
+
+_LONGEST_WAIT = timedelta(days=7)
+"""Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
+
+
+def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> HfdistError | None:
+    """Evaluate, export, sample, draw and upload. Call on all ranks; rank 0 reports.
+
+    Returns:
+        On rank 0, why the model is not uploaded, if it was to be; all else is done.
+    """
+    run_dir = Path(run.run.dir)
+    logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
+    reports = data_reports(trainer)
+    for pool in reports:
+        logger.info(
+            "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
+            *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
+        )
+    if trainer.is_world_process_zero():
+        lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
+        if (losses := describe_losses(lanes, run.data)) is not None:
+            logger.info("data: %s", losses)
+    loss, step = None if held_out is None else _last_held_out_loss(trainer), trainer.state.global_step
+    if run.evaluate.export is Export.best:
+        loss, step = _take_best(trainer, loss)
+    patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
+    folder = _deliver(trainer, run, patient)
+    if trainer.is_world_process_zero():
+        if held_out is not None and loss is not None:
+            _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
+        if run.report.sample_prompt is not None:
+            with without_zero3(trainer.args):
+                _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
+        if run.report.plot:
+            _report_losses(run_dir)
+        _write_card(folder, run, reports, Exported(step=step, held_out_loss=loss, commit=_commit_of(trainer)))
+        logger.info("model: %s", folder)
+    _wait_for_rank_zero(patient)
+    not_uploaded = push(folder, run.export)
+    if trainer.is_world_process_zero() and run.evaluate.lm_eval:
+        _report_tasks(trainer, folder, run, step)
+    # Ranks that leave early would take the launcher down while rank 0 is still busy.
+    _wait_for_rank_zero(patient)
+    if patient is not None and "nccl" in dist.get_backend():
+        # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+        # process closes them as well.
+        trainer.end()
+    return not_uploaded
+
+
+def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
+    """Wait in a group that lets it take as long as it does: a sample or a harness of hours would break the others'."""
+    if patient is not None:
+        dist.barrier(patient)
+
+
+def _write_card(folder: Path, run: RunConfig, reports: list[PoolReport], exported: Exported) -> None:
+    try:
+        write_card(folder, run, reports, exported, ranks=world_size())
+    except Exception as error:
+        # As with a sample: the model is exported.
+        logger.warning("no model card: %s: %s", type(error).__name__, error)
+
+
+def _commit_of(trainer: Trainer) -> str | None:
+    """The commit that the weights came from: a download lies in a folder of that name."""
+    name = Path(getattr(trainer.model, "name_or_path", "")).name
+    return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
+
+
+def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
+    """Write the model, or the adapter and the model that it is merged into; give the folder that a user would open."""
+    model, adapter = Path(run.run.dir) / MODEL, Path(run.run.dir) / ADAPTER
+    if not run.adapter.is_used:
+        trainer.save_model(str(model))
+        return model
+    trainer.save_model(str(adapter))
+    logger.info("adapter: %s", adapter)
+    if not run.adapter.merge:
+        return adapter
+    return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model), patient) else adapter
+
+
+def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> bool:
+    with without_zero3(trainer.args):
+        return write_merged(
+            adapter,
+            model,
+            # Where its weights were read from, and not the Hub, where a branch may have moved on since.
+            base=replace(run.model, name=trainer.model.name_or_path, revision=None, gguf_file=None),
+            config=copy.deepcopy(trainer.model.config),
+            generation=trainer.model.generation_config,
+            tokenizer=trainer.processing_class,
+        )
+
+
+def _last_held_out_loss(trainer: Trainer) -> float:
+    """The evaluation of the last step, made now unless it has been made."""
+    last = last_held_out_loss(trainer)
+    return float(trainer.evaluate()["eval_loss"]) if last is None else last
+
+
+def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:
+    """Put the weights of the best checkpoint into the model; give their held-out loss and step."""
+    best, last_step = find_best_checkpoint(trainer), trainer.state.global_step
+    if best is None:
+        logger.warning("no checkpoint was evaluated: the model is that of the last step")
+        return last_loss, last_step
+    path, loss = best
+    if path.name == step_name(last_step) or (last_loss is not None and last_loss <= loss):
+        logger.info("the best model is that of the last step")
+        return last_loss, last_step
+    logger.info("the best checkpoint is %s", path.name)
+    restore_weights(trainer, path)
+    return loss, int(path.name.removeprefix("step-"))
+
+
+def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> None:
+    """Let the harness measure the exported model; as with a sample, what fails there does not fail the run."""
+    try:
+        results = lm_eval.measure(folder, run, device=trainer.args.device)
+        figures = lm_eval.figures(results)
+        (Path(run.run.dir) / lm_eval.RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    except (lm_eval.HarnessError, OSError, KeyError) as error:
+        logger.warning("lm_eval: %s", error)
+        return
+    # The best model may be that of an earlier step than the line says.
+    trainer.log({"lm_eval/step": step, **figures})
+    logger.info("lm_eval:\n%s", lm_eval.table(figures))
+
+
+def _report_loss(loss: float, baseline: float) -> None:
+    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, perplexity(baseline))
+
+
+def _report_losses(run_dir: Path) -> None:
+    try:
+        logger.info("loss curve: %s", plot_losses(run_dir))
+    except OSError as error:
+        # As with a sample: the model is exported.
+        logger.warning("no picture of the losses: %s", error)
+
+
+def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:
+    try:
+        logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, num_tokens))
+    except Exception as error:
+        # The run is done and saved: whatever a model's own generation code raises must not make it a failure.
+        logger.warning("no sample: %s: %s", type(error).__name__, error)
+
+
+def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
+    """Entropy of the tokens in nats: the best that any model without context can do on these very tokens."""
+    counts = torch.bincount(torch.cat([labels[labels >= 0] for labels in sequences])).double()
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * share.log()).sum())
+
+
+def sample(folder: Path, prompt: str, num_tokens: int) -> str:
+    """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed)."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        output = model.generate(
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -1,0 +1,163 @@
+"""From our config to transformers' TrainingArguments: the only place that names its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from hfdist.config.batch import BatchPlan, num_warmup_steps
+from hfdist.config.optimizer import OptimizerConfig, Schedule
+from hfdist.config.run import RunConfig
+from hfdist.config.train import Compile, Precision, Recompute
+from hfdist.errors import ConfigError
+from hfdist.optim.registry import name_for_arguments
+from hfdist.strategies.base import Strategy
+from hfdist.trainer.fault_tolerance.process_group import start_group_under_torchrun
+
+
+def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
+    """Give the Trainer's arguments. Starts the process group, and then the strategy.
+
+    Args:
+        config: of the run.
+        strategy: the layout.
+        max_steps: how many steps the run takes.
+
+    Raises:
+        ConfigError: TrainingArguments refuses a value.
+    """
+    fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
+    own = config.train.arguments
+    try:
+        start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
+        arguments = TrainingArguments(**fields, **own)
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"transformers refuses the arguments: {str(error).splitlines()[0]}",
+            where="train.arguments, report.to, optimizer.* or train.*",
+        ) from error
+    strategy.start()
+    return arguments
+
+
+def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
+    train = config.train
+    return {
+        "output_dir": config.run.dir,
+        "run_name": config.run.name,
+        "max_steps": max_steps,
+        "per_device_train_batch_size": batch.micro_batch_size,
+        "per_device_eval_batch_size": train.eval_micro_batch_size or batch.micro_batch_size,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "bf16": train.precision is Precision.bf16,
+        "fp16": train.precision is Precision.fp16,
+        "torch_compile": train.compile is Compile.model,
+        # What is less than all is set up on the model: these arguments are written down, and would hold a function.
+        "activation_checkpointing": train.gradient_checkpointing and train.recompute is Recompute.all,
+        "eval_strategy": "no" if train.eval_every is None else "steps",
+        "eval_steps": train.eval_every,
+        "save_strategy": "no" if config.checkpoint.every is None else "steps",
+        "save_steps": config.checkpoint.every or 1,
+        "save_total_limit": config.checkpoint.keep,
+        "logging_steps": config.report.log_every,
+        # A loss that is not finite must be seen, not replaced by the average of the others.
+        "logging_nan_inf_filter": False,
+        "report_to": config.report.to or "none",
+        # The bar is ours: it shows tokens/s.
+        "disable_tqdm": True,
+        "log_level": "warning",
+        "log_level_replica": "error",
+        "use_cpu": not torch.cuda.is_available(),
+        # The stream seeks: nothing is read again to be thrown away.
+        "ignore_data_skip": True,
+        "remove_unused_columns": False,
+        "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": False,
+    } | _optimizer(config.optimizer, batch, max_steps)
+
+
+def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
+    scheduler_type, scheduler_kwargs = _schedule(optimizer, max_steps)
+    return {
+        "optim": name_for_arguments(optimizer),
+        "learning_rate": optimizer.lr,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "lr_scheduler_type": scheduler_type,
+        "lr_scheduler_kwargs": scheduler_kwargs,
+        "warmup_steps": num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps),
+    }
+
+
+def _schedule(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, Any]]:
+    min_lr_ratio = 0.1 if optimizer.min_lr_ratio is None else optimizer.min_lr_ratio
+    match optimizer.schedule:
+        case Schedule.cosine:
+            return "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+        case Schedule.wsd:
+            num_decay_steps = max(1, round(max_steps * optimizer.decay_fraction))
+            return "warmup_stable_decay", {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio}
+        case Schedule.linear:
+            return "linear", {}
+        case Schedule.constant:
+            # Schedule-free optimizers warm up by themselves.
+            return "constant" if optimizer.name.is_schedule_free else "constant_with_warmup", {}
+
+
+# Fields that other keys stand for, though they are not always among the generated ones.
+_ELSEWHERE = {
+    "deepspeed": "strategy.sharding and strategy.deepspeed",
+    "fsdp": "strategy.sharding",
+    "fsdp_config": "strategy.sharding",
+    "parallelism_config": "strategy.*",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "num_train_epochs": "train.epochs",
+    "auto_find_batch_size": "train.micro_batch_size",
+    "optim_args": "optimizer.arguments",
+    "dataloader_num_workers": "data.workers",
+    "dataloader_prefetch_factor": "data.prefetch",
+    "eval_on_start": "evaluate.at_start",
+    "load_best_model_at_end": "checkpoint.*",
+    "save_only_model": "checkpoint.*",
+    "bf16_full_eval": "train.precision",
+    "fp16_full_eval": "train.precision",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "train.recompute",
+}
+
+
+def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
+    """Check the names in `train.arguments`.
+
+    Raises:
+        ConfigError: one that TrainingArguments does not have, or that hfdist sets itself.
+    """
+    # For the names alone.
+    ours = _generated(config, batch, max_steps=1)
+    known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    for name, value in config.train.arguments.items():
+        key = f"train.arguments.{name}"
+        if name in ours or name in _ELSEWHERE:
+            raise ConfigError(
+                "hfdist sets this argument itself, from its own keys",
+                where=key,
+                found=value,
+                hint=f"set {_ELSEWHERE.get(name, 'the key of the same purpose, in conf/')} instead",
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise ConfigError(
+                "transformers' TrainingArguments has no such field",
+                where=key,
+                found=value,
+                allowed="a field of TrainingArguments",
+                hint=f"train.arguments.{near[0]}={value}" if near else None,
+            )

@@ -1,0 +1,174 @@
+"""Deal the rows of a user's own dataset over data ranks: those of one model replica must read the same.
+
+A step reads the same rows in any layout, each of them once. Where they do not divide, as at the end of an epoch,
+accelerate reads some rows twice; here the ranks that have none left read one without its targets, which a loss summed
+over targets does not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.topology import Topology
+from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
+
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+         "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
+
+
+class Blank(int):
+    """The number of a row that is read for its shape alone."""
+
+
+class DealtBatches(BatchSampler):
+    """Every data_size-th batch of a sampler, and a blank one where those of the last turn do not go round."""
+
+    def __init__(self, batches: BatchSampler, topology: Topology) -> None:
+        # Under the names by which accelerate finds the sampler, to seed it and to put another one in its place.
+        self.batch_sampler = batches
+        self.sampler = batches.sampler
+        self.batch_size, self.drop_last = batches.batch_size, batches.drop_last
+        self._rank, self._size = topology.data_rank, topology.data_size
+
+    def __len__(self) -> int:
+        return -(-len(self.batch_sampler) // self._size)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        turn: list[list[Any]] = []
+        for batch in self.batch_sampler:
+            turn.append(batch)
+            if len(turn) == self._size:
+                yield turn[self._rank]
+                turn = []
+        if turn:
+            yield turn[self._rank] if self._rank < len(turn) else [Blank(turn[0][0])]
+
+
+class CountedRows(Dataset[tuple[Any, bool]]):
+    """Rows together with whether they count."""
+
+    total_dataset_length = 0
+    """Of what accelerate would have to cut off gathered metrics again: nothing is read twice."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, bool]]:
+        """Read several rows at once, where the dataset can."""
+        numbers = [int(index) for index in indices]
+        read = getattr(self._rows, "__getitems__", lambda numbers: [self._rows[number] for number in numbers])
+        return [(row, not isinstance(index, Blank)) for row, index in zip(read(numbers), indices, strict=True)]
+
+
+class CountingCollator:
+    """Collates rows of which those that do not count have no targets.
+
+    Args:
+        collate: the user's.
+        label_names: of what a row or a batch may hold to compare with.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], label_names: Collection[str]) -> None:
+        self._collate, self._label_names = collate, label_names
+
+    def __call__(self, rows: list[tuple[Any, bool]]) -> Any:
+        """Give the batch, with as many rows."""
+        blank = [not counts for _, counts in rows]
+        batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
+        if not any(blank):
+            return batch
+        if not any(name in batch for name in self._label_names):
+            return {**batch, NUM_ROWS: torch.tensor(len(rows) - sum(blank))}
+        for name in self._label_names:
+            labels = batch.get(name)
+            if isinstance(labels, torch.Tensor) and labels.ndim > 0 and len(labels) == len(rows):
+                # Once more: some collators make the labels, and others put all rows into one.
+                labels[blank] = ignored_like(labels[blank])
+        return batch
+
+    def _without_targets(self, row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        return {name: _ignored(value) if name in self._label_names else value for name, value in row.items()}
+
+
+def _ignored(labels: Any) -> Any:
+    """Only where collators may need it: single labels are told from their rows in the batch."""
+    if isinstance(labels, torch.Tensor):
+        return ignored_like(labels)
+    return [IGNORED] * len(labels) if isinstance(labels, list) else labels
+
+
+@contextmanager
+def dealing_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
+    """Let data loaders that are prepared meanwhile read each row once; for losses summed over targets."""
+    before = accelerator.prepare_data_loader
+    accelerator.prepare_data_loader = partial(_deal_each_once, accelerator, topology, label_names, before)
+    yield
+    accelerator.prepare_data_loader = before
+
+
+def _deal_each_once(
+    accelerator: Accelerator,
+    topology: Topology,
+    label_names: Collection[str],
+    otherwise: Callable[..., Any],
+    data_loader: Any,
+    device_placement: Any = None,
+    slice_fn_for_dispatch: Any = None,
+) -> Any:
+    is_dealt_elsewhere = isinstance(data_loader.dataset, IterableDataset) or accelerator.split_batches
+    if topology.data_size == 1 or is_dealt_elsewhere or not isinstance(data_loader.batch_sampler, BatchSampler):
+        return otherwise(data_loader, device_placement, slice_fn_for_dispatch)
+    dealt: DataLoader[Any] = DataLoader(
+        CountedRows(data_loader.dataset),
+        batch_sampler=DealtBatches(data_loader.batch_sampler, topology),
+        collate_fn=CountingCollator(data_loader.collate_fn, label_names),
+        **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
+    )
+    return _prepare(accelerator, dealt, device_placement, num_ranks=1, rank=0)
+
+
+def deal(
+    accelerator: Accelerator,
+    topology: Topology,
+    data_loader: Any,
+    device_placement: Any = None,
+    slice_fn_for_dispatch: Any = None,
+) -> Any:
+    """`Accelerator.prepare_data_loader`, over data ranks instead of processes."""
+    return _prepare(accelerator, data_loader, device_placement, num_ranks=topology.data_size, rank=topology.data_rank)
+
+
+def _prepare(accelerator: Accelerator, data_loader: Any, device_placement: Any, *, num_ranks: int, rank: int) -> Any:
+    prepared = prepare_data_loader(
+        data_loader,
+        accelerator.device,
+        num_processes=num_ranks,
+        process_index=rank,
+        split_batches=accelerator.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=accelerator.rng_types.copy(),
+        dispatch_batches=False,
+        even_batches=accelerator.even_batches,
+        use_seedable_sampler=accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        non_blocking=accelerator.non_blocking,
+    )
+    accelerator._dataloaders.append(prepared)
+    return prepared

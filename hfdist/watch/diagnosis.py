@@ -1,0 +1,147 @@
+"""When silence is an alarm, and who waits for whom: pure functions of what all ranks have said. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+
+from hfdist.errors import PeerError
+from hfdist.watch.heartbeat import Beat
+
+IDLE_TIMES = 5
+"""A pause between two marks may be so many times the longest so far: a loaded machine, a slow shard, long sequences."""
+_BEATS_AFTER_A_BREAK = 2.5
+_LEAST_SILENT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A rank's last beat, and how long ago it came."""
+
+    beat: Beat
+    silent_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends."""
+
+    line: str
+    exit_code: int = PeerError.exit_code
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether something is wrong of which nobody has spoken yet."""
+        return self.exit_code == PeerError.exit_code
+
+    def to_json(self) -> str:
+        """Write it down."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Verdict:
+        """Read it."""
+        return cls(**json.loads(text))
+
+
+def beat_seconds(heartbeat_seconds: float) -> float:
+    """Give the time between beats: a second, which costs nothing, or four beats within the limit."""
+    return min(heartbeat_seconds / 4, 1.0)
+
+
+def find_left(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+    """Find a rank that has ended with an error of its own, and without which others cannot go on.
+
+    An error that all ranks meet lets all leave by themselves, so the others get a heartbeat's time.
+    """
+    is_broken = any(other.beat.broken_seconds is not None for other in heard.values())
+    for rank, one in sorted(heard.items()):
+        if one.beat.left and (is_broken or one.silent_seconds > heartbeat_seconds):
+            return Verdict(f"rank {rank} has ended with exit code {one.beat.left}, and has said why", one.beat.left)
+    return None
+
+
+def find_lost(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+    """Find ranks that are silent: dead, stopped, cut off, or in code that never lets other threads run.
+
+    Once a connection broke somewhere, a few missing beats are enough.
+    """
+    here = {rank: one for rank, one in heard.items() if one.beat.left is None}
+    broken = {rank: one.beat.broken_seconds for rank, one in here.items() if one.beat.broken_seconds is not None}
+    limit = heartbeat_seconds
+    if broken:
+        limit = min(limit, max(_LEAST_SILENT_SECONDS, _BEATS_AFTER_A_BREAK * beat_seconds(heartbeat_seconds)))
+    lost = {rank: one for rank, one in here.items() if one.silent_seconds > limit}
+    if lost:
+        seconds = max(one.silent_seconds for one in lost.values())
+        verb = "is" if len(lost) == 1 else "are"
+        return Verdict(
+            f"{_waiting(here, lost)} {_places(lost)}, which {verb} dead, stopped or cut off: silent for {seconds:.1f} s"
+        )
+    if broken and max(broken.values()) > heartbeat_seconds:
+        return Verdict(f"{name_ranks(broken)} lost the connection to another rank, though no rank is silent")
+    return None
+
+
+def find_stalled(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+    """Find who keeps all others waiting: nobody has made progress, and nobody is doing what may take long.
+
+    The limit grows with the run's own times between marks, so that neither a slow rank nor a micro batch that takes
+    longer than the heartbeat counts as hung.
+    """
+    if any(one.beat.left for one in heard.values()):
+        # They wait for one that has ended with an error, for which `find_left` gives them time.
+        return None
+    here = {rank: one for rank, one in heard.items() if one.beat.left is None}
+    beats = {rank: one.beat for rank, one in here.items()}
+    if not beats or any(beat.exempt is not None for beat in beats.values()):
+        return None
+    limit = max(heartbeat_seconds, IDLE_TIMES * max(beat.longest_idle_seconds for beat in beats.values()))
+    idle_seconds = min(beat.idle_seconds for beat in beats.values())
+    if idle_seconds <= limit:
+        return None
+    # Marks of one that skipped a collective are ahead of those that wait in it: then who is in none comes first.
+    busy = {rank: beat for rank, beat in beats.items() if beat.waits_in is None} or beats
+    fewest = min(beat.marks for beat in busy.values())
+    behind = {rank: one for rank, one in here.items() if rank in busy and one.beat.marks == fewest}
+    waiting = [rank for rank in beats if rank not in behind]
+    verb = "has" if len(behind) == 1 else "have"
+    since = f"which {verb} made no progress for {idle_seconds:.1f} s"
+    if not waiting:
+        return Verdict(f"{_places(behind)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
+    return Verdict(f"{_waiting(here, behind)} {_places(behind)}, {since}{_where(beats)}")
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Name them shortly, as in `ranks 0, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+def _waiting(here: Collection[int], awaited: Collection[int]) -> str:
+    waiting = [rank for rank in here if rank not in awaited]
+    if not waiting:
+        return "nobody is left to wait for"
+    return f"{name_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for"
+
+
+def _places(ranks: Mapping[int, Heard]) -> str:
+    """Name ranks with the place of the first: more would not fit a line, and the files have them all."""
+    beat = ranks[min(ranks)].beat
+    return f"{name_ranks(ranks)} (on {beat.host or '?'}, behind {beat.mark}, {beat.step} steps done)"
+
+
+def _where(beats: Mapping[int, Beat]) -> str:
+    waits: dict[str, int] = {}
+    for rank, beat in sorted(beats.items()):
+        if beat.waits_in is not None:
+            waits.setdefault(beat.waits_in, rank)
+    words = "; ".join(f"rank {rank} is in {name}" for name, rank in list(waits.items())[:2])
+    return f"; {words}" if words else ""
