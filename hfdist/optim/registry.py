@@ -15,9 +15,9 @@ from torch import nn
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
+from hfdist.optim.fit import check
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, state_after_step
-from hfdist.trainer.optimizers import check
 
 ClassAndSettings = tuple[Any, dict[str, Any]]
 """What `transformers.Trainer` takes as `optimizer_cls_and_kwargs`."""

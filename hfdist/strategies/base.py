@@ -18,6 +18,8 @@ from hfdist.strategies.schedule_trace import StepRecord
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
+Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
+"""(batch, function) -> what function(model, part of the batch) gave; empty on ranks without logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hfdist.errors import ConfigError
+from hfdist.optim.fit import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
-from hfdist.optim.probe import Reach, ask
+from hfdist.optim.probe import Reach
 from hfdist.strategies.base import Engine
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.
-
-_LAYOUTS = {
-    Reach.parameter: "a layout that keeps parameters whole: ddp, or a pipeline without ZeRO",
-    Reach.model: "a layout that keeps the model whole: one process, or ddp",
-}
 
 
 class OwnOptimizer:
@@ -153,61 +149,6 @@ class Optimizers:
         finally:
             optimizer.train()
             engine.loaded()
-
-
-def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
-    """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
-
-    Args:
-        optimizer: before its first step.
-        sees: what the layout gives it whole.
-        is_saved: whether the run writes checkpoints.
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    answer = ask(optimizer)
-    if answer.reach > sees:
-        raise ConfigError(
-            "this optimizer does not train in this layout as it does on one process",
-            where="optimizer.name, optim or optimizers",
-            found=f"{describe(optimizer)}: {answer.why}",
-            allowed=_LAYOUTS[answer.reach],
-            hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
-        )
-    if is_saved and answer.not_saved:
-        raise ConfigError(
-            "no checkpoint can hold what this optimizer keeps",
-            where="optimizer.name, optim or optimizers",
-            found=f"{describe(optimizer)}: {answer.not_saved}",
-            allowed="numbers and tensors for each parameter",
-            hint="save_strategy='no' (checkpoint=none), or another optimizer",
-        )
-
-
-def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that leaves trained parameters out, where gradients of these are not in the norm (ZeRO).
-
-    Raises:
-        ConfigError: it does.
-    """
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if left_out:
-        raise ConfigError(
-            "gradients are clipped by the norm over all trained parameters, and DeepSpeed knows only those that the "
-            "optimizer steps",
-            where="optimizers, or create_optimizer",
-            found=f"{describe(optimizer)} without {len(left_out)} of them, such as {left_out[0]}",
-            hint="parameter.requires_grad_(False) for those that it leaves out, or a strategy without sharding",
-        )
-
-
-def describe(optimizer: Any) -> str:
-    """Name the class, or the classes, that really step."""
-    while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__
 
 
 def _has_modes(optimizer: Any) -> bool:

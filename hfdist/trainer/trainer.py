@@ -24,12 +24,11 @@ from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.models.loss.head import LossHead
-from hfdist.strategies.base import Batch, Defaults, Engine, Strategy
+from hfdist.strategies.base import Batch, Defaults, Engine, Forward, Strategy
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine
-from hfdist.trainer.evaluation.generation import Forward
 from hfdist.trainer.evaluation.loop import Measure, dealt_batches, evaluate, evaluating
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, StepGuard, spread
 from hfdist.trainer.fault_tolerance.rank_flags import Agreement

@@ -27,10 +27,10 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models.probing.tiny_config import shrink
+from hfdist.optim.fit import describe
 from hfdist.optim.registry import make_small
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
-from hfdist.trainer.optimizers import describe
 from hfdist.verify.parity import BOUNDS, certify
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,13 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
+from hfdist.optim.fit import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
 from hfdist.optim.registry import check_optimizer, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
-from hfdist.trainer.optimizers import OwnOptimizer, check, check_steps_all, describe
+from hfdist.trainer.optimizers import OwnOptimizer
 
 
 class TrustRatio(torch.optim.SGD):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from hfdist.config.data import DataConfig
 from hfdist.data.order.shuffle import workers_that_fit
 from hfdist.data.packing.sequence import Bundle, bundle, unbundle
 from hfdist.data.stream.lane import Packed
 from hfdist.data.stream.worker_deaths import Vitals
 from hfdist.data.stream.worker_signals import forward_to_rank
 from hfdist.errors import HfdistError
-
-if TYPE_CHECKING:
-    from hfdist.data.stream.token_stream import TokenStream
-
 
 # Sequences that travel together: few at first, so that the first batch comes soon, then twice as many each time, since
 # each item costs as much as many sequences.
@@ -30,6 +27,25 @@ _Sent = tuple[list[tuple[int, int | None]], Bundle]
 _Item = tuple[_Sent | None, HfdistError | None]
 
 
+class Stream(Protocol):
+    """What the loader asks of a stream; `TokenStream` says what each gives."""
+
+    config: DataConfig
+
+    @property
+    def lanes(self) -> Sequence[int]:
+        """Those of this data rank."""
+
+    def lanes_of_worker(self, worker: int, num_workers: int) -> Iterable[int]:
+        """Those that one worker reads."""
+
+    def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
+        """Sequences of one worker's lanes."""
+
+    def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
+        """Stack sequences to a micro batch."""
+
+
 class StreamLoader:
     """Iterate over micro batches of a stream: tensors of shape [micro_batch_size, sequence_length], int64.
 
@@ -38,7 +54,7 @@ class StreamLoader:
     also be of lanes that ended early, or of rows taken out.
     """
 
-    def __init__(self, stream: TokenStream, micro_batch_size: int) -> None:
+    def __init__(self, stream: Stream, micro_batch_size: int) -> None:
         self.dataset = stream
         self._micro_batch_size = micro_batch_size
 
@@ -89,7 +105,7 @@ class _Worker(IterableDataset[Any]):
     Errors for the reader travel as values, since torch would wrap them.
     """
 
-    def __init__(self, stream: TokenStream, vitals: Vitals) -> None:
+    def __init__(self, stream: Stream, vitals: Vitals) -> None:
         self._stream, self._vitals = stream, vitals
 
     def __iter__(self) -> Iterator[_Item]:

@@ -7,7 +7,7 @@ training, and one way for all layouts gives the same tokens in all.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.strategies.base import Batch
+from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
-
-Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
-"""(batch, function) -> what function(model, part of the batch) gave; empty on ranks without logits."""
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are filled up to a multiple of it, so that few shapes occur."""

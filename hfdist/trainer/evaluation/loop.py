@@ -18,9 +18,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hfdist.data import HeldOutSources
 from hfdist.errors import ConfigError
-from hfdist.strategies.base import Batch
+from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.evaluation.generation import Forward
 from hfdist.trainer.step.micro_batch import sum_of_losses
 from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, DealtBatches
 

@@ -15,7 +15,8 @@ from hfdist.config.evaluate import Chat, EvaluateConfig
 from hfdist.data.documents.prompts import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, Message, RefusedError
 from hfdist.errors import ConfigError
-from hfdist.trainer.evaluation.generation import Forward, Limits, continue_prompts
+from hfdist.strategies.base import Forward
+from hfdist.trainer.evaluation.generation import Limits, continue_prompts
 from hfdist.trainer.evaluation.metrics import Generation, Metric, compute
 from hfdist.trainer.reporting.jsonl import StepLines
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
+from hfdist.optim.fit import describe
 from hfdist.optim.registry import make_small, values_per_weight
-from hfdist.trainer.optimizers import describe
 from hfdist.trainer.trainer import Trainer
 
 _BYTES_PER_VALUE = 4

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.pipeline.preserve_state import unchanged
-from hfdist.strategies.base import Batch
-from hfdist.trainer.evaluation.generation import Forward
+from hfdist.strategies.base import Batch, Forward
 from hfdist.trainer.step.loss import Convention, ignored_like, is_target
 from hfdist.trainer.step.micro_batch import loss_of
 
