@@ -42,7 +42,7 @@ def searching(folders: tuple[Path, ...]) -> Iterator[None]:
 
 def shipped_folder() -> Path:
     """The `conf` folder inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     for folder in (package / "conf", package.parent / "conf"):
         if folder.is_dir():
             return folder
