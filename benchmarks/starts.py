@@ -64,35 +64,19 @@ def start_hfdist(marks: Marks, folder: str) -> None:
     ])  # fmt: skip
     marks.end("config")
     with quick_imports():
-        from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
-        from hfdist.strategies.select import select_strategy
-        from hfdist.trainer.run.builder import (
-            build_data,
-            build_trainer,
-            find_max_steps,
-            locate_model,
-            open_run,
-            prepare_run,
-            train,
-        )
-        from hfdist.trainer.run.training_arguments import build_arguments
+        from hfdist.trainer.run.builder import Run
     marks.end("imports")
-    topology, batch = prepare_run(config)
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
-    here = locate_model(config)
-    architecture = find_architecture(here.config.model, sequence_length=config.data.sequence_length)
-    data = build_data(here.config, topology)
-    fit_vocabulary(architecture, data.tokenizer, here.config.model)
-    open_run(config, topology)
+    run = Run(config)
+    run.find_model()
+    run.open_data()
+    run.open_folder()
     marks.end("data")
-    arguments = build_arguments(config, strategy, max_steps=find_max_steps(here.config, data))
-    model = build_model(
-        here.config.model, architecture, seed=config.train.seed, cut=strategy.cut, trained=Trained.of(config)
-    )
-    trainer = build_trainer(config, arguments, model, strategy, data)
-    trainer.add_callback(stop_behind_the_first_step(marks))
+    run.start_ranks()
+    run.build_model()
+    run.build_trainer()
+    run.trainer.add_callback(stop_behind_the_first_step(marks))
     marks.end("model and Trainer")
-    train(trainer, data, config)
+    run.train()
 
 
 def start_hf_trainer(marks: Marks, folder: str) -> None:

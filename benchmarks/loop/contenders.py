@@ -32,9 +32,7 @@ from benchmarks.loop.work import (
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.strategies.select import select_strategy
-from hfdist.trainer.run.builder import RunData, build_data, build_trainer, find_max_steps, open_run, prepare_run, train
-from hfdist.trainer.run.training_arguments import build_arguments
+from hfdist.trainer.run.builder import Run, RunData, build_data
 
 BARE, OURS, RECIPE = "bare loop", "hfdist.Trainer", "hfdist, whole recipe"
 TRANSFORMERS, ACCELERATE, LIGHTNING = "transformers.Trainer", "accelerate loop", "Lightning"
@@ -220,16 +218,17 @@ def recipe_data(config: RunConfig) -> RunData:
 
 def train_recipe(work: Work, gate: Gate) -> None:
     """Ours, with all that a recipe has: stream, ledger, metrics, bar, watch, checkpoints at the end."""
-    config = recipe_config(work)
-    topology, batch = prepare_run(config)
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
-    data = dataclasses.replace(build_data(config, topology), held_out=None)
-    open_run(config, topology)
-    arguments = build_arguments(config, strategy, max_steps=find_max_steps(config, data))
-    trainer = build_trainer(config, arguments, work.model(), strategy, data)
-    trainer.add_callback(_Gated(gate))
-    train(trainer, data, config)
-    gate.end([line["loss"] for line in trainer.state.log_history if "loss" in line], hfdist.__version__)
+    run = Run(recipe_config(work))
+    run.find_model()
+    run.open_data()
+    run.data = dataclasses.replace(run.data, held_out=None)
+    run.open_folder()
+    run.start_ranks()
+    run.model = work.model()
+    run.build_trainer()
+    run.trainer.add_callback(_Gated(gate))
+    run.train()
+    gate.end([line["loss"] for line in run.trainer.state.log_history if "loss" in line], hfdist.__version__)
 
 
 LOOPS: dict[str, Train] = {

@@ -26,11 +26,13 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, HfdistError, NumericsError
+from hfdist.models import fit_vocabulary
 from hfdist.models.probing.tiny_config import shrink
 from hfdist.optim.fit import describe
 from hfdist.optim.registry import make_small
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
+from hfdist.trainer.run.builder import Run
 from hfdist.verify.parity import BOUNDS, certify
 
 logger = logging.getLogger(__name__)
@@ -114,6 +116,15 @@ def _of_architecture(model: ModelConfig, architecture: Path, *, tokenizer: Path)
         # It was found by the model's name.
         given = replace(given, name=str(tokenizer), revision=None)
     return replace(model, name=str(architecture), revision=None, gguf_file=None, type=None, config={}, tokenizer=given)
+
+
+def use_small_model(run: Run) -> None:
+    """Let a run whose data are open train a small model; rank 0 writes its config down for the run on one process."""
+    config, tokenizer = run.config, run.data.tokenizer
+    run.architecture = small_architecture(run.architecture, config.strategy, vocab_size=len(tokenizer))
+    fit_vocabulary(run.architecture, tokenizer, config.model)
+    if run.topology.is_main:
+        run.architecture.save_pretrained(Path(config.run.dir).with_name(ARCHITECTURE))
 
 
 def small_architecture(

@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUN = """
 with quick_imports():
-    from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
-    from hfdist.strategies.select import select_strategy
-    from hfdist.trainer.run.training_arguments import build_arguments
-    from hfdist.trainer.run.builder import build_data, build_trainer, locate_model, prepare_run, train
+    from hfdist.trainer.run.builder import Run
 """
 
 # Of one process, so that both meet the same machine and the same caches: what the libraries cost, then hfdist on top.

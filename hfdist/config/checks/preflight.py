@@ -1,6 +1,6 @@
 """What a run needs of this machine, found without torch: processes, environment, files, packages.
 
-`prepare_run` asks again, for recipes that do not ask before their imports.
+`Run` asks again, for programs that did not ask before their imports.
 """
 
 from __future__ import annotations

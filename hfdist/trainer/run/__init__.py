@@ -1,1 +1,30 @@
 """A run from its config to its end: data, arguments, Trainer, training, held-out loss, export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfdist.config.cli.command import quick_imports
+from hfdist.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from hfdist.trainer.run.builder import Run
+
+__all__ = ["prepare_run"]
+
+
+def prepare_run(config: RunConfig) -> Run:
+    """Check what a config names, and give the run whose steps a recipe takes.
+
+    What is large is imported here, so that `--help`, and what the command has checked by now, need no torch; and a
+    misspelt field of the model is found before most of it.
+
+    Raises:
+        ConfigError: see `check_fields` and `Run`.
+    """
+    with quick_imports():
+        from hfdist.models import check_fields
+
+        check_fields(config.model)
+        from hfdist.trainer.run.builder import Run
+    return Run(config)

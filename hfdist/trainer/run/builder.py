@@ -1,17 +1,18 @@
-"""The steps of a recipe between its config and its Trainer."""
+"""A run from its config to its Trainer, in the steps that a recipe names."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -25,7 +26,6 @@ from transformers import (
 from hfdist.checkpoint import Keep, find_newest, read_state, verify
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.collectives import on_rank_zero
-from hfdist.config.batch import BatchPlan
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.composition.diff import Change, check_changes, find_changes
@@ -46,6 +46,7 @@ from hfdist.data import (
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
+from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
 from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.hub.resolve import find_start
 from hfdist.models.loss.head import choose_loss
@@ -55,6 +56,7 @@ from hfdist.models.tokenizer import load_tokenizer
 from hfdist.models.trainable.adapter_config import check_adapter
 from hfdist.optim.registry import check_optimizer, find_optimizer
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS, write_ledger
 from hfdist.trainer.evaluation.evaluators import add_measures, check_named
@@ -70,7 +72,7 @@ from hfdist.trainer.run.num_steps import count_max_steps
 from hfdist.trainer.run.preview import preview, survey
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run
-from hfdist.trainer.run.training_arguments import check_further_arguments
+from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import Trainer
 from hfdist.watch import Watch
 
@@ -87,61 +89,120 @@ class RunData:
     held_out: HeldOut | HeldOutSources | None
 
 
-@dataclass(frozen=True)
-class LocatedRun:
-    """A run whose model is on this machine."""
+class Run:
+    """A run between its config and its Trainer, in named steps; each needs those above it.
 
-    config: RunConfig
-    """The run's config, with folders of this machine in place of Hub ids and GGUF files; never written down."""
-    fetch_weights: Callable[[], None]
-    """Downloads the weights, unless they are here. Before there is a process group, in which others would wait."""
+    What a step has made is an attribute, which a recipe of your own may change before the next one.
 
-
-def prepare_run(config: RunConfig) -> tuple[Topology, BatchPlan]:
-    """Find this process's place and the batch arithmetic, and check all names; the run folder stays as it is.
+    Args:
+        config: checked, as `compose_config` gives it.
 
     Raises:
         ConfigError: see `check_run`; unknown names in `train.arguments`, `adapter` or `evaluate`.
     """
-    topology, batch = check_run(config)
-    check_further_arguments(config, batch)
-    check_optimizer(config)
-    check_adapter(config.adapter, config.model)
-    check_named(config, topology)
-    set_up_logging(topology)
-    return topology, batch
+
+    topology: Topology
+    strategy: Strategy
+    architecture: PreTrainedConfig
+    data: RunData
+    arguments: TrainingArguments
+    model: PreTrainedModel
+    trainer: Trainer
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.topology, batch = check_run(config)
+        check_further_arguments(config, batch)
+        check_optimizer(config)
+        check_adapter(config.adapter, config.model)
+        check_named(config, self.topology)
+        set_up_logging(self.topology)
+        self.strategy = select_strategy(config.strategy, config.train, topology=self.topology, batch=batch)
+        self._here = config
+        """The config with folders of this machine in place of Hub ids and GGUF files; never written down."""
+
+    def find_model(self) -> None:
+        """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
+
+        Raises:
+            ConfigError, ResourceError: see `find_start` and `find_architecture`.
+        """
+        start = find_start(self.config.model, cache_dir=_make_cache(self.config))
+        self._here, self._fetch_weights = replace(self.config, model=start.model), start.fetch_weights
+        self.architecture = find_architecture(start.model, sequence_length=self.config.data.sequence_length)
+
+    def open_data(self) -> None:
+        """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
+
+        Raises:
+            ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer beyond the model's
+                vocabulary.
+        """
+        self.data = build_data(self._here, self.topology)
+        fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
+
+    def open_folder(self) -> None:
+        """Open the run folder, once model and data are known to be right: only then is an old config compared.
+
+        Raises:
+            ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to
+                that cannot be written.
+            CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
+                changed in what `checkpoint.allow_changes` would have to allow.
+        """
+        config, folder = self.config, Path(self.config.run.dir)
+        _check_resume(config, folder / CHECKPOINTS)
+        if self.topology.is_main:
+            with _writing("run.dir", config.run.dir):
+                folder.mkdir(parents=True, exist_ok=True)
+                # Held to the end of the process, whatever ends it.
+                atexit.register(RunLock(folder).release)
+            check_push(config.export)
+
+    def start_ranks(self) -> None:
+        """Download the weights, then make TrainingArguments, with which the process group begins.
+
+        Raises:
+            ConfigError, DataError: see `count_max_steps` and `build_arguments`.
+        """
+        # Before there is a process group, in which the other ranks would wait.
+        self._fetch_weights()
+        max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
+        self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
+
+    def build_model(self) -> None:
+        """Make the model, random or pretrained. Behind `start_ranks`, since ZeRO-3 cuts it while it is made."""
+        self.model = build_model(
+            self._here.model,
+            self.architecture,
+            seed=self.config.train.seed,
+            cut=self.strategy.cut,
+            trained=Trained.of(self.config),
+        )
+
+    def build_trainer(self) -> None:
+        """Make the Trainer, and say what it is about to do."""
+        self.trainer = build_trainer(self.config, self.arguments, self.model, self.strategy, self.data)
+
+    def train(self) -> None:
+        """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
+
+        Raises:
+            PreemptedError: a signal has stopped it, saved.
+            PeerError: the connection to another rank is lost.
+            ResourceError: the model is trained and saved, but could not be uploaded.
+        """
+        with Watch(self.config.run.dir, self.config.watch.heartbeat_seconds) as watch:
+            not_uploaded = _train_watched(self.trainer, self.data, self.config, watch)
+        if not_uploaded is not None:
+            raise not_uploaded
 
 
-def open_run(config: RunConfig, topology: Topology) -> None:
-    """Open the run folder, once the model and the data are known to be right: only then is the config compared.
-
-    Raises:
-        ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to that
-            cannot be written.
-        CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
-            changed in what `checkpoint.allow_changes` would have to allow.
-    """
-    run_dir = Path(config.run.dir)
-    _check_resume(config, run_dir / CHECKPOINTS)
-    if topology.is_main:
-        with _writing("run.dir", config.run.dir):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            # Held to the end of the process, whatever ends it.
-            atexit.register(RunLock(run_dir).release)
-        check_push(config.export)
-
-
-def locate_model(config: RunConfig) -> LocatedRun:
-    """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
-
-    Raises:
-        ConfigError, ResourceError: see `find_start`.
-    """
+def _make_cache(config: RunConfig) -> Path:
     folder = cache_dir(config.data)
     with _writing("data.cache_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    start = find_start(config.model, cache_dir=folder)
-    return LocatedRun(replace(config, model=start.model), start.fetch_weights)
+    return folder
 
 
 def build_data(config: RunConfig, topology: Topology) -> RunData:
@@ -150,9 +211,8 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     Raises:
         ConfigError, DataError: sources that are missing, unreadable or too small.
     """
-    folder = cache_dir(config.data)
+    folder = _make_cache(config)
     with _writing("data.cache_dir", folder):
-        folder.mkdir(parents=True, exist_ok=True)
         corpus = open_corpus(config.data)
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
@@ -176,15 +236,6 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         # Ranks of one model replica read the same: one of them writes it down.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out)
-
-
-def find_max_steps(config: RunConfig, data: RunData) -> int:
-    """Give how many steps the run takes. Those of some epochs are counted, which reads all data the first time.
-
-    Raises:
-        ConfigError, DataError: see `count_max_steps`.
-    """
-    return count_max_steps(config, data.corpus, data.tokenizer)
 
 
 def build_trainer(
@@ -238,20 +289,6 @@ def _show_data(config: RunConfig, data: RunData) -> None:
         logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
     for text in preview(data.stream, data.tokenizer, config.report.preview):
         logger.info("%s", text, extra={IS_PRINTABLE: True})
-
-
-def train(trainer: Trainer, data: RunData, config: RunConfig) -> None:
-    """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
-
-    Raises:
-        PreemptedError: a signal has stopped it, saved.
-        PeerError: the connection to another rank is lost.
-        ResourceError: the model is trained and saved, but could not be uploaded.
-    """
-    with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
-        not_uploaded = _train_watched(trainer, data, config, watch)
-    if not_uploaded is not None:
-        raise not_uploaded
 
 
 def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> HfdistError | None:
