@@ -1,0 +1,21 @@
+"""Older names of modules that users import."""
+
+from importlib import import_module
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "new"),
+    [
+        ("config.command", "recipe", "config.cli.command"),
+        ("config.compose", "compose_config", "config.composition.compose"),
+        ("trainer.arguments", "build_arguments", "trainer.run.training_arguments"),
+        ("trainer.callbacks", "read_metrics", "trainer.reporting.callbacks"),
+        ("trainer.metrics", "Generation", "trainer.evaluation.metrics"),
+    ],
+)
+def test_an_older_name_works_and_warns(old, name, new):
+    with pytest.warns(DeprecationWarning, match=f"hfdist.{old} is now hfdist.{new}"):
+        found = getattr(import_module(f"hfdist.{old}"), name)
+    assert found is getattr(import_module(f"hfdist.{new}"), name)
