@@ -20,7 +20,7 @@ from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
 from tests.distributed.faults import SAVE_EVERY, Reference, make_config, read_run
 from tests.distributed.kills import newest_whole
-from tests.distributed.lives import LONGEST_SECONDS, Life
+from tests.distributed.processes import LONGEST_SECONDS, Life
 
 STEP = 2 * SAVE_EVERY
 """Of the save that fails: there is a good checkpoint before."""

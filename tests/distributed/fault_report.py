@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from tests.distributed.fault_points import Moment, Place
 from tests.distributed.faults import (
     LAYOUTS,
     MAX_STEPS,
@@ -26,7 +27,6 @@ from tests.distributed.faults import (
     run_case,
     run_whole,
 )
-from tests.distributed.moments import Moment, Place
 
 
 def all_cases() -> Iterator[Case]:

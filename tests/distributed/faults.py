@@ -21,9 +21,9 @@ from hfdist.data import LEDGER
 from hfdist.topology import read_launcher
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
+from tests.distributed.fault_points import SAVE_EVERY, Moment, Place, Watch
 from tests.distributed.kills import newest_whole
-from tests.distributed.lives import LONGEST_SECONDS, Life
-from tests.distributed.moments import SAVE_EVERY, Moment, Place, Watch
+from tests.distributed.processes import LONGEST_SECONDS, Life
 from tests.distributed.runs import SMALL, eval_losses, losses
 
 LAYOUTS = ("ddp", "zero2", "zero3", "pipeline")

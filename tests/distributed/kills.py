@@ -32,7 +32,7 @@ from hfdist.errors import CheckpointError
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.verify.audit.run import open_past_run, prove_once
-from tests.distributed.lives import Life, Victim, assert_gone
+from tests.distributed.processes import Life, Victim, assert_gone
 from tests.distributed.runs import SMALL, eval_losses, losses
 
 LAYOUTS = (("single", 1), ("ddp", 2), ("ddp", 4), ("ddp", 3))

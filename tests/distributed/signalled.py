@@ -14,6 +14,7 @@ from hfdist.errors import HfdistError, PreemptedError
 from hfdist.topology import read_launcher
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
+from tests.distributed.fault_points import Moment, Place, Watch
 from tests.distributed.faults import (
     LAYOUTS,
     MAX_STEPS,
@@ -26,8 +27,7 @@ from tests.distributed.faults import (
     read_run,
 )
 from tests.distributed.kills import newest_whole
-from tests.distributed.lives import LONGEST_SECONDS, Life
-from tests.distributed.moments import Moment, Place, Watch
+from tests.distributed.processes import LONGEST_SECONDS, Life
 
 
 @dataclass(frozen=True)

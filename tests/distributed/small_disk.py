@@ -23,7 +23,7 @@ from recipes.pretrain import main
 from tests.distributed.disk_faults import STEP, make_small_config
 from tests.distributed.faults import Reference, read_run
 from tests.distributed.kills import newest_whole
-from tests.distributed.lives import LONGEST_SECONDS, Life
+from tests.distributed.processes import LONGEST_SECONDS, Life
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS, which Python has from 3.12 on
 

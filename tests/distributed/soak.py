@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.distributed.astray import Ranks
+from tests.distributed.injected_faults import Ranks
 
 NUM_RANKS, SAVE_EVERY = 2, 2
 ROWS = 15

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.distributed.disk_faults import ERRORS, STEP, every_fault, make_small_config, require_strace, run_fault
+from tests.distributed.fault_points import Moment
 from tests.distributed.faults import LAYOUTS, Case, Victim, go_on, make_config, read_run, run_case, run_whole, strike
-from tests.distributed.moments import Moment
 from tests.distributed.signalled import draw_stops, run_stop
 from tests.distributed.small_disk import require_mount, run_on_tmpfs, run_with_short_files
 

@@ -8,7 +8,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.kills import newest_whole
-from tests.distributed.lives import Life, assert_gone
+from tests.distributed.processes import Life, assert_gone
 from tests.distributed.runs import SMALL, losses, pretrain
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import check_microbatches, rank_of_stage
 from hfdist.testing.launch import run_ranks
-from tests.unit.pipeline.torch_orders import build
+from tests.unit.pipeline.torch_actions import build
 
 pytestmark = pytest.mark.distributed
 

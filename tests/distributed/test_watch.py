@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from tests.distributed import astray
-from tests.distributed.astray import Ranks
+from tests.distributed import injected_faults
+from tests.distributed.injected_faults import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +38,7 @@ def stacks(ranks):
     ],
 )
 def test_a_rank_that_is_stopped_or_killed(tmp_path, cache_dir, number, victim):
-    ranks = Ranks(tmp_path, 3, ENDLESS, astray.none)
+    ranks = Ranks(tmp_path, 3, ENDLESS, injected_faults.none)
     ranks.wait_for_steps(3)
     ranks.send(number, victim)
     line = found(ranks, ranks.end(but=victim))
@@ -54,35 +54,35 @@ def test_a_rank_that_is_stopped_or_killed(tmp_path, cache_dir, number, victim):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (astray.data_end_in_a_loop, "rank 0 waits for rank 1 (on "),
-        pytest.param(astray.collective_is_skipped, "ranks 0-1 (on ", marks=pytest.mark.faults),
-        pytest.param(astray.step_holds_the_interpreter, "rank 0 waits for rank 1", marks=pytest.mark.faults),
+        (injected_faults.data_end_in_a_loop, "rank 0 waits for rank 1 (on "),
+        pytest.param(injected_faults.collective_is_skipped, "ranks 0-1 (on ", marks=pytest.mark.faults),
+        pytest.param(injected_faults.step_holds_the_interpreter, "rank 0 waits for rank 1", marks=pytest.mark.faults),
     ],
 )
 def test_a_rank_that_is_astray(tmp_path, cache_dir, fault, words):
     ranks = Ranks(tmp_path, 2, ENDLESS, fault)
-    line = found(ranks, ranks.end(but=1 if fault is astray.step_holds_the_interpreter else None))
+    line = found(ranks, ranks.end(but=1 if fault is injected_faults.step_holds_the_interpreter else None))
     assert words in line
-    if fault is astray.data_end_in_a_loop:
+    if fault is injected_faults.data_end_in_a_loop:
         assert "made no progress" in line
         assert "in endless" in stacks(ranks)[1]
-    if fault is astray.collective_is_skipped:
+    if fault is injected_faults.collective_is_skipped:
         assert "wait for each other" in line
-        assert "rank 0 is in barrier of distributed/astray.py:" in line
+        assert "rank 0 is in barrier of distributed/injected_faults.py:" in line
         assert "rank 1 is in gloo:all_reduce" in line
 
 
 def test_slow_ranks_raise_no_alarm(tmp_path, cache_dir):
     """Each pause is longer than the heartbeat; and each step of one rank takes five times as long as on the other."""
     pauses = ["train.max_steps=12", "checkpoint=default", "checkpoint.every=6", "train.eval_every=6"]
-    ranks = Ranks(tmp_path, 2, [*pauses, f"watch.heartbeat_seconds={HEARTBEAT_SECONDS}"], astray.slow)
+    ranks = Ranks(tmp_path, 2, [*pauses, f"watch.heartbeat_seconds={HEARTBEAT_SECONDS}"], injected_faults.slow)
     assert ranks.end() == [0, 0], ranks.said
     assert ranks.steps == 12
     assert not (ranks.run_dir / "watch").exists()
 
 
 def test_a_rank_that_ends_with_an_error_of_its_own_raises_no_alarm(tmp_path, cache_dir):
-    ranks = Ranks(tmp_path, 3, ENDLESS, astray.data_are_bad)
+    ranks = Ranks(tmp_path, 3, ENDLESS, injected_faults.data_are_bad)
     assert ranks.end() == [3, 3, 3], ranks.said
     assert ranks.said.count("[rank 1] Data error: it is bad") == 1
     assert ranks.said.count("rank 1 has ended with exit code 3, and has said why") == 1

@@ -41,7 +41,9 @@ def sources():
 
 
 def test_functions_are_short_and_files_say_what_they_are_for(sources):
-    assert not [place for place, _, tree in sources if not ast.get_docstring(tree)], "the first line says what it is for"
+    assert not [place for place, _, tree in sources if not ast.get_docstring(tree)], (
+        "the first line says what it is for"
+    )
     for place, _, tree in sources:
         for function in functions(tree):
             assert function.end_lineno - function.lineno < MOST_FUNCTION_LINES, (place, function.name)

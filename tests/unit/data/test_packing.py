@@ -14,7 +14,7 @@ from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_ID
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import Document
 from hfdist.errors import CheckpointError, DataError
-from tests.unit.data.portions import columns, in_portions
+from tests.unit.data.document_batches import columns, in_portions
 
 FILL = 99
 

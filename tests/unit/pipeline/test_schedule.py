@@ -6,7 +6,7 @@ import hfdist.pipeline.schedule
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
-from tests.unit.pipeline.torch_orders import order, picture, run
+from tests.unit.pipeline.torch_actions import order, picture, run
 
 KINDS = [
     (Schedule.gpipe, 1), (ONE_F_ONE_B, 1), (Schedule.interleaved_1f1b, 2), (Schedule.interleaved_1f1b, 3),

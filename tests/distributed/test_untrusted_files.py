@@ -13,7 +13,7 @@ from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
 from tests.distributed.layout_changes import change_checkpoint
-from tests.distributed.lives import Life
+from tests.distributed.processes import Life
 from tests.distributed.runs import SMALL, losses, pretrain
 
 pytestmark = pytest.mark.distributed

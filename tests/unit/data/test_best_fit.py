@@ -10,7 +10,7 @@ from hfdist.data.packing.best_fit import cut, fill, fit
 from hfdist.data.packing.sequence import IGNORED, Shape
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import Document
-from tests.unit.data.portions import in_portions
+from tests.unit.data.document_batches import in_portions
 
 sizes_of_documents = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 70)), min_size=1, max_size=80)
 length_of_sequences = st.sampled_from([1, 4, 16, 30])

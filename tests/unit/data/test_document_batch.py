@@ -7,7 +7,7 @@ import numpy as np
 from hfdist.data.order.records import Fate
 from hfdist.data.sources.document_batch import Document, Portion
 from hfdist.errors import DataError
-from tests.unit.data.portions import columns
+from tests.unit.data.document_batches import columns
 
 BAD = {1, 4}
 
