@@ -28,7 +28,7 @@ from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.p2p import Link
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
-from hfdist.pipeline.stage_io import Parcel
+from hfdist.pipeline.stage_io import Activations
 from hfdist.pipeline.timeline import Recorder
 
 NAMES = {
@@ -110,10 +110,10 @@ class EmulatedView:
         self.parameters = module.parameters
         self.model = module
 
-    def run(self, call: Callable[[Any], Tensor], incoming: Parcel | None) -> Parcel | Tensor:
+    def run(self, call: Callable[[Any], Tensor], incoming: Activations | None) -> Activations | Tensor:
         """Run one forward."""
         output = self.model(torch.ones(1, HIDDEN_SIZE) if incoming is None else incoming.outputs["hidden"])
-        return call(output) if self.is_last else Parcel({"hidden": output})
+        return call(output) if self.is_last else Activations({"hidden": output})
 
 
 def build_hfdist(schedule: Schedule, stages_per_rank: int, work: Work, log: list[Leg]) -> Step:

@@ -25,11 +25,11 @@ from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.packing import sequence
 from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
 from hfdist.data.packing.windows import best_fit
-from hfdist.data.sources.document_batch import Portion
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.stream.collate import collate
 
 LENGTHS = (2048, 8192)
@@ -43,7 +43,7 @@ GROUP_TEXTS = "group_texts"
 GOAL_SHARE, GOAL_SPEED = 0.997, 3.0
 _FILL_ID = 2**31 - 1
 # What a lane of hfdist gets at a time: as many as are tokenized together.
-_PORTION = 32
+_CHUNK = 32
 # Sequences of a batch.
 _TOGETHER = 8
 _ALL = slice(None)
@@ -164,26 +164,26 @@ def _ours(work: Work, length: int, which: slice = _ALL) -> Iterator[NDArray[np.i
 
 
 def _batches(work: Work, length: int, which: slice = _ALL) -> Iterator[list[sequence.Sequence]]:
-    sequences = best_fit(_portions(work, which), 0, Shape(length, _FILL_ID), ("benchmark",))
+    sequences = best_fit(_chunks(work, which), 0, Shape(length, _FILL_ID), ("benchmark",))
     while batch := list(islice(sequences, _TOGETHER)):
         yield batch
 
 
-def _portions(work: Work, which: slice) -> Iterator[tuple[Place, Portion]]:
+def _chunks(work: Work, which: slice) -> Iterator[tuple[Place, DocumentBatch]]:
     """Documents of the table, as a lane reads them: their tokens stay where they are."""
     tokens, offsets = work.column.values.to_numpy(), work.column.offsets.to_numpy().astype(np.int64)
     numbers = np.arange(len(offsets) - 1)[which]
     starts, lengths, nothing = offsets[numbers], np.diff(offsets)[numbers], np.zeros_like(numbers)
-    everything = Portion(numbers, [tokens], nothing, starts, lengths, nothing, nothing + Fate.trained, {})
-    for start in range(0, len(numbers), _PORTION):
-        yield Place(0, start), everything.part(start, start + _PORTION)
+    everything = DocumentBatch(numbers, [tokens], nothing, starts, lengths, nothing, nothing + Status.trained, {})
+    for start in range(0, len(numbers), _CHUNK):
+        yield Place(0, start), everything.part(start, start + _CHUNK)
 
 
 def _copy(arrays: Sequence[NDArray[np.int32]]) -> None:
     """All tokens, positions and labels, written once, with no thought of what goes where."""
     counting = np.arange(max(map(len, arrays)), dtype=np.int32)
-    for start in range(0, len(arrays), _PORTION):
-        own = arrays[start : start + _PORTION]
+    for start in range(0, len(arrays), _CHUNK):
+        own = arrays[start : start + _CHUNK]
         block = np.empty((3, sum(map(len, own))), dtype=np.int32)
         np.concatenate(own, out=block[0])
         np.concatenate([counting[: len(tokens)] for tokens in own], out=block[1])

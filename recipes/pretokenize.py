@@ -14,7 +14,7 @@ def main(config: RunConfig) -> None:
     from pathlib import Path
 
     from hfdist.data import cache_dir, open_corpus
-    from hfdist.data.pretokenize.pretokenize import pretokenize, say_what_was_made
+    from hfdist.data.pretokenize.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer
     from hfdist.topology import Topology
@@ -36,7 +36,7 @@ def main(config: RunConfig) -> None:
         chat=config.data.chat,
         progress=config.report.progress,
     )
-    say_what_was_made(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)
+    report_tokenized(made, folder, vocab_size=len(tokenizer) if config.model.tokenizer.name is None else None)
 
 
 if __name__ == "__main__":

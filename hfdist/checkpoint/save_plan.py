@@ -75,7 +75,7 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class WriteItem:
     """A run of elements that this rank writes, and its place."""
 
     id: TensorId
@@ -113,9 +113,9 @@ class Planner:
         self._numbered: list[dict[str, list[str]]] = []
         """Those names, of each rank."""
         self._plan: Plan | None = None
-        self._slots: list[Slot] = []
+        self._slots: list[WriteItem] = []
 
-    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[Slot], list[torch.Tensor]]:
+    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[WriteItem], list[torch.Tensor]]:
         """Give the plan, equal on all ranks, and what this rank writes: places in files, and live elements for each.
 
         The places are in the order of the files, and the same list as before where nothing has changed. A collective.
@@ -157,7 +157,7 @@ class Planner:
         specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
         return _make_plan(list(specs.values()), assignments, self._stem)
 
-    def _list_slots(self, plan: Plan, regions: list[Region]) -> list[Slot]:
+    def _list_slots(self, plan: Plan, regions: list[Region]) -> list[WriteItem]:
         """What the plan wants this rank to write, from its own pieces, in order of the places."""
         held: dict[TensorId, list[int]] = {}
         for number, region in enumerate(regions):
@@ -173,7 +173,7 @@ class Planner:
             file, begin = plan.places[spec.id]
             begin += start * spec.itemsize_bytes
             slots.append(
-                Slot(
+                WriteItem(
                     id=spec.id,
                     file=file,
                     begin=begin,

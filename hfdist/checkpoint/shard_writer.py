@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from hfdist.checkpoint.manifest import Part
-from hfdist.checkpoint.save_plan import Slot
+from hfdist.checkpoint.save_plan import WriteItem
 from hfdist.checkpoint.save_planner import TensorId
 from hfdist.errors import NumericsError
 
@@ -26,7 +26,7 @@ SEND_BYTES = 16 * 2**20
 
 _ALIGNMENT_BYTES = 64
 
-_Write = tuple[Slot, torch.Tensor]
+_Write = tuple[WriteItem, torch.Tensor]
 """A place, and the elements for it."""
 
 
@@ -78,7 +78,7 @@ def _beside_training(stream: torch.cuda.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
-def write_share(folder: Path, slots: Sequence[Slot], elements: Sequence[torch.Tensor]) -> list[Part]:
+def write_shard(folder: Path, slots: Sequence[WriteItem], elements: Sequence[torch.Tensor]) -> list[Part]:
     """Write elements to their places in files that are laid out, make them survive a power cut, and give their hashes.
 
     Args:

@@ -20,8 +20,8 @@ from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file, list_files
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.save_plan import MODEL_STEM, TRAINING_STATE, Plan, Planner, Slot
-from hfdist.checkpoint.shard_writer import write_share
+from hfdist.checkpoint.save_plan import MODEL_STEM, TRAINING_STATE, Plan, Planner, WriteItem
+from hfdist.checkpoint.shard_writer import write_shard
 from hfdist.collectives import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError, ResourceError
 
@@ -38,7 +38,7 @@ class PreparedSave:
     final: Path
     step: int
     plan: Plan
-    slots: list[Slot]
+    slots: list[WriteItem]
     elements: list[torch.Tensor]
     """For each slot; live, or copies."""
     state: str | CheckpointError
@@ -202,9 +202,9 @@ def _lay_out(folder: Path, plan: Plan, write_model_files: Callable[[Path], objec
             (folder / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
 
 
-def _write_share(folder: Path, plan: Plan, slots: list[Slot], elements: list[torch.Tensor]) -> list[Part]:
+def _write_share(folder: Path, plan: Plan, slots: list[WriteItem], elements: list[torch.Tensor]) -> list[Part]:
     with _room_for(plan, folder):
-        return write_share(folder, slots, elements)
+        return write_shard(folder, slots, elements)
 
 
 @contextlib.contextmanager

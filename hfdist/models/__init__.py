@@ -3,6 +3,13 @@
 from hfdist.models.architecture import check_fields, find_architecture, fit_vocabulary
 from hfdist.models.build import build_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.models.trainable.parameters import Trained
+from hfdist.models.trainable.parameters import TrainableParameters
 
-__all__ = ["Trained", "build_model", "check_fields", "find_architecture", "fit_vocabulary", "load_tokenizer"]
+__all__ = [
+    "TrainableParameters",
+    "build_model",
+    "check_fields",
+    "find_architecture",
+    "fit_vocabulary",
+    "load_tokenizer",
+]

@@ -14,7 +14,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub.client import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.trainable.parameters import Trained
+from hfdist.models.trainable.parameters import TrainableParameters
 
 Cut = Callable[[PreTrainedModel], None]
 """Leaves this rank's part in a whole model, in place."""
@@ -26,7 +26,7 @@ def build_model(
     *,
     seed: int,
     cut: Cut = lambda model: None,
-    trained: Trained | None = None,
+    trained: TrainableParameters | None = None,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
 
@@ -43,7 +43,7 @@ def build_model(
     Raises:
         ConfigError: the pretrained weights cannot be read, or transformers refuses the architecture here.
     """
-    trained = trained or Trained()
+    trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
     if config.init is Init.random:
         return _draw(config, architecture, trained, seed, cut)
@@ -51,7 +51,7 @@ def build_model(
 
 
 def _draw(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: Trained, seed: int, cut: Cut
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, cut: Cut
 ) -> PreTrainedModel:
     """Random weights."""
     try:
@@ -79,7 +79,7 @@ def _draw(
 
 
 def _read(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: Trained, seed: int, cut: Cut
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, cut: Cut
 ) -> PreTrainedModel:
     """Weights of a file."""
     assert config.name is not None  # checked with the config

@@ -1,4 +1,4 @@
-"""Sending parcels from stage to stage together with their description, where shapes are not yet known."""
+"""Sending activations from stage to stage together with their description, where shapes are not yet known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hfdist.pipeline.stage_io import Header, Parcel, TensorMeta, unpack
-from hfdist.pipeline.stage_module import View
+from hfdist.pipeline.stage_io import Activations, Header, TensorMeta, unpack
+from hfdist.pipeline.stage_module import StageModule
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -22,7 +22,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-class Link:
+class P2PChannel:
     """What the stages of one pipeline say to each other, in order. Stages on one rank hand over directly.
 
     Args:
@@ -38,12 +38,12 @@ class Link:
         # The model may still be on the host while the network only takes what is on a GPU.
         self._network_device = device if device.type == "cuda" else device_of(group)
         self._own_rank = dist.get_rank(group)
-        self._handed_over: dict[int, deque[Parcel | None]] = defaultdict(deque)
+        self._handed_over: dict[int, deque[Activations | None]] = defaultdict(deque)
         self._sending: list[tuple[dist.Work | None, torch.Tensor]] = []
 
-    def send(self, stage: int, parcel: Parcel | None) -> None:
+    def send(self, stage: int, activations: Activations | None) -> None:
         """Send to `stage`, without waiting. None says that there is none: an earlier stage failed."""
-        header, tensors = (None, ()) if parcel is None else unpack(parcel)
+        header, tensors = (None, ()) if activations is None else unpack(activations)
         if self.rank_of_stage[stage] == self._own_rank:
             detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._handed_over[stage].append(None if header is None else header.pack(tuple(detached)))
@@ -56,7 +56,7 @@ class Link:
             data = tensor.detach().to(self._network_device).contiguous()
             self._sending.append((dist.isend(data, group=self.group, group_dst=peer), data))
 
-    def receive(self, stage: int) -> Parcel | None:
+    def receive(self, stage: int) -> Activations | None:
         """Wait for what was sent to `stage`. Tensors that a gradient flows back through are leaves that want one."""
         if self.rank_of_stage[stage - 1] == self._own_rank:
             return self._handed_over[stage].popleft()
@@ -95,9 +95,9 @@ class Relayed:
 
 
 def relay(
-    views: Mapping[int, View],
+    views: Mapping[int, StageModule],
     calls: Sequence[Callable[[PreTrainedModel], Any]],
-    link: Link,
+    link: P2PChannel,
     *,
     runs_last_stage: bool = True,
 ) -> Relayed:

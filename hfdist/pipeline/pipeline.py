@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from hfdist.config.pipeline import Schedule
 from hfdist.pipeline.actions import plan, receive_early
-from hfdist.pipeline.p2p import Link, relay
-from hfdist.pipeline.preserve_state import unchanged
+from hfdist.pipeline.p2p import P2PChannel, relay
+from hfdist.pipeline.preserve_state import preserve_state
 from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Stage
 from hfdist.pipeline.stage_io import Header
-from hfdist.pipeline.stage_module import View
+from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Recorder
 
 Batch = dict[str, torch.Tensor]
@@ -38,9 +38,9 @@ class Pipeline:
 
     def __init__(
         self,
-        views: Mapping[int, View],
+        views: Mapping[int, StageModule],
         schedule: Schedule,
-        link: Link,
+        link: P2PChannel,
         *,
         num_microbatches: int,
         recorder: Recorder,
@@ -93,7 +93,7 @@ class Pipeline:
         """
         signature = tuple((name, _describe(batch[name])) for name in sorted(batch))
         if signature not in self._headers:
-            with unchanged(next(iter(self.views.values())).model):
+            with preserve_state(next(iter(self.views.values())).model):
                 self._headers[signature] = relay(self.views, [call], self._link, runs_last_stage=False).headers[0]
         return self._headers[signature]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Put back the random states, and every buffer that a forward in training mode may update."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device

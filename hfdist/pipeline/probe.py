@@ -15,15 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.errors import HfdistError
-from hfdist.pipeline.p2p import Link
-from hfdist.pipeline.preserve_state import unchanged
-from hfdist.pipeline.split import Cut
-from hfdist.pipeline.stage_io import Carry, Parcel, unpack
-from hfdist.pipeline.stage_module import View
+from hfdist.pipeline.p2p import P2PChannel
+from hfdist.pipeline.preserve_state import preserve_state
+from hfdist.pipeline.split import SplitModel
+from hfdist.pipeline.stage_io import Activations, Carry, unpack
+from hfdist.pipeline.stage_module import StageModule
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """What one rank saw."""
 
     problem: str | None
@@ -34,7 +34,7 @@ class Finding:
     """On the rank of the last stage: the sum of loss and logits, so that two runs can be compared."""
 
 
-def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) -> Finding:
+def probe(cut: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], link: P2PChannel) -> ProbeResult:
     """Run `batch` through the stages of all ranks. Call on all ranks of a pipeline.
 
     Args:
@@ -60,12 +60,12 @@ def probe(cut: Cut, carry: Carry, batch: dict[str, torch.Tensor], link: Link) ->
             if not view.is_last:
                 link.send(stage + 1, outgoing)
         link.flush()
-    return Finding(problem, frozenset(needed), checksum)
+    return ProbeResult(problem, frozenset(needed), checksum)
 
 
-def _try(view: View, batch: dict[str, torch.Tensor], incoming: Parcel | None) -> tuple[Any, str | None]:
+def _try(view: StageModule, batch: dict[str, torch.Tensor], incoming: Activations | None) -> tuple[Any, str | None]:
     try:
-        with unchanged(view.model):
+        with preserve_state(view.model):
             value = view.run(lambda model: model(**batch), incoming)
         problem = (_check_outputs(value) if view.is_last else None) or _check_graph(value, incoming)
         if problem is None and not view.is_last:
@@ -84,7 +84,7 @@ def _check_outputs(outputs: Any) -> str | None:
     return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
 
 
-def _check_graph(value: Any, incoming: Parcel | None) -> str | None:
+def _check_graph(value: Any, incoming: Activations | None) -> str | None:
     reached = _leaves(value)
     if not reached:
         return "the outputs of its blocks carry no autograd graph (reversible layers, or a forward without gradients)"
@@ -94,7 +94,7 @@ def _check_graph(value: Any, incoming: Parcel | None) -> str | None:
     return None
 
 
-def _reached(cut: Cut, value: Any) -> set[str]:
+def _reached(cut: SplitModel, value: Any) -> set[str]:
     reached = _leaves(value)
     return {name for name, parameter in cut.surrounding().items() if id(parameter) in reached}
 
@@ -119,7 +119,7 @@ def _leaves(value: Any) -> set[int]:
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
     """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
-    if isinstance(value, Parcel):
+    if isinstance(value, Activations):
         return unpack(value)[1]
     return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.pipeline.actions import Instruction, Operation
-from hfdist.pipeline.p2p import Link
+from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.stage import Stage, Tensors
 from hfdist.pipeline.timeline import Action, Recorder
 
@@ -40,7 +40,7 @@ class Runtime:
         recorder: takes the times of sends, and of waiting to receive.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], link: Link, recorder: Recorder) -> None:
+    def __init__(self, stages: Mapping[int, Stage], link: P2PChannel, recorder: Recorder) -> None:
         self._stages = stages
         self._link = link
         self._recorder = recorder

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.pipeline.stage_io import Carry
-from hfdist.pipeline.stage_module import Block, View, modules_of
+from hfdist.pipeline.stage_module import Block, StageModule, modules_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Removed:
 
 
 @dataclass
-class Cut:
+class SplitModel:
     """A model of which this rank holds the parameters of some stages, under the names of the whole."""
 
     model: PreTrainedModel
@@ -56,14 +56,14 @@ class Cut:
         """Whether blocks are compiled in place."""
         return any(part._compiled_call_impl is not None for block in self.blocks for part in block)
 
-    def view(self, stage: int, carry: Carry) -> View:
+    def view(self, stage: int, carry: Carry) -> StageModule:
         """Make the module that runs one of this rank's stages."""
         fillers = {name: (removed.shape, self.type_of(removed)) for name, removed in self.removed.items()}
         if self.embedding is not None and stage != 0 and not carry.embedding and self.embedding not in fillers:
             # Held here for a tied head or for another stage, but not to be looked up in this one.
             weight = self.model.get_parameter(self.embedding)
             fillers[self.embedding] = (weight.shape, weight.dtype)
-        return View(self.model, self.blocks, self.stages[stage], carry, fillers)
+        return StageModule(self.model, self.blocks, self.stages[stage], carry, fillers)
 
     def type_of(self, removed: Removed) -> torch.dtype:
         """The type that a removed parameter would have by now: models are converted once they are cut."""
@@ -92,7 +92,9 @@ class Cut:
             _set_parameter(self.model, tied, parameter)
 
 
-def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[range, ...], mine: Sequence[int]) -> Cut:
+def split_at_blocks(
+    model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[range, ...], mine: Sequence[int]
+) -> SplitModel:
     """Remove from `model`, in place, the other ranks' blocks, and the embedding and the head where they cannot run.
 
     What else surrounds the blocks stays until `probe` knows what is needed.
@@ -118,7 +120,7 @@ def cut_model(model: PreTrainedModel, blocks: Sequence[Block], stages: tuple[ran
             if id(buffer) in persistent:
                 module._buffers[name] = None
     embedding, head = (_weight_name(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    cut = Cut(model, blocks, stages, tuple(mine), embedding)
+    cut = SplitModel(model, blocks, stages, tuple(mine), embedding)
     for parameter in (p for block in own for part in block for p in part.parameters()):
         cut.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
     is_tied = embedding is not None and head is not None and _is_tied(model, embedding, head)

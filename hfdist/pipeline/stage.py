@@ -10,7 +10,7 @@ import torch
 
 from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_io import Header, unpack
-from hfdist.pipeline.stage_module import View
+from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
 
 Tensors = tuple[torch.Tensor, ...]
@@ -44,7 +44,7 @@ class Stage:
 
     def __init__(
         self,
-        view: View,
+        view: StageModule,
         index: int,
         calls: Sequence[Callable[[Any], Any]],
         headers: Sequence[Header | None],

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfdist.errors import PartitionError
-from hfdist.pipeline.stage_io import Absent, Carry, Outputs, Parcel
+from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 
 @dataclass(frozen=True, order=True)
@@ -37,7 +37,7 @@ class StageEnd(BaseException):
     """Ends the model's forward after the stage's last block. Not an Exception, which models might catch."""
 
 
-class Passage:
+class StageForward:
     """Made anew for each forward.
 
     Args:
@@ -48,12 +48,14 @@ class Passage:
         is_last: whether the model's forward goes on to its end.
     """
 
-    def __init__(self, blocks: range, num_parts: int, carry: Carry, incoming: Parcel | None, *, is_last: bool) -> None:
+    def __init__(
+        self, blocks: range, num_parts: int, carry: Carry, incoming: Activations | None, *, is_last: bool
+    ) -> None:
         self._blocks = blocks
         self._last_part = num_parts - 1
         self._is_last = is_last
         self._carry = carry
-        self._incoming = Parcel() if incoming is None else incoming
+        self._incoming = Activations() if incoming is None else incoming
         self._last_called = Place(-1, 0)
         self._outputs: dict[str, Any] = {}
         self._versions: dict[str, list[int]] = {}
@@ -86,7 +88,7 @@ class Passage:
             raise StageEnd
         return output
 
-    def outgoing(self) -> Parcel:
+    def outgoing(self) -> Activations:
         """What the next stage needs of this one and of those before.
 
         Raises:
@@ -101,7 +103,7 @@ class Passage:
         if self._carry.outputs is Outputs.history or not outputs:
             # Not of this stage if the model skips all its blocks.
             outputs = self._incoming.outputs | outputs
-        return Parcel(outputs, entries)
+        return Activations(outputs, entries)
 
     def _earlier(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))

@@ -53,7 +53,7 @@ class Absent:
 
 
 @dataclass
-class Parcel:
+class Activations:
     """What one stage hands to the next for one micro batch."""
 
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything of a parcel but its tensors: the receiver can allocate, and put the parcel together again."""
+    """Everything of activations but their tensors: the receiver can allocate, and put them together again."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -84,12 +84,12 @@ class Header:
         """Of the tensors, in the order in which they travel."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
-    def pack(self, tensors: tuple[torch.Tensor, ...]) -> Parcel:
+    def pack(self, tensors: tuple[torch.Tensor, ...]) -> Activations:
         """Put received tensors in their places."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
         outputs, entries = tree_unflatten(leaves, self.spec)
-        return Parcel(outputs, entries)
+        return Activations(outputs, entries)
 
     def to_json(self) -> str:
         """As text that another process can read."""
@@ -102,9 +102,9 @@ class Header:
         return cls(treespec_loads(spec), tuple(_leaf_from_json(leaf) for leaf in leaves))
 
 
-def unpack(parcel: Parcel) -> tuple[Header, tuple[torch.Tensor, ...]]:
-    """Take a parcel apart for sending."""
-    values, spec = tree_flatten((parcel.outputs, parcel.entries))
+def unpack(activations: Activations) -> tuple[Header, tuple[torch.Tensor, ...]]:
+    """Take activations apart for sending."""
+    values, spec = tree_flatten((activations.outputs, activations.entries))
     tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
     leaves = tuple(_meta(value) if isinstance(value, torch.Tensor) else value for value in values)
     return Header(spec, leaves), tensors

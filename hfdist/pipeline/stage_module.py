@@ -2,7 +2,7 @@
 
 A view shares every parameter and buffer with the model that it was made of; only the module objects are new. In place
 of each block it has a stand-in: same class and attributes, since models read those off their blocks, but calling it
-asks the passage what to do.
+asks the stage_forward what to do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError
-from hfdist.pipeline.stage_forward import Passage, Place, StageEnd
-from hfdist.pipeline.stage_io import Carry, Parcel
+from hfdist.pipeline.stage_forward import Place, StageEnd, StageForward
+from hfdist.pipeline.stage_io import Activations, Carry
 
 Block = tuple[nn.Module, ...]
 """The modules that make one transformer block: nearly always one."""
 
 
-class View(nn.Module):
+class StageModule(nn.Module):
     """One stage of a model.
 
     Args:
@@ -50,7 +50,7 @@ class View(nn.Module):
         self.is_last = stage.stop == len(blocks)
         self._carry = carry
         self._num_parts = len(blocks[0])
-        self._passage: Passage | None = None
+        self._stage_forward: StageForward | None = None
         self.model = copy_structure(model, blocks, self._call)
         own = {id(p) for index in stage for part in blocks[index] for p in part.parameters()}
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
@@ -61,7 +61,7 @@ class View(nn.Module):
         """Those that this stage can give a gradient to: of its blocks, and of what surrounds all blocks."""
         return iter(self._own)
 
-    def run(self, call: Callable[[PreTrainedModel], Any], incoming: Parcel | None) -> Parcel | Any:
+    def run(self, call: Callable[[PreTrainedModel], Any], incoming: Activations | None) -> Activations | Any:
         """Run one forward.
 
         Args:
@@ -74,23 +74,23 @@ class View(nn.Module):
         Raises:
             PartitionError: the model does not run its blocks one after the other.
         """
-        passage = Passage(self.stage, self._num_parts, self._carry, incoming, is_last=self.is_last)
-        self._passage = passage
+        stage_forward = StageForward(self.stage, self._num_parts, self._carry, incoming, is_last=self.is_last)
+        self._stage_forward = stage_forward
         try:
             value = call(self.model)
         except StageEnd:
-            return passage.outgoing()
+            return stage_forward.outgoing()
         finally:
-            self._passage = None
+            self._stage_forward = None
         if self.is_last:
             return value
         raise PartitionError("the model ends before it has called all its blocks", found=f"blocks up to {self.stage}")
 
     def _call(self, place: Place, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._passage is None:
+        if self._stage_forward is None:
             # Gradient checkpointing runs the block again during backward.
             return block(*args, **kwargs)
-        return self._passage.call(place, block, args, kwargs)
+        return self._stage_forward.call(place, block, args, kwargs)
 
 
 def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize
 from hfdist.optim.probe import Reach
-from hfdist.strategies.schedule_trace import StepRecord
+from hfdist.strategies.schedule_trace import ScheduleTrace
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
@@ -23,7 +23,7 @@ Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class ShardFractions:
     """Which part of the state of `engine.model` this rank holds, from 1 / data_size to 1."""
 
     weights: float
@@ -32,7 +32,7 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Defaults:
+class TrainerHooks:
     """How the Hugging Face Trainer does a step, so that an engine that needs nothing special is one line a method."""
 
     model: nn.Module
@@ -65,7 +65,7 @@ class Engine(Protocol):
     optimizer_sees: Reach
     """What this rank's optimizer is given whole: the model, its parameters, or single elements in flat buffers."""
 
-    step_record: StepRecord | None
+    step_record: ScheduleTrace | None
     """Where a step has a schedule: its times. Made by `attach`."""
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
@@ -75,7 +75,7 @@ class Engine(Protocol):
             The optimizer that the Trainer steps.
         """
 
-    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
 
         The mean over all processes of what is returned is the loss of the global batch.
@@ -86,7 +86,7 @@ class Engine(Protocol):
             default: how the Trainer does it.
         """
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
         """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
         Args:
@@ -123,7 +123,7 @@ class Strategy(Protocol):
 
     topology: Topology
     batch: BatchPlan
-    shares: Shares
+    shares: ShardFractions
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.strategies.base import Batch, Defaults
-from hfdist.strategies.schedule_trace import StepRecord
+from hfdist.strategies.base import Batch, TrainerHooks
+from hfdist.strategies.schedule_trace import ScheduleTrace
 
 
 class DefaultEngine:
@@ -23,7 +23,7 @@ class DefaultEngine:
     runs_whole_model = True
     optimizer_sees = Reach.model
     loss_group: dist.ProcessGroup | None = None
-    step_record: StepRecord | None = None
+    step_record: ScheduleTrace | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -33,11 +33,11 @@ class DefaultEngine:
         """Counted anew: adapters may have been added."""
         return measure_size(cast(PreTrainedModel, self.model))
 
-    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run the Trainer's own training step."""
         return default.training_step(default.model, batch, num_items)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
         """Run the model on this rank's batch, in one part."""
         with torch.no_grad():
             return [function(default.model, batch)]

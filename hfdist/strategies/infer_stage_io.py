@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from hfdist.collectives import gather_json
 from hfdist.errors import PartitionError
 from hfdist.models.architecture import check_router_loss
-from hfdist.pipeline.p2p import Link, device_of
-from hfdist.pipeline.probe import Finding, probe
-from hfdist.pipeline.split import Cut
+from hfdist.pipeline.p2p import P2PChannel, device_of
+from hfdist.pipeline.probe import ProbeResult, probe
+from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.topology import Topology
 
@@ -37,14 +37,14 @@ class SharedParameters:
 
 
 @dataclass(frozen=True)
-class Settled:
+class StageIO:
     """What all ranks have agreed on."""
 
     carry: Carry
     shared: SharedParameters
 
 
-def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> Settled:
+def infer_stage_io(cut: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> StageIO:
     """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
 
     Raises:
@@ -53,17 +53,17 @@ def settle(cut: Cut, rank_of_stage: tuple[int, ...], topology: Topology, mesh: D
     """
     _check_no_layer_drop(cut.model)
     check_router_loss(cut.model.config)
-    link = Link(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
+    link = P2PChannel(rank_of_stage, mesh.get_group("pipeline"), next(cut.model.parameters()).device)
     batch = _few_tokens(cut.model)
     with _portable_attention(cut.model):
         carry, found = _find_carry(cut, batch, link, mesh.get_group("pipeline"))
         problem = _keep_only(cut, found, lambda: probe(cut, carry, batch, link))
     if problem is not None:
         raise _refusal(cut, [problem])
-    return Settled(carry, _find_shared(cut, topology))
+    return StageIO(carry, _find_shared(cut, topology))
 
 
-def _keep_only(cut: Cut, found: Finding, try_again: Callable[[], Finding]) -> str | None:
+def _keep_only(cut: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult]) -> str | None:
     """Let go of what no gradient reaches in this rank's stages, unless they do not work without. Gives the problem."""
     needed = found.needed
     unneeded = {name: p.detach() for name, p in cut.surrounding().items() if name not in needed}
@@ -78,7 +78,7 @@ def _keep_only(cut: Cut, found: Finding, try_again: Callable[[], Finding]) -> st
     return _first(_difference(found, try_again()))
 
 
-def _difference(before: Finding, after: Finding) -> str | None:
+def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
     """NaN may be lost where it is compared with a number, and then it shows in what the model gives, or nowhere."""
     if after.problem is not None or before.checksum is None or after.checksum is None:
         return after.problem
@@ -92,8 +92,8 @@ def _first(problem: str | None) -> str | None:
 
 
 def _find_carry(
-    cut: Cut, batch: dict[str, torch.Tensor], link: Link, group: dist.ProcessGroup
-) -> tuple[Carry, Finding]:
+    cut: SplitModel, batch: dict[str, torch.Tensor], link: P2PChannel, group: dist.ProcessGroup
+) -> tuple[Carry, ProbeResult]:
     problems = []
     for carry in CARRIES:
         if carry.embedding:
@@ -120,7 +120,7 @@ def _check_no_layer_drop(model: PreTrainedModel) -> None:
         )
 
 
-def _refusal(cut: Cut, problems: list[str]) -> PartitionError:
+def _refusal(cut: SplitModel, problems: list[str]) -> PartitionError:
     return PartitionError(
         f"{type(cut.model).__name__} cannot be split into pipeline stages at its blocks",
         where="strategy.pipeline",
@@ -129,7 +129,7 @@ def _refusal(cut: Cut, problems: list[str]) -> PartitionError:
     )
 
 
-def _hold_embedding(cut: Cut, group: dist.ProcessGroup) -> None:
+def _hold_embedding(cut: SplitModel, group: dist.ProcessGroup) -> None:
     """Give every rank of the pipeline the input embedding of the first stage."""
     if cut.embedding is None:
         return
@@ -144,7 +144,7 @@ def _hold_embedding(cut: Cut, group: dist.ProcessGroup) -> None:
         dist.broadcast(held.to(device_of(group), copy=True), src=first, group=group)
 
 
-def _find_shared(cut: Cut, topology: Topology) -> SharedParameters:
+def _find_shared(cut: SplitModel, topology: Topology) -> SharedParameters:
     """Every rank makes every group, in the same order, as torch asks."""
     own = [name for name, parameter in cut.model.named_parameters() if parameter.requires_grad]
     names_of_rank = gather_json(own)

@@ -21,18 +21,18 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.gradients import sum_gradients, total_norm
-from hfdist.pipeline.p2p import Link, device_of
+from hfdist.pipeline.p2p import P2PChannel, device_of
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
-from hfdist.pipeline.split import Cut, cut_model
+from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.strategies import pieces_replicated
 from hfdist.strategies.balance import choose_stages
-from hfdist.strategies.base import Batch, Defaults, Shares
-from hfdist.strategies.infer_stage_io import Settled, settle
+from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks
+from hfdist.strategies.infer_stage_io import StageIO, infer_stage_io
 from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.microbatches import split_batch
-from hfdist.strategies.schedule_trace import StepRecord
+from hfdist.strategies.schedule_trace import ScheduleTrace
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class PipelineStrategy:
         self.train = train
         per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
         self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
-        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0)
+        self.shares = ShardFractions(weights=1.0, gradients=1.0, optimizer=1.0)
         check_microbatches(
             strategy.schedule,
             num_ranks=topology.pipeline,
@@ -57,7 +57,7 @@ class PipelineStrategy:
             micro_batch_size=batch.micro_batch_size,
             data_size=batch.data_size,
         )
-        self._cut: Cut | None = None
+        self._cut: SplitModel | None = None
         self._size: ModelSize | None = None
 
     def training_arguments(self) -> dict[str, object]:
@@ -79,11 +79,11 @@ class PipelineStrategy:
         """None: precision and clipping are the Trainer's."""
         return {}
 
-    def describe_step(self, device: torch.device) -> StepRecord:
+    def describe_step(self, device: torch.device) -> ScheduleTrace:
         """What to call a step's picture, and the bubble to compare it with."""
         num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
         per_rank = len(self.rank_of_stage) // num_ranks
-        return StepRecord(
+        return ScheduleTrace(
             self.topology,
             device,
             title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
@@ -110,7 +110,7 @@ class PipelineStrategy:
         blocks = find_block_parts(whole)
         stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
         mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
-        self._cut = cut_model(whole, blocks, stages, mine)
+        self._cut = split_at_blocks(whole, blocks, stages, mine)
 
     def build(self, model: nn.Module) -> PipelineEngine:
         """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
@@ -124,7 +124,7 @@ class PipelineStrategy:
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)
         mesh = build_mesh(self.topology)
-        settled = settle(self._cut, self.rank_of_stage, self.topology, mesh)
+        settled = infer_stage_io(self._cut, self.rank_of_stage, self.topology, mesh)
         logger.info("%s; %s travel", _describe_stages(self._cut.stages), settled.carry.describe())
         return self.engine_class(self, self._cut, self._size, settled, mesh)
 
@@ -135,13 +135,13 @@ class PipelineEngine:
     optimizer_sees = Reach.parameter
 
     def __init__(
-        self, strategy: PipelineStrategy, cut: Cut, size: ModelSize, settled: Settled, mesh: DeviceMesh
+        self, strategy: PipelineStrategy, cut: SplitModel, size: ModelSize, settled: StageIO, mesh: DeviceMesh
     ) -> None:
         self.model: nn.Module = cut.model
         self.size = size
         self.reduces_gradients = True
         self.runs_whole_model = False
-        self.step_record: StepRecord | None = None
+        self.step_record: ScheduleTrace | None = None
         self._strategy = strategy
         self._cut = cut
         self._carry = settled.carry
@@ -182,13 +182,13 @@ class PipelineEngine:
         return Pipeline(
             {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
-            Link(self._strategy.rank_of_stage, self._pipeline_group, self._device),
+            P2PChannel(self._strategy.rank_of_stage, self._pipeline_group, self._device),
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.step_record.recorder,
             splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
         )
 
-    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: Defaults) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
         assert self._pipeline is not None
         assert self.step_record is not None
@@ -208,7 +208,7 @@ class PipelineEngine:
         self._reduce_gradients()
         return self._agree_on_loss(unscaled)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: Defaults) -> list[Any]:
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
         """Run forwards through the stages. Only the rank of the last stage has values."""
         if self._pipeline is None:
             # Before training.

@@ -20,7 +20,7 @@ from hfdist.config.train import Precision
 from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach
 from hfdist.strategies import pieces_zero
-from hfdist.strategies.base import Shares
+from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed_config import generate
 from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.zero import start_deepspeed
@@ -31,7 +31,7 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0 / self.topology.data_size)
+        self.shares = ShardFractions(weights=1.0, gradients=1.0, optimizer=1.0 / self.topology.data_size)
         self.deepspeed_config = self._generate()
 
     def agreed_arguments(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.strategies import pieces_replicated
-from hfdist.strategies.base import Shares
+from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.default import DefaultEngine
 from hfdist.topology import Topology
 
@@ -22,7 +22,7 @@ class ReplicatedStrategy:
     def __init__(self, topology: Topology, batch: BatchPlan) -> None:
         self.topology = topology
         self.batch = batch
-        self.shares = Shares(weights=1.0, gradients=1.0, optimizer=1.0)
+        self.shares = ShardFractions(weights=1.0, gradients=1.0, optimizer=1.0)
 
     def training_arguments(self) -> dict[str, object]:
         """Gradient accumulation by the Trainer itself."""

@@ -13,7 +13,7 @@ from hfdist.pipeline.timeline import Event, Recorder, from_json, to_json
 from hfdist.topology import Topology
 
 
-class StepRecord:
+class ScheduleTrace:
     """Records the step that is asked for, and nothing else.
 
     Args:

@@ -17,7 +17,7 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.strategies import pieces_zero
-from hfdist.strategies.base import Shares
+from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed_config import STAGE, generate
 from hfdist.strategies.default import DefaultEngine
 from hfdist.topology import Topology
@@ -35,7 +35,7 @@ class ZeroStrategy:
         self._deepspeed = generate(strategy, train, batch)
         self._train = train
         share = 1.0 / topology.data_size
-        self.shares = Shares(
+        self.shares = ShardFractions(
             weights=share if self.stage >= 3 else 1.0, gradients=share if self.stage >= 2 else 1.0, optimizer=share
         )
 

@@ -18,7 +18,7 @@ from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
-from hfdist.trainer.step.loss_scaler import AgreedLossScaler
+from hfdist.trainer.step.loss_scaler import SyncedLossScaler
 from hfdist.trainer.step.sharded_dataloader import deal
 from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, trains_causal_lm
 from hfdist.trainer.validation import check_arguments, check_loss
@@ -46,7 +46,7 @@ def adapt_accelerator(trainer: Any, topology: Topology) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.distributed_type is not DistributedType.DEEPSPEED:
         # On a CPU it drops fp16 without a word: give it what a GPU gets.
         accelerator.native_amp = True
-        accelerator.scaler = AgreedLossScaler(accelerator.device.type)
+        accelerator.scaler = SyncedLossScaler(accelerator.device.type)
     accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
     if topology.data_size < accelerator.num_processes:
         # It deals batches over all processes, but ranks of one model replica must read the same.

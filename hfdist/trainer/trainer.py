@@ -24,13 +24,13 @@ from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
 from hfdist.models.loss.head import LossHead
-from hfdist.strategies.base import Batch, Defaults, Engine, Forward, Strategy
+from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine
-from hfdist.trainer.evaluation.loop import Measure, dealt_batches, evaluate, evaluating
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, StepGuard, spread
+from hfdist.trainer.evaluation.loop import Measure, evaluate, evaluating, sharded_batches
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, spread
 from hfdist.trainer.fault_tolerance.rank_flags import Agreement
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
@@ -38,7 +38,7 @@ from hfdist.trainer.step.lean_step import LeanStep, make_lean_step
 from hfdist.trainer.step.loss import Convention, num_input_tokens
 from hfdist.trainer.step.loss_convention import ask, names_of_labels
 from hfdist.trainer.step.micro_batch import loss_of, weighted_mean
-from hfdist.trainer.step.sharded_dataloader import CountingCollator, dealing_each_once
+from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
 from hfdist.trainer.validation import check_has_logits, check_has_trained, check_trainer
 from hfdist.watch import watches_among
 
@@ -168,7 +168,7 @@ class DistributedTrainerMixin(_Trainer):
             return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
         if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
-        with dealing_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):
+        with sharding_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):
             return super().get_train_dataloader()
 
     def _init_training_state(
@@ -191,7 +191,7 @@ class DistributedTrainerMixin(_Trainer):
         with self._optimizers.made_for(self.engine):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._guard = StepGuard(self, self.limits, came_from)
+        self._guard = NonfiniteGuard(self, self.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
@@ -255,8 +255,8 @@ class DistributedTrainerMixin(_Trainer):
             return result
         return (spread(result[0]), result[1]) if return_outputs else spread(result)
 
-    def _defaults(self, model: nn.Module) -> Defaults:
-        return Defaults(
+    def _defaults(self, model: nn.Module) -> TrainerHooks:
+        return TrainerHooks(
             model=model,
             training_step=super().training_step if self._lean_step is None else self._lean_step.run,
             loss=partial(loss_of, self),
@@ -372,7 +372,7 @@ class DistributedTrainerMixin(_Trainer):
                 hint="evaluate(eval_dataset), or eval_dataset=... for the trainer",
             )
         collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
-        return dealt_batches(
+        return sharded_batches(
             own,
             topology=self.strategy.topology,
             micro_batch_size=self.args.per_device_eval_batch_size,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
 from hfdist.errors import PeerError
-from hfdist.watch.heartbeat import Beat
+from hfdist.watch.heartbeat import Heartbeat
 
 IDLE_TIMES = 5
 """A pause between two marks may be so many times the longest so far: a loaded machine, a slow shard, long sequences."""
@@ -16,15 +16,15 @@ _LEAST_SILENT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class PeerState:
     """A rank's last beat, and how long ago it came."""
 
-    beat: Beat
+    beat: Heartbeat
     silent_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why the run ends."""
 
     line: str
@@ -40,7 +40,7 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> Verdict:
+    def from_json(cls, text: bytes) -> Diagnosis:
         """Read it."""
         return cls(**json.loads(text))
 
@@ -50,7 +50,7 @@ def beat_seconds(heartbeat_seconds: float) -> float:
     return min(heartbeat_seconds / 4, 1.0)
 
 
-def find_left(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+def find_left(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
     """Find a rank that has ended with an error of its own, and without which others cannot go on.
 
     An error that all ranks meet lets all leave by themselves, so the others get a heartbeat's time.
@@ -58,11 +58,11 @@ def find_left(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict |
     is_broken = any(other.beat.broken_seconds is not None for other in heard.values())
     for rank, one in sorted(heard.items()):
         if one.beat.left and (is_broken or one.silent_seconds > heartbeat_seconds):
-            return Verdict(f"rank {rank} has ended with exit code {one.beat.left}, and has said why", one.beat.left)
+            return Diagnosis(f"rank {rank} has ended with exit code {one.beat.left}, and has said why", one.beat.left)
     return None
 
 
-def find_lost(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+def find_lost(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
     """Find ranks that are silent: dead, stopped, cut off, or in code that never lets other threads run.
 
     Once a connection broke somewhere, a few missing beats are enough.
@@ -76,15 +76,15 @@ def find_lost(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict |
     if lost:
         seconds = max(one.silent_seconds for one in lost.values())
         verb = "is" if len(lost) == 1 else "are"
-        return Verdict(
+        return Diagnosis(
             f"{_waiting(here, lost)} {_places(lost)}, which {verb} dead, stopped or cut off: silent for {seconds:.1f} s"
         )
     if broken and max(broken.values()) > heartbeat_seconds:
-        return Verdict(f"{name_ranks(broken)} lost the connection to another rank, though no rank is silent")
+        return Diagnosis(f"{name_ranks(broken)} lost the connection to another rank, though no rank is silent")
     return None
 
 
-def find_stalled(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdict | None:
+def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
     """Find who keeps all others waiting: nobody has made progress, and nobody is doing what may take long.
 
     The limit grows with the run's own times between marks, so that neither a slow rank nor a micro batch that takes
@@ -109,8 +109,8 @@ def find_stalled(heard: Mapping[int, Heard], heartbeat_seconds: float) -> Verdic
     verb = "has" if len(behind) == 1 else "have"
     since = f"which {verb} made no progress for {idle_seconds:.1f} s"
     if not waiting:
-        return Verdict(f"{_places(behind)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
-    return Verdict(f"{_waiting(here, behind)} {_places(behind)}, {since}{_where(beats)}")
+        return Diagnosis(f"{_places(behind)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
+    return Diagnosis(f"{_waiting(here, behind)} {_places(behind)}, {since}{_where(beats)}")
 
 
 def name_ranks(ranks: Collection[int]) -> str:
@@ -132,13 +132,13 @@ def _waiting(here: Collection[int], awaited: Collection[int]) -> str:
     return f"{name_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for"
 
 
-def _places(ranks: Mapping[int, Heard]) -> str:
+def _places(ranks: Mapping[int, PeerState]) -> str:
     """Name ranks with the place of the first: more would not fit a line, and the files have them all."""
     beat = ranks[min(ranks)].beat
     return f"{name_ranks(ranks)} (on {beat.host or '?'}, behind {beat.mark}, {beat.step} steps done)"
 
 
-def _where(beats: Mapping[int, Beat]) -> str:
+def _where(beats: Mapping[int, Heartbeat]) -> str:
     waits: dict[str, int] = {}
     for rank, beat in sorted(beats.items()):
         if beat.waits_in is not None:

@@ -19,7 +19,7 @@ compiled, connections made and buffers filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What a rank says about itself; seconds are by its own clock, so that clocks need not agree."""
 
     number: int
@@ -49,7 +49,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> Beat:
+    def from_json(cls, text: bytes) -> Heartbeat:
         """Read it."""
         return cls(**json.loads(text))
 

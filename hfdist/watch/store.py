@@ -19,23 +19,23 @@ import threading
 from typing import Protocol
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.watch.diagnosis import Verdict
-from hfdist.watch.heartbeat import Beat
+from hfdist.watch.diagnosis import Diagnosis
+from hfdist.watch.heartbeat import Heartbeat
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
 """Of a line: one message."""
 
-Exchanged = tuple[dict[int, Beat], Verdict | None]
+Exchanged = tuple[dict[int, Heartbeat], Diagnosis | None]
 
 
-class BeatStore(Protocol):
+class HeartbeatStore(Protocol):
     """Every rank's last beat, and the verdict of rank 0. Rank 0 reads all of them, the others only those of rank 0."""
 
     rank: int
     world_size: int
 
-    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+    def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
         """Publish one's beat (rank 0: and the verdict), and give the beats that this rank follows, and the verdict.
 
         Not bound to return before `close`: rank 0 may be stopped. Whoever calls it must not be the one that judges.
@@ -45,7 +45,7 @@ class BeatStore(Protocol):
         """End whatever waits in `exchange`, there with an OSError."""
 
 
-def open_store() -> BeatStore:
+def open_store() -> HeartbeatStore:
     """Connect all ranks with rank 0. A collective.
 
     Raises:
@@ -54,7 +54,7 @@ def open_store() -> BeatStore:
     own, size = rank(), world_size()
     host = HostedStore(size) if own == 0 else None
     address, port, token = gather_json(None if host is None else [_own_address(), host.port, host.token])[0]
-    store: BeatStore | None = host
+    store: HeartbeatStore | None = host
     problem = None
     if store is None:
         try:
@@ -79,10 +79,10 @@ class HostedStore:
         self.world_size = world_size
         self.token = secrets.token_hex(16)
         """The first word of whoever is a rank of this run."""
-        self._beats = {other: Beat(number=0).to_json().encode() for other in range(world_size)}
-        self._verdict: Verdict | None = None
+        self._beats = {other: Heartbeat(number=0).to_json().encode() for other in range(world_size)}
+        self._verdict: Diagnosis | None = None
         self._answer = b""
-        self.exchange(Beat(number=0), None)
+        self.exchange(Heartbeat(number=0), None)
         is_dual = socket.has_dualstack_ipv6()
         kind = socket.AF_INET6 if is_dual else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=kind, dualstack_ipv6=is_dual)
@@ -92,13 +92,13 @@ class HostedStore:
         self._thread = threading.Thread(target=self._run, name="watch-store", daemon=True)
         self._thread.start()
 
-    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+    def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
         """Never waits."""
         self._verdict = verdict or self._verdict
         self._beats[0] = own.to_json().encode()
         published = None if self._verdict is None else self._verdict.to_json()
         self._answer = json.dumps([own.to_json(), published]).encode() + b"\n"
-        return {other: Beat.from_json(text) for other, text in list(self._beats.items())}, self._verdict
+        return {other: Heartbeat.from_json(text) for other, text in list(self._beats.items())}, self._verdict
 
     def close(self) -> None:
         """Serve no more."""
@@ -144,7 +144,7 @@ class JoinedStore:
         self._connection.sendall(f"{token} {rank}\n".encode())
         self._answers = self._connection.makefile("rb")
 
-    def exchange(self, own: Beat, verdict: Verdict | None) -> Exchanged:
+    def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
         """Send one's beat, and wait for the answer.
 
         Raises:
@@ -155,7 +155,7 @@ class JoinedStore:
         if not answer.endswith(b"\n"):
             raise ConnectionResetError("rank 0 has ended the connection")
         beat, published = json.loads(answer)
-        return {0: Beat.from_json(beat)}, verdict if published is None else Verdict.from_json(published)
+        return {0: Heartbeat.from_json(beat)}, verdict if published is None else Diagnosis.from_json(published)
 
     def close(self) -> None:
         """End the connection, and with it whatever waits for it."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfdist.watch import stacks
-from hfdist.watch.diagnosis import Heard, Verdict, beat_seconds, find_left, find_lost, find_stalled
-from hfdist.watch.heartbeat import Beat, Progress
-from hfdist.watch.store import BeatStore
+from hfdist.watch.diagnosis import Diagnosis, PeerState, beat_seconds, find_left, find_lost, find_stalled
+from hfdist.watch.heartbeat import Heartbeat, Progress
+from hfdist.watch.store import HeartbeatStore
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class Watcher:
         heartbeat_seconds: how long a rank may be silent or without progress.
     """
 
-    def __init__(self, progress: Progress, store: BeatStore, folder: Path, heartbeat_seconds: float) -> None:
+    def __init__(self, progress: Progress, store: HeartbeatStore, folder: Path, heartbeat_seconds: float) -> None:
         self._progress, self._store, self._folder = progress, store, folder
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
-        self._heard: dict[int, Beat] = {}
-        self._verdict: Verdict | None = None
+        self._heard: dict[int, Heartbeat] = {}
+        self._verdict: Diagnosis | None = None
         self._broken_since: float | None = None
         self._left: int | None = None
         self._has_written = False
@@ -96,13 +96,13 @@ class Watcher:
             self._wake.wait(_HURRIED_BEAT_SECONDS if is_hurried else self._beat_seconds)
             self._wake.clear()
 
-    def _own_beat(self, number: int) -> Beat:
+    def _own_beat(self, number: int) -> Heartbeat:
         progress, exempt, waits_in = self._progress, self._progress.exempt, None
         if exempt is None and progress.idle_seconds > self._beat_seconds:
             # Looked up only when there is something to explain.
             exempt = "compiling" if stacks.is_compiling() else None
             waits_in = stacks.waits_in()
-        return Beat(
+        return Heartbeat(
             number=number,
             host=platform.node(),
             marks=progress.marks,
@@ -131,24 +131,24 @@ class Watcher:
             followed = range(self._store.world_size) if self._store.rank == 0 else [0, self._store.rank]
             heard = {}
             for rank in followed:
-                beat = self._heard.get(rank) or Beat(number=0)
+                beat = self._heard.get(rank) or Heartbeat(number=0)
                 if came.get(rank, (-1, 0.0))[0] != beat.number:
                     came[rank] = beat.number, now
-                heard[rank] = Heard(beat, now - came[rank][1])
+                heard[rank] = PeerState(beat, now - came[rank][1])
             # By its own clock, and not by what came back from a store that may be gone.
-            heard[self._store.rank] = Heard(self._own_beat(0))
+            heard[self._store.rank] = PeerState(self._own_beat(0))
             verdict = self._verdict or self._find(heard)
             if verdict is not None:
                 self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
                 self._end(verdict)
 
-    def _find(self, heard: dict[int, Heard]) -> Verdict | None:
+    def _find(self, heard: dict[int, PeerState]) -> Diagnosis | None:
         found = find_left(heard, self._heartbeat_seconds) or find_lost(heard, self._heartbeat_seconds)
         if found is None and self._store.rank == 0:
             found = find_stalled(heard, self._heartbeat_seconds)
         return found
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: Diagnosis) -> None:
         """Leave stacks and one line, see that the others do, and end the process."""
         is_own = self._verdict is None
         self._verdict = verdict
@@ -182,7 +182,7 @@ class Watcher:
     def _have_all_left(self) -> bool:
         return all(beat.left is not None for beat in self._others())
 
-    def _others(self) -> list[Beat]:
+    def _others(self) -> list[Heartbeat]:
         """Of those whose beats this rank follows, the last beats of those that still beat."""
         return [beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent)]
 
@@ -194,7 +194,7 @@ class Watcher:
         )
         stacks.write_stacks(self._folder / f"rank-{self._store.rank:05d}.txt", header)
 
-    def _report(self, verdict: Verdict) -> None:
+    def _report(self, verdict: Diagnosis) -> None:
         """Say it, unless another rank has: without rank 0, each of the others finds out for itself."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

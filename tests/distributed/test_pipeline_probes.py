@@ -16,10 +16,10 @@ from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts, find_blocks
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.p2p import Link
+from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
-from hfdist.pipeline.split import cut_model
+from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.timeline import Recorder
 from hfdist.testing import run_ranks
 from tests.unit.pipeline import toys
@@ -160,11 +160,11 @@ def step_of_uneven_micro_batches(schedule):
     model, whole, device = make_toy(), make_toy(), torch.device("cpu")
     ranks = rank_of_stage(schedule, 2, 2)
     mine = [stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()]
-    cut = cut_model(model, find_block_parts(model), QUARTERS, mine)
+    cut = split_at_blocks(model, find_block_parts(model), QUARTERS, mine)
     pipeline = Pipeline(
         {stage: cut.view(stage, HIDDEN) for stage in mine},
         schedule,
-        Link(ranks, dist.group.WORLD, device),
+        P2PChannel(ranks, dist.group.WORLD, device),
         num_microbatches=len(microbatches),
         recorder=Recorder(rank=dist.get_rank(), device=device),
         splits_backward=True,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
-from hfdist.models import Trained, build_model, find_architecture
+from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.trainable.adapter_config import check_adapter, reads_weights
 from hfdist.models.trainable.freeze import freeze_by_name
 from hfdist.strategies.pieces_replicated import list_pieces
@@ -44,7 +44,7 @@ def build(base, *overrides, seed=0):
     config = compose(base, *overrides)
     check_adapter(config.adapter, config.model)
     architecture = find_architecture(config.model, sequence_length=64)
-    return build_model(config.model, architecture, seed=seed, trained=Trained.of(config))
+    return build_model(config.model, architecture, seed=seed, trained=TrainableParameters.of(config))
 
 
 def trained_names(model):
@@ -197,7 +197,7 @@ def test_quantized_weights_are_refused(base):
     architecture = find_architecture(config.model, sequence_length=64)
     architecture.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(ConfigError, match="quantized"):
-        build_model(config.model, architecture, seed=0, trained=Trained.of(config))
+        build_model(config.model, architecture, seed=0, trained=TrainableParameters.of(config))
 
 
 def test_an_adapter_on_one_of_two_tied_layers_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.testing import run_ranks
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, Tally, spread
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, spread
 from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
 from hfdist.trainer.fault_tolerance.skipped_step import Skipped
 
@@ -78,7 +78,7 @@ def skip(step):
 
 
 def test_skipped_steps_count_in_a_row():
-    tally = Tally(Limits(skipped_steps=2))
+    tally = SkipCounter(Limits(skipped_steps=2))
     assert not tally.skip(skip(1))
     tally.take(2)
     assert not tally.skip(skip(3))
@@ -86,7 +86,7 @@ def test_skipped_steps_count_in_a_row():
 
 
 def test_only_a_step_beyond_the_one_that_failed_is_progress():
-    tally = Tally(Limits(rollbacks=2))
+    tally = SkipCounter(Limits(rollbacks=2))
     tally.go_back(10)
     for step in range(5, 11):
         tally.take(step)

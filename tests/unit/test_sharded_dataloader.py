@@ -6,13 +6,13 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import default_data_collator
 
 from hfdist.topology import Degrees, Topology
-from hfdist.trainer.step.sharded_dataloader import Blank, CountedRows, CountingCollator, DealtBatches
+from hfdist.trainer.step.sharded_dataloader import Blank, CountedRows, CountingCollator, ShardedBatches
 
 
 def dealt(num_rows, micro_batch_size, data_size):
     batches = BatchSampler(SequentialSampler(range(num_rows)), micro_batch_size, drop_last=False)
     topologies = [Topology.of(Degrees(), rank=rank, world_size=data_size) for rank in range(data_size)]
-    return [list(DealtBatches(batches, topology)) for topology in topologies]
+    return [list(ShardedBatches(batches, topology)) for topology in topologies]
 
 
 @pytest.mark.parametrize("num_rows", range(1, 14))

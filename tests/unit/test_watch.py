@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hfdist.watch import stacks
 from hfdist.watch.callback import is_broken_connection
-from hfdist.watch.diagnosis import Heard, Verdict, find_left, find_lost, find_stalled, name_ranks
-from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Beat, Progress
+from hfdist.watch.diagnosis import Diagnosis, PeerState, find_left, find_lost, find_stalled, name_ranks
+from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Heartbeat, Progress
 from hfdist.watch.store import HostedStore, JoinedStore, open_store
 from hfdist.watch.watcher import Watcher
 
@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 60.0
 def heard(*beats, silent=None):
     """One rank a beat; `silent`: seconds by rank."""
     return {
-        rank: Heard(Beat(number=1, host="here", **beat), (silent or {}).get(rank, 0.0))
+        rank: PeerState(Heartbeat(number=1, host="here", **beat), (silent or {}).get(rank, 0.0))
         for rank, beat in enumerate(beats)
     }
 
@@ -142,16 +142,16 @@ def test_a_store_that_never_answers_keeps_nobody_who_leaves(tmp_path):
 def test_ranks_hear_rank_0_and_rank_0_hears_all():
     host = HostedStore(3)
     joined = [JoinedStore("localhost", host.port, host.token, rank, 3) for rank in (1, 2)]
-    first = Beat(number=1, mark="ä\n")
+    first = Heartbeat(number=1, mark="ä\n")
     host.exchange(first, None)
-    assert [store.exchange(Beat(number=7), None) for store in joined] == [({0: first}, None)] * 2
-    verdict = Verdict("rank 1 is lost")
-    heard, _ = host.exchange(Beat(number=2), verdict)
+    assert [store.exchange(Heartbeat(number=7), None) for store in joined] == [({0: first}, None)] * 2
+    verdict = Diagnosis("rank 1 is lost")
+    heard, _ = host.exchange(Heartbeat(number=2), verdict)
     assert [heard[rank].number for rank in range(3)] == [2, 7, 7]
-    assert joined[0].exchange(Beat(number=8), None) == ({0: Beat(number=2)}, verdict)
+    assert joined[0].exchange(Heartbeat(number=8), None) == ({0: Heartbeat(number=2)}, verdict)
     host.close()
     with pytest.raises(ConnectionError):
-        joined[1].exchange(Beat(number=8), None)
+        joined[1].exchange(Heartbeat(number=8), None)
 
 
 @pytest.mark.parametrize("first", [b"", b"1\n", b"\xff 1\n", b"x" * 100_000, b"wrong 1\n{}\n"])
@@ -162,7 +162,7 @@ def test_who_is_no_rank_is_not_heard(first):
         stranger.sendall(first)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""
-    assert host.exchange(Beat(number=1), None)[0][1].number == 0
+    assert host.exchange(Heartbeat(number=1), None)[0][1].number == 0
     host.close()
 
 
@@ -198,10 +198,10 @@ def test_who_leaves_during_an_exchange_says_so_in_the_next(tmp_path):
 
 
 def test_what_travels_comes_back():
-    beat = Beat(number=3, marks=7, exempt=SAVING, left=0)
-    assert Beat.from_json(beat.to_json().encode()) == beat
-    verdict = Verdict("rank 1 has ended", 3)
-    assert Verdict.from_json(verdict.to_json().encode()) == verdict
+    beat = Heartbeat(number=3, marks=7, exempt=SAVING, left=0)
+    assert Heartbeat.from_json(beat.to_json().encode()) == beat
+    verdict = Diagnosis("rank 1 has ended", 3)
+    assert Diagnosis.from_json(verdict.to_json().encode()) == verdict
 
 
 def test_many_ranks_are_named_shortly():

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.p2p import Link
+from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.probe import probe
-from hfdist.pipeline.split import Cut, cut_model
+from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.pipeline.timeline import Recorder
 from tests.zoo.models import tiny_batch, tiny_model
@@ -114,7 +114,7 @@ def split_model(
 ) -> Outcome:
     """Run one step whole, then in stages, all of them in this process. Needs `group_of_one`."""
     whole = run_whole(model, batches, loss)
-    cut = cut_model(model, find_block_parts(model), stages, range(len(stages)))
+    cut = split_at_blocks(model, find_block_parts(model), stages, range(len(stages)))
     rank_of_stage = (0,) * len(stages)
     try:
         carry = find_carry(cut, batches[0], rank_of_stage)
@@ -132,13 +132,13 @@ def split_model(
     )
 
 
-def find_carry(cut: Cut, batch: Batch, rank_of_stage: tuple[int, ...]) -> Carry:
+def find_carry(cut: SplitModel, batch: Batch, rank_of_stage: tuple[int, ...]) -> Carry:
     """Try what must travel, from the least to the most.
 
     Raises:
         PartitionError: nothing suffices; with all reasons.
     """
-    link = Link(rank_of_stage, dist.group.WORLD, CPU)
+    link = P2PChannel(rank_of_stage, dist.group.WORLD, CPU)
     problems = []
     for carry in CARRIES:
         problem = probe(cut, carry, batch, link).problem
@@ -157,7 +157,7 @@ def run_whole(model: PreTrainedModel, batches: Sequence[Batch], loss: Loss = mod
 
 
 def run_stages(
-    cut: Cut,
+    cut: SplitModel,
     carry: Carry,
     rank_of_stage: tuple[int, ...],
     batches: Sequence[Batch],
@@ -169,7 +169,7 @@ def run_stages(
     pipeline = Pipeline(
         {stage: cut.view(stage, carry) for stage in cut.mine},
         schedule,
-        Link(rank_of_stage, dist.group.WORLD, CPU),
+        P2PChannel(rank_of_stage, dist.group.WORLD, CPU),
         num_microbatches=len(batches),
         recorder=Recorder(rank=dist.get_rank(), device=CPU),
         splits_backward=not cut.model.is_activation_checkpointing,

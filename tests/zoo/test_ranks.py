@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hfdist.config.pipeline import ONE_F_ONE_B
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.gradients import sum_gradients
-from hfdist.pipeline.split import cut_model
-from hfdist.strategies.infer_stage_io import settle
+from hfdist.pipeline.split import split_at_blocks
+from hfdist.strategies.infer_stage_io import infer_stage_io
 from hfdist.strategies.mesh import build_mesh
 from hfdist.testing import run_ranks
 from hfdist.topology import Degrees, Topology
@@ -60,9 +60,9 @@ def train_one_stage(kind: str, expected: Run) -> Share:
     topology = Topology.of(Degrees(pipeline=num_ranks), world_size=num_ranks, rank=dist.get_rank())
     model, batches = make(kind)
     blocks = find_block_parts(model)
-    cut = cut_model(model, blocks, even_stages(len(blocks), num_ranks), [topology.pipeline_rank])
+    cut = split_at_blocks(model, blocks, even_stages(len(blocks), num_ranks), [topology.pipeline_rank])
     rank_of_stage = tuple(range(num_ranks))
-    settled = settle(cut, rank_of_stage, topology, build_mesh(topology))
+    settled = infer_stage_io(cut, rank_of_stage, topology, build_mesh(topology))
     losses = run_stages(cut, settled.carry, rank_of_stage, batches, schedule=ONE_F_ONE_B)
     for group, names in settled.shared.groups:
         sum_gradients([model.get_parameter(name) for name in names], group)

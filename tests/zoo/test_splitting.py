@@ -9,9 +9,9 @@ from torch import nn
 
 from hfdist.config.pipeline import Schedule
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.split import cut_model
+from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import Absent
-from hfdist.strategies.infer_stage_io import settle
+from hfdist.strategies.infer_stage_io import infer_stage_io
 from hfdist.strategies.mesh import build_mesh
 from hfdist.topology import Topology
 from tests.zoo.models import tiny_batch, tiny_model
@@ -58,8 +58,8 @@ def test_ranks_settle_on_the_same(model_type):
     if model_type in REFUSED or model_type in NEEDS_MORE_THAN_TEXT:
         pytest.skip("not to be split, or not to be trained on text alone")
     model = tiny_model(model_type)
-    cut = cut_model(model, find_block_parts(model), HALVES, range(len(HALVES)))
-    settled = settle(cut, (0, 0), Topology(), build_mesh(Topology()))
+    cut = split_at_blocks(model, find_block_parts(model), HALVES, range(len(HALVES)))
+    settled = infer_stage_io(cut, (0, 0), Topology(), build_mesh(Topology()))
     assert settled.carry.describe() == split_type(model_type, len(HALVES)).travels
 
 

@@ -89,10 +89,10 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
     encoders = Encoders(tokenizer, config.chat)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
-    portions = (portion for block in corpus.mixed_blocks() for portion in documents.portions(np.array(block)))
+    chunks = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
-    placed = ((Place(0, int(portion.numbers[0])), portion) for portion in portions)
+    placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
     if corpus.has_examples:
         packed = (one.rows for one in best_fit(placed, 0, shape, ("held out",)) if (one.rows[LABELS] >= 0).any())
     else:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from hfdist.config.data import BadRows, DataConfig, TooLong
 from hfdist.data.documents.corpus import Corpus, Pool, cache_dir
 from hfdist.data.documents.token_cache import TokenCache, shard_key
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
-from hfdist.data.sources.document_batch import Document, ManyColumns, Portion
+from hfdist.data.sources.document_batch import Document, DocumentBatch, ManyColumns
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import DataError
@@ -51,11 +51,11 @@ class Documents:
         self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
     def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
-        """Give documents of one run one by one: see `portions`."""
-        return (portion.documents() for portion in self.portions(np.asarray(neighbours)))
+        """Give documents of one run one by one: see `chunks`."""
+        return (chunk.documents() for chunk in self.chunks(np.asarray(neighbours)))
 
-    def portions(self, neighbours: NDArray[np.int64]) -> Iterator[Portion]:
-        """Give documents of one run in the order asked for, in portions that are cheap to make together.
+    def chunks(self, neighbours: NDArray[np.int64]) -> Iterator[DocumentBatch]:
+        """Give documents of one run in the order asked for, in chunks that are cheap to make together.
 
         Raises:
             DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
@@ -77,8 +77,8 @@ class Documents:
         """Whether `tokens_at_once` can give all documents of a pool."""
         return self._are_token_files[pool.name]
 
-    def tokens_at_once(self, numbers: NDArray[np.int64]) -> Portion:
-        """Give documents of token files, of any of them and of any runs, in one portion; no token is read."""
+    def tokens_at_once(self, numbers: NDArray[np.int64]) -> DocumentBatch:
+        """Give documents of token files, of any of them and of any runs, in one chunk; no token is read."""
         owners = self.corpus.shards_of(numbers)
         places = np.argsort(owners, kind="stable")
         groups = np.split(places, np.flatnonzero(np.diff(owners[places])) + 1)
@@ -98,7 +98,7 @@ class Documents:
         columns: ManyColumns,
         bad: Mapping[int, DataError],
         examples: NDArray[np.int64],
-    ) -> Portion:
+    ) -> DocumentBatch:
         """Say what becomes of documents; where several reasons speak against one, the last one here counts.
 
         Args:
@@ -117,20 +117,20 @@ class Documents:
             lengths = np.minimum(lengths, length)
         if too_long is TooLong.truncate_start:
             starts = starts + columns.lengths - lengths
-        fates = np.full(len(numbers), Fate.trained, dtype=np.int64)
+        fates = np.full(len(numbers), Status.trained, dtype=np.int64)
         if len(self._quarantined):
-            fates[np.isin(numbers, self._quarantined)] = Fate.quarantined
+            fates[np.isin(numbers, self._quarantined)] = Status.quarantined
         if len(examples):
-            fates[examples[~_have_target(columns, examples, starts, lengths)]] = Fate.no_target
+            fates[examples[~_have_target(columns, examples, starts, lengths)]] = Status.no_target
         if too_long is TooLong.drop:
-            fates[columns.lengths > length] = Fate.too_long
-        fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Fate.held_out
-        fates[columns.lengths == 0] = Fate.empty
-        fates[list(bad)] = Fate.bad
-        is_given = (fates == Fate.trained) | (fates == Fate.quarantined)
+            fates[columns.lengths > length] = Status.too_long
+        fates[self.corpus.are_held_out(columns.digests) != self._wants_held_out] = Status.held_out
+        fates[columns.lengths == 0] = Status.empty
+        fates[list(bad)] = Status.bad
+        is_given = (fates == Status.trained) | (fates == Status.quarantined)
         lengths = np.where(is_given, lengths, 0)
         cut_tokens = np.where(is_given, columns.lengths - lengths, 0)
-        return Portion(numbers, columns.tokens, columns.arrays, starts, lengths, cut_tokens, fates, bad)
+        return DocumentBatch(numbers, columns.tokens, columns.arrays, starts, lengths, cut_tokens, fates, bad)
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"

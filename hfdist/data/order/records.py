@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Fate(IntEnum):
+class Status(IntEnum):
     """What became of a document."""
 
     trained = 0

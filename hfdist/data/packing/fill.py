@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import RECORD, Fate, Records
+from hfdist.data.order.records import RECORD, Records, Status
 from hfdist.data.packing.best_fit import Integers, Pieces
 from hfdist.data.packing.sequence import Sequence, Shape, filling
-from hfdist.data.sources.document_batch import Portion, slices
+from hfdist.data.sources.document_batch import DocumentBatch, slices
 
 
 class Arrangement(NamedTuple):
@@ -25,7 +25,7 @@ class Arrangement(NamedTuple):
 
 
 def make_sequences(
-    documents: Portion, begin: Place, behind: Place, arrangement: Arrangement, shape: Shape, first: int
+    documents: DocumentBatch, begin: Place, behind: Place, arrangement: Arrangement, shape: Shape, first: int
 ) -> Iterator[Sequence]:
     """Give the sequences of a window from number `first` on; what the window passes over is not in their records.
 
@@ -45,7 +45,7 @@ def make_sequences(
     # What fills a sequence up is one piece more at its end, of one array more behind the others; so is what stands for
     # quarantined documents.
     tokens, filler = [*documents.tokens, filling(shape.length, shape)], len(documents.tokens)
-    is_blank = documents.fates[owners] == Fate.quarantined
+    is_blank = documents.fates[owners] == Status.quarantined
     arrays = np.where(is_blank, filler, documents.arrays[owners])
     starts = np.where(is_blank, 0, documents.starts[owners] + pieces.first_token)
     columns = np.stack([arrays, starts, pieces.num_tokens, is_blank])
@@ -70,7 +70,7 @@ def make_sequences(
         )
 
 
-def _records(documents: Portion, epoch: int, pieces: Pieces) -> Records:
+def _records(documents: DocumentBatch, epoch: int, pieces: Pieces) -> Records:
     records = np.zeros(len(pieces.document), dtype=RECORD)
     records["first_token"], records["num_tokens"], records["epoch"] = pieces.first_token, pieces.num_tokens, epoch
     of_tokens = documents.lengths + documents.cut_tokens

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from hfdist.data.order.cursor import Place
 from hfdist.data.packing.sequence import Sequence, Shape, filling
 from hfdist.data.packing.split import Cut, Integers, Items
-from hfdist.data.sources.document_batch import Portion
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import CheckpointError, DataError
 
 _FIRST, _LENGTHS, _STARTS = map(Items._fields.index, ("first", "lengths", "starts"))
 
 
 class Share(NamedTuple):
-    """Documents of a portion that are one lane's."""
+    """Documents of a chunk that are one lane's."""
 
     lane: int
     place: Place
@@ -27,7 +27,7 @@ class Share(NamedTuple):
     num_documents: int
 
 
-class Waiting:
+class PackingBuffer:
     """Documents of some lanes, or what is left of them, that are in no sequence yet.
 
     Args:
@@ -54,13 +54,13 @@ class Waiting:
         """Whole ones, that its documents make."""
         return self._num_tokens[lane] // self._shape.length
 
-    def add(self, portion: Portion, shares: Sequences[Share]) -> None:
+    def add(self, chunk: DocumentBatch, shares: Sequences[Share]) -> None:
         """Take documents, which are the lanes' in this order: all, or none of them if there is an error.
 
         Raises:
             CheckpointError: an offset is behind the end of its document.
         """
-        new = self._items(portion, shares)
+        new = self._items(chunk, shares)
         ends = np.cumsum([share.num_documents for share in shares])
         for share, end in zip(shares, ends.tolist(), strict=True):
             _check_inside(share.place.offset, int(new[_LENGTHS, end - share.num_documents]))
@@ -73,26 +73,26 @@ class Waiting:
             self._columns[lane] = np.concatenate([self._columns[lane], own], axis=1)
             self._num_tokens[lane] += own_tokens - place.offset
             begin = end
-        for number, error in portion.errors.items():
-            self._errors[int(Items(*new).epochs[number]), int(portion.numbers[number])] = error
+        for number, error in chunk.errors.items():
+            self._errors[int(Items(*new).epochs[number]), int(chunk.numbers[number])] = error
 
-    def _items(self, portion: Portion, shares: Sequences[Share]) -> Integers:
+    def _items(self, chunk: DocumentBatch, shares: Sequences[Share]) -> Integers:
         counts = np.array([share.num_documents for share in shares])
         begins = np.cumsum(counts) - counts
         first_positions = np.array([share.place.position for share in shares])
-        documents = np.arange(len(portion.numbers))
+        documents = np.arange(len(chunk.numbers))
         return np.stack(
             Items(
-                numbers=portion.numbers,
+                numbers=chunk.numbers,
                 epochs=np.repeat([share.place.epoch for share in shares], counts),
                 positions=documents + np.repeat(first_positions - begins, counts),
-                fates=portion.fates,
-                whole=portion.lengths + portion.cut_tokens,
-                given=portion.lengths,
+                fates=chunk.fates,
+                whole=chunk.lengths + chunk.cut_tokens,
+                given=chunk.lengths,
                 first=np.zeros_like(documents),
-                lengths=portion.lengths,
-                arrays=self._keep(portion.tokens)[portion.arrays],
-                starts=portion.starts,
+                lengths=chunk.lengths,
+                arrays=self._keep(chunk.tokens)[chunk.arrays],
+                starts=chunk.starts,
             )
         )
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import RECORD, Fate, Records
+from hfdist.data.order.records import RECORD, Records, Status
 from hfdist.data.packing.sequence import Sequence, Shape, filling
 from hfdist.data.sources.document_batch import slices
 from hfdist.errors import DataError
@@ -103,7 +103,7 @@ class Cut:
         )
 
     def _problems(self, records: Records) -> tuple[str, ...]:
-        bad = records[records["fate"] == Fate.bad]
+        bad = records[records["fate"] == Status.bad]
         return tuple(str(self._errors.pop((int(record["epoch"]), int(record["document"])))) for record in bad)
 
 
@@ -138,7 +138,7 @@ def _parts(items: Items, pieces: Pieces, shape: Shape, tokens: Mapping[int, NDAr
     """Tokens of each piece, where they lie."""
     owners = pieces.owners
     parts = slices(tokens, items.arrays[owners], items.starts[owners] + pieces.first, pieces.lengths)
-    for place in np.flatnonzero(items.fates[owners] == Fate.quarantined).tolist():
+    for place in np.flatnonzero(items.fates[owners] == Status.quarantined).tolist():
         parts[place] = filling(len(parts[place]), shape)
     return parts
 
@@ -157,7 +157,7 @@ def _next_places(items: Items, num_sequences: int, length: int) -> tuple[list[in
 def _blanks(items: Items, pieces: Pieces, length: int) -> dict[int, list[tuple[int, int]]]:
     """Quarantined pieces, by sequence."""
     blanks: dict[int, list[tuple[int, int]]] = {}
-    for place in np.flatnonzero(items.fates[pieces.owners] == Fate.quarantined).tolist():
+    for place in np.flatnonzero(items.fates[pieces.owners] == Status.quarantined).tolist():
         number, start = divmod(int(pieces.starts[place]), length)
         blanks.setdefault(number, []).append((start, start + int(pieces.lengths[place])))
     return blanks

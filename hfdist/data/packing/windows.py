@@ -18,7 +18,7 @@ from hfdist.data.order.shuffle import permutation
 from hfdist.data.packing.best_fit import Integers, Pieces, fit
 from hfdist.data.packing.fill import Arrangement, make_sequences
 from hfdist.data.packing.sequence import Sequence, Shape, without_tokens
-from hfdist.data.sources.document_batch import Portion
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -36,7 +36,7 @@ class _Window(NamedTuple):
     """Of the first of them."""
     behind: Place
     """Of the next one behind them, or of none."""
-    documents: Portion
+    documents: DocumentBatch
     arrangement: Arrangement
 
 
@@ -46,12 +46,12 @@ a window, and how; None: more are needed to tell."""
 
 
 def best_fit(
-    portions: Iterator[tuple[Place, Portion]], first: int, shape: Shape, key: tuple[int | str, ...]
+    chunks: Iterator[tuple[Place, DocumentBatch]], first: int, shape: Shape, key: tuple[int | str, ...]
 ) -> Iterator[Sequence]:
     """Pack whole documents, each where it leaves least room; only one longer than a sequence is cut.
 
     Args:
-        portions: documents in order, from the beginning of a window on, each of one epoch, and the place of the
+        chunks: documents in order, from the beginning of a window on, each of one epoch, and the place of the
             first of them; offsets do not count.
         first: sequence of that window to begin with.
         shape: of sequences.
@@ -75,16 +75,16 @@ def best_fit(
         ordered = Pieces(*(column[order] for column in pieces))
         return num_documents, Arrangement(ordered, ends, np.full(num_sequences, length))
 
-    return _give(_windows(portions, arrange), first, shape)
+    return _give(_windows(chunks, arrange), first, shape)
 
 
 def one_each(
-    portions: Iterator[tuple[Place, Portion]], first: int, shape: Shape, key: tuple[int | str, ...]
+    chunks: Iterator[tuple[Place, DocumentBatch]], first: int, shape: Shape, key: tuple[int | str, ...]
 ) -> Iterator[Sequence]:
     """Give each document by itself, cut off at the length, in an order in which all lanes have like lengths at a time.
 
     Args:
-        portions: documents in order, from the beginning of a window on, each of one epoch, and the place of the
+        chunks: documents in order, from the beginning of a window on, each of one epoch, and the place of the
             first of them; offsets do not count.
         first: sequence of that window to begin with.
         shape: of sequences.
@@ -109,7 +109,7 @@ def one_each(
         num_documents = int(with_tokens[-1]) + 1 if is_full else len(sizes)
         return num_documents, Arrangement(pieces, np.arange(len(used)) + 1, lengths)
 
-    windows = _windows(portions, arrange, _SORTED_DOCUMENTS)
+    windows = _windows(chunks, arrange, _SORTED_DOCUMENTS)
     return _give(windows, first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
 
 
@@ -117,52 +117,52 @@ class _Pending:
     """Neighbouring documents of one lane and epoch that are in no window yet."""
 
     def __init__(self) -> None:
-        self._portions: deque[tuple[Place, Portion]] = deque()
+        self._chunks: deque[tuple[Place, DocumentBatch]] = deque()
         self.num_with_tokens = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether there are none."""
-        return not self._portions
+        return not self._chunks
 
     @property
     def begin(self) -> Place:
         """Place of the first of them."""
-        return self._portions[0][0]
+        return self._chunks[0][0]
 
     @property
     def sizes(self) -> Integers:
         """Their tokens; shape [documents]."""
-        return np.concatenate([portion.lengths for _, portion in self._portions])
+        return np.concatenate([chunk.lengths for _, chunk in self._chunks])
 
-    def add(self, place: Place, portion: Portion) -> None:
+    def add(self, place: Place, chunk: DocumentBatch) -> None:
         """Take some more, one at least."""
-        self._portions.append((place, portion))
-        self.num_with_tokens += int(np.count_nonzero(portion.lengths))
+        self._chunks.append((place, chunk))
+        self.num_with_tokens += int(np.count_nonzero(chunk.lengths))
 
-    def take(self, num_documents: int) -> tuple[Portion, Place]:
+    def take(self, num_documents: int) -> tuple[DocumentBatch, Place]:
         """Give the first of them, and the place behind them."""
         taken, behind = [], self.begin
         while num_documents:
-            place, portion = self._portions.popleft()
-            count = min(num_documents, len(portion.numbers))
+            place, chunk = self._chunks.popleft()
+            count = min(num_documents, len(chunk.numbers))
             behind = Place(place.epoch, place.position + count)
-            if count < len(portion.numbers):
-                self._portions.appendleft((behind, portion.part(count, len(portion.numbers))))
-                portion = portion.part(0, count)
-            taken.append(portion)
+            if count < len(chunk.numbers):
+                self._chunks.appendleft((behind, chunk.part(count, len(chunk.numbers))))
+                chunk = chunk.part(0, count)
+            taken.append(chunk)
             num_documents -= count
-        joined = Portion.join(taken)
+        joined = DocumentBatch.join(taken)
         self.num_with_tokens -= int(np.count_nonzero(joined.lengths))
         return joined, behind
 
 
-def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
+def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
     """Cut a run of documents; a window ends with its epoch, and else has at least `least` documents with tokens."""
     pending = _Pending()
 
     def take(*, is_all: bool) -> Iterator[_Window]:
-        # Else each portion without tokens would be looked at again with every one that follows.
+        # Else each chunk without tokens would be looked at again with every one that follows.
         while not pending.is_empty and (is_all or pending.num_with_tokens >= least):
             begin = pending.begin
             if (found := arrange(pending.sizes, begin, is_all)) is None:
@@ -171,11 +171,11 @@ def _windows(portions: Iterator[tuple[Place, Portion]], arrange: _Arrange, least
             documents, behind = pending.take(num_documents)
             yield _Window(begin, behind, documents, arrangement)
 
-    for place, portion in portions:
+    for place, chunk in chunks:
         if not pending.is_empty and pending.begin.epoch != place.epoch:
             yield from take(is_all=True)
-        if len(portion.numbers):
-            pending.add(place, portion)
+        if len(chunk.numbers):
+            pending.add(place, chunk)
         yield from take(is_all=False)
     yield from take(is_all=True)
 
@@ -220,7 +220,7 @@ def _give(
         yield without_tokens(length, shape, behind, join(passed), tuple(problems))
 
 
-def _passed_over(documents: Portion, epoch: int) -> Records:
+def _passed_over(documents: DocumentBatch, epoch: int) -> Records:
     """Records of those without tokens."""
     places = np.flatnonzero(documents.lengths == 0)
     records = np.zeros(len(places), dtype=RECORD)

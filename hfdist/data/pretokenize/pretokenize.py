@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import BadRows, ChatConfig
-from hfdist.data.pretokenize.workers import Made, cut_portions, make_tokens
+from hfdist.data.pretokenize.workers import Made, cut_chunks, make_tokens
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.tokenfile import (
     META,
@@ -117,7 +117,7 @@ def pretokenize(
     return Tokenized(files, size_bytes, new_tokens, time.monotonic() - began)
 
 
-def say_what_was_made(made: Tokenized, folder: Path, *, vocab_size: int | None) -> None:
+def report_tokenized(made: Tokenized, folder: Path, *, vocab_size: int | None) -> None:
     """Log a summary, and how to train on it.
 
     Args:
@@ -188,12 +188,12 @@ class _Job:
         self._save_tokenizer()
         records = {number: record for number in range(len(self._files)) if (record := self._find(number)) is not None}
         missing = {
-            number: cut_portions([shard for _, shard in shards])
+            number: cut_chunks([shard for _, shard in shards])
             for number, shards in enumerate(self._files)
             if number not in records
         }
-        portions = [portion for portions in missing.values() for portion in portions]
-        made = make_tokens(portions, self._encoders, self.dtype, workers=workers, on_bad_rows=on_bad_rows)
+        chunks = [chunk for chunks in missing.values() for chunk in chunks]
+        made = make_tokens(chunks, self._encoders, self.dtype, workers=workers, on_bad_rows=on_bad_rows)
         with tqdm(
             total=sum(_num_rows(shards) for shards in self._files),
             initial=sum(record.rows for record in records.values()),
@@ -212,18 +212,18 @@ class _Job:
             self._record_path(number).unlink(missing_ok=True)
         return sum(records[number].tokens for number in missing)
 
-    def _write(self, number: int, portions: Iterator[Made]) -> FileRecord:
+    def _write(self, number: int, chunks: Iterator[Made]) -> FileRecord:
         """Write one token file, and last the record that it is there."""
         tokens_path, index_path, digests_path = paths_of(self._folder, name_of(number))
         lengths, digests, bad_rows = array("q", [0]), array("Q"), list[int]()
         digest = hashlib.blake2b(digest_size=16)
         with _whole_file(tokens_path) as file:
-            for portion in portions:
-                bad_rows += [len(digests) + place for place in portion.bad]
-                lengths.extend(portion.lengths)
-                digests.extend(portion.digests)
-                file.write(portion.tokens.data)
-                digest.update(portion.tokens.data)
+            for chunk in chunks:
+                bad_rows += [len(digests) + place for place in chunk.bad]
+                lengths.extend(chunk.lengths)
+                digests.extend(chunk.digests)
+                file.write(chunk.tokens.data)
+                digest.update(chunk.tokens.data)
         offsets = np.cumsum(np.asarray(lengths), dtype="<i8")
         for path, values in ((index_path, offsets), (digests_path, np.asarray(digests).astype("<u8"))):
             with _whole_file(path) as file:
@@ -270,11 +270,11 @@ class _Job:
 
 def _show(made: Iterator[Made], bar: tqdm[Any]) -> Iterator[Made]:
     num_tokens, began = 0, time.monotonic()
-    for portion in made:
-        num_tokens += len(portion.tokens)
+    for chunk in made:
+        num_tokens += len(chunk.tokens)
         bar.set_postfix({"tok/s": f"{num_tokens / (time.monotonic() - began):,.0f}"}, refresh=False)
-        bar.update(len(portion.lengths))
-        yield portion
+        bar.update(len(chunk.lengths))
+        yield chunk
 
 
 def _share(shards: Sequence[_NamedShard]) -> list[list[_NamedShard]]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hfdist.config.data import BadRows
 from hfdist.data.sources.base import BadRow, Shard
-from hfdist.data.stream.loader import as_it_is
+from hfdist.data.stream.loader import keep_arrays
 from hfdist.data.stream.worker_deaths import Vitals
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.tokenize import text_digest
@@ -21,7 +21,7 @@ from hfdist.errors import DataError, HfdistError
 
 logger = logging.getLogger(__name__)
 
-# What a worker reads together: some kinds of files are decoded from the beginning of a run for each portion of it.
+# What a worker reads together: some kinds of files are decoded from the beginning of a run for each chunk of it.
 _PORTION_ROWS = 64
 _PORTION_READS = 8
 _ENCODED_ROWS = 32
@@ -29,7 +29,7 @@ _PORTIONS_AHEAD = 4
 _SHOWN_BAD_ROWS = 10
 _NOTHING = np.empty(0, dtype=np.int32)
 
-Portion = tuple[Shard, range]
+DocumentBatch = tuple[Shard, range]
 """Rows of one run of a shard."""
 
 
@@ -44,31 +44,31 @@ class Made(NamedTuple):
     """By place among the rows."""
 
 
-def cut_portions(shards: Sequence[Shard]) -> list[Portion]:
-    """Cut all rows of some shards, in order, into portions."""
-    portions: list[Portion] = []
+def cut_chunks(shards: Sequence[Shard]) -> list[DocumentBatch]:
+    """Cut all rows of some shards, in order, into chunks."""
+    chunks: list[DocumentBatch] = []
     for shard in shards:
         most_rows = max(_PORTION_ROWS, _PORTION_READS * shard.rows_at_once)
         first = 0
         for num_rows in shard.runs:
             stop = first + num_rows
-            portions += [(shard, range(start, min(start + most_rows, stop))) for start in range(first, stop, most_rows)]
+            chunks += [(shard, range(start, min(start + most_rows, stop))) for start in range(first, stop, most_rows)]
             first = stop
-    return portions
+    return chunks
 
 
 def make_tokens(
-    portions: Sequence[Portion],
+    chunks: Sequence[DocumentBatch],
     encoders: Encoders,
     dtype: str,
     *,
     workers: int,
     on_bad_rows: BadRows,
 ) -> Iterator[Made]:
-    """Give portions as tokens, in order.
+    """Give chunks as tokens, in order.
 
     Args:
-        portions: see `cut_portions`.
+        chunks: see `cut_chunks`.
         encoders: of the tokenizer.
         dtype: of the tokens: uint16, or uint32, which complements need.
         workers: processes that read and tokenize; 0: this one.
@@ -80,29 +80,29 @@ def make_tokens(
     """
     vitals = Vitals(workers, lambda _: "which tokenizes")
     loader = DataLoader(
-        _Portions(portions, encoders, dtype, vitals),
+        _Portions(chunks, encoders, dtype, vitals),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=_PORTIONS_AHEAD if workers else None,
-        collate_fn=as_it_is,
+        collate_fn=keep_arrays,
         worker_init_fn=_keep_to_one_thread,
         multiprocessing_context="fork" if workers else None,
     )
     made, num_bad = iter(loader), 0
     try:
         with vitals.told():
-            for _ in portions:
-                portion = next(made)
-                if isinstance(portion, HfdistError):
-                    raise portion
-                for error in portion.bad.values():
+            for _ in chunks:
+                chunk = next(made)
+                if isinstance(chunk, HfdistError):
+                    raise chunk
+                for error in chunk.bad.values():
                     if on_bad_rows is BadRows.error:
                         error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
                         raise error
                     num_bad += 1
                     if num_bad <= _SHOWN_BAD_ROWS:
                         logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
-                yield portion
+                yield chunk
     finally:
         # Ends the workers now. An error would hold it until the garbage is collected, and they would take five seconds.
         del made
@@ -116,15 +116,15 @@ def _keep_to_one_thread(worker: int) -> None:
 class _Portions(Dataset[Any]):
     """Portions, each tokenized in the process that asks for it. Errors are values: torch would wrap them."""
 
-    def __init__(self, portions: Sequence[Portion], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
-        self._portions, self._encoders, self._vitals = portions, encoders, vitals
+    def __init__(self, chunks: Sequence[DocumentBatch], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
+        self._chunks, self._encoders, self._vitals = chunks, encoders, vitals
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def __len__(self) -> int:
-        return len(self._portions)
+        return len(self._chunks)
 
     def __getitem__(self, index: int) -> Made | HfdistError:
-        shard, rows = self._portions[index]
+        shard, rows = self._chunks[index]
         if (info := get_worker_info()) is not None:
             self._vitals.note(info.id)
         try:

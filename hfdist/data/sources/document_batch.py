@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.errors import DataError
 
-_FATES = tuple(Fate)
+_FATES = tuple(Status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Document:
     tokens: NDArray[Any]
     """Empty unless the fate is `trained` or `quarantined`; complements (negative) are no targets. Shape [tokens],
     uint16 or int32, perhaps a view of a file."""
-    fate: Fate
+    fate: Status
     error: DataError | None = None
     """Why it is bad."""
     cut_tokens: int = 0
@@ -65,7 +65,7 @@ class ManyColumns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Portion:
+class DocumentBatch:
     """Documents in the order asked for."""
 
     numbers: NDArray[np.int64]
@@ -85,29 +85,29 @@ class Portion:
     """Why a document is bad, by its place here."""
 
     @classmethod
-    def join(cls, portions: Sequence[Portion]) -> Portion:
+    def join(cls, chunks: Sequence[DocumentBatch]) -> DocumentBatch:
         """Put one or more behind each other."""
-        tokens = [array for portion in portions for array in portion.tokens]
-        arrays_before = np.cumsum([0, *(len(portion.tokens) for portion in portions[:-1])]).tolist()
-        documents_before = np.cumsum([0, *(len(portion.numbers) for portion in portions[:-1])]).tolist()
+        tokens = [array for chunk in chunks for array in chunk.tokens]
+        arrays_before = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks[:-1])]).tolist()
+        documents_before = np.cumsum([0, *(len(chunk.numbers) for chunk in chunks[:-1])]).tolist()
         return cls(
-            numbers=np.concatenate([portion.numbers for portion in portions]),
+            numbers=np.concatenate([chunk.numbers for chunk in chunks]),
             tokens=tokens,
-            arrays=np.concatenate([one.arrays + before for one, before in zip(portions, arrays_before, strict=True)]),
-            starts=np.concatenate([portion.starts for portion in portions]),
-            lengths=np.concatenate([portion.lengths for portion in portions]),
-            cut_tokens=np.concatenate([portion.cut_tokens for portion in portions]),
-            fates=np.concatenate([portion.fates for portion in portions]),
+            arrays=np.concatenate([one.arrays + before for one, before in zip(chunks, arrays_before, strict=True)]),
+            starts=np.concatenate([chunk.starts for chunk in chunks]),
+            lengths=np.concatenate([chunk.lengths for chunk in chunks]),
+            cut_tokens=np.concatenate([chunk.cut_tokens for chunk in chunks]),
+            fates=np.concatenate([chunk.fates for chunk in chunks]),
             errors={
                 before + place: error
-                for one, before in zip(portions, documents_before, strict=True)
+                for one, before in zip(chunks, documents_before, strict=True)
                 for place, error in one.errors.items()
             },
         )
 
-    def part(self, start: int, stop: int) -> Portion:
+    def part(self, start: int, stop: int) -> DocumentBatch:
         """Give neighbouring documents."""
-        return Portion(
+        return DocumentBatch(
             numbers=self.numbers[start:stop],
             tokens=self.tokens,
             arrays=self.arrays[start:stop],

@@ -23,7 +23,7 @@ from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.data.storage.identity import identify_all
 from hfdist.data.storage.localfile import LocalFile
-from hfdist.data.storage.thread_map import map_at_once
+from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import DataError
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
@@ -87,7 +87,7 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, prob
         read_contents([file for file in files if _is_read_at_a_start(file)], cache.folder)
     shards: list[Shard] = []
     first_by_identity: dict[str, DataFile] = {}
-    for file, opened in zip(files, map_at_once(try_open, files, identities), strict=True):
+    for file, opened in zip(files, thread_map(try_open, files, identities), strict=True):
         if isinstance(opened, ContentError):
             problems.leave_out(file.url, opened)
             continue

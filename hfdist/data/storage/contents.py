@@ -15,7 +15,7 @@ from hfdist.data.cache.arrays import load_array, save_array
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.identity import SAMPLE_BYTES
 from hfdist.data.storage.localfile import LocalFile
-from hfdist.data.storage.thread_map import map_at_once
+from hfdist.data.storage.thread_map import thread_map
 from hfdist.data.storage.verified_file import whole_file
 
 Contents = NDArray[np.uint64]
@@ -70,7 +70,7 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
         return kept(file.key, folder, lambda: _hash_parts(file), changed_ns=changed_ns)
 
     read_here = [file for file in files if isinstance(file, LocalFile) or not is_in_identity(file)]
-    for file, contents in zip(read_here, map_at_once(read, read_here), strict=True):
+    for file, contents in zip(read_here, thread_map(read, read_here), strict=True):
         file.contents = contents
 
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 from hfdist.data.cache.files import write_atomically
 from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.remotefile import READ_AHEAD_BYTES, RemoteFile
-from hfdist.data.storage.thread_map import map_at_once
+from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import DataError
 
 # One request each.
@@ -44,7 +44,7 @@ def identify(file: DataFile, column: str) -> str:
 
 def identify_all(files: Sequence[DataFile], column: str) -> list[str]:
     """Identify many files, several at once. Raises as `identify` does."""
-    return list(map_at_once(lambda file: identify(file, column), files))
+    return list(thread_map(lambda file: identify(file, column), files))
 
 
 def _digest(file: DataFile, column: str) -> str:

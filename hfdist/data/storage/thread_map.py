@@ -14,7 +14,7 @@ _TURNS = 8
 """Of each thread: enough that none waits long for a slow one, since a turn costs as much as opening a local file."""
 
 
-def map_at_once(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
     """Give what `function` gives for each item, in order, as `map` does; what it raises is raised at its place."""
 
     def take_turn(items: Sequence[tuple[Any, ...]]) -> list[tuple[T | None, Exception | None]]:

@@ -14,7 +14,7 @@ from hfdist.errors import DataError
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 
 
-class Walk:
+class DocumentIterator:
     """A lane's way through a pool.
 
     Args:

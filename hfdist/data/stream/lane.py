@@ -13,15 +13,15 @@ from hfdist.data.documents.corpus import Pool
 from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.cursor import Place, Progress
 from hfdist.data.order.mixture import Mixture
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape, without_tokens
 from hfdist.data.packing.windows import best_fit, one_each
-from hfdist.data.sources.document_batch import Portion
-from hfdist.data.stream.document_iterator import Walk
-from hfdist.data.stream.multi_lane import Together
+from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.stream.document_iterator import DocumentIterator
+from hfdist.data.stream.multi_lane import MultiLaneReader
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -45,9 +45,9 @@ class Plan:
         limit = self.pools[pool].epochs
         return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
 
-    def walk(self, pool: int, lane: int, place: Place) -> Walk:
+    def walk(self, pool: int, lane: int, place: Place) -> DocumentIterator:
         """Begin a lane's way through a pool."""
-        return Walk(self.pools[pool], self.orders[pool], lane, place)
+        return DocumentIterator(self.pools[pool], self.orders[pool], lane, place)
 
 
 class Lane:
@@ -101,7 +101,7 @@ def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence
         # Windows are made of what is read together; end to end it does not matter.
         if plan.packing is Packing.concat and documents.are_token_files(plan.pools[pool]):
             walks = {lane: plan.walk(pool, lane, place) for lane, place in left.items()}
-            together = Together(walks, documents, plan.shape)
+            together = MultiLaneReader(walks, documents, plan.shape)
             for lane in left:
                 sequences[lane][pool] = iter(partial(together.next, lane), None)
         else:
@@ -111,24 +111,24 @@ def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence
 
 
 def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
-    portions = _portions(plan.walk(pool, lane, place), documents)
+    chunks = _chunks(plan.walk(pool, lane, place), documents)
     key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
     match plan.packing:
         case Packing.concat:
-            return concat(portions, plan.shape)
+            return concat(chunks, plan.shape)
         case Packing.best_fit:
-            return best_fit(portions, place.offset, plan.shape, (*key, lane))
+            return best_fit(chunks, place.offset, plan.shape, (*key, lane))
         case Packing.none:
-            return one_each(portions, place.offset, plan.shape, key)
+            return one_each(chunks, place.offset, plan.shape, key)
 
 
-def _portions(walk: Walk, documents: Documents) -> Iterator[tuple[Place, Portion]]:
+def _chunks(walk: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:
     """Documents in a lane's order, epoch after epoch, and where the first of them stands."""
     while len(numbers := walk.rest_of_block()):
-        for portion in documents.portions(numbers):
-            num_documents = len(portion.numbers)
-            trained = np.flatnonzero(portion.fates == Fate.trained)
+        for chunk in documents.chunks(numbers):
+            num_documents = len(chunk.numbers)
+            trained = np.flatnonzero(chunk.fates == Status.trained)
             num_barren = num_documents - 1 - int(trained[-1]) if len(trained) else num_documents
             place = walk.place
             walk.go_on(num_documents, num_barren)
-            yield place, portion
+            yield place, chunk

@@ -19,7 +19,7 @@ import numpy as np
 
 from hfdist.config.data import BadRows
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.records import RECORD, Fate, Records
+from hfdist.data.order.records import RECORD, Records, Status
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Ledger:
             path = self._records_files[lane] = records_file(self.folder, lane)
         self._wait(path, records.tobytes())
         # Comparing the fates of each sequence would cost more than all else here.
-        bad = records[records["fate"] == Fate.bad] if problems else ()
+        bad = records[records["fate"] == Status.bad] if problems else ()
         for record, problem in zip(bad, problems, strict=True):
             self.num_bad_rows += 1
             if self.num_bad_rows <= _MOST_WARNINGS:

@@ -42,7 +42,7 @@ class Stream(Protocol):
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """Sequences of one worker's lanes."""
 
-    def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
+    def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
         """Stack sequences to a micro batch."""
 
 
@@ -63,7 +63,7 @@ class StreamLoader:
         sequences = self._sequences()
         try:
             while True:
-                yield self.dataset.hand_out([next(sequences) for _ in range(self._micro_batch_size)])
+                yield self.dataset.next_batch([next(sequences) for _ in range(self._micro_batch_size)])
         finally:
             # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
             sequences.close()
@@ -81,7 +81,7 @@ class StreamLoader:
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=-(-config.prefetch // _most_together(config.prefetch)),
-            collate_fn=as_it_is,
+            collate_fn=keep_arrays,
             # A generator of its own, so that dropout's random state is not touched.
             generator=torch.Generator(),
             multiprocessing_context="fork",
@@ -163,6 +163,6 @@ def _shown(lanes: list[int]) -> str:
     return ", ".join([*map(str, lanes[:_SHOWN_LANES]), *(["..."] if len(lanes) > _SHOWN_LANES else [])])
 
 
-def as_it_is(item: Any) -> Any:
+def keep_arrays(item: Any) -> Any:
     """Collate nothing: as they are, numpy arrays travel through a pipe, where tensors would each hold a file open."""
     return item

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.data.documents.token_reader import Documents
-from hfdist.data.order.records import Fate
-from hfdist.data.packing.packing_buffer import Share, Waiting
+from hfdist.data.order.records import Status
+from hfdist.data.packing.packing_buffer import PackingBuffer, Share
 from hfdist.data.packing.sequence import Sequence, Shape
-from hfdist.data.stream.document_iterator import Walk
+from hfdist.data.stream.document_iterator import DocumentIterator
 from hfdist.errors import HfdistError
 
 # Of each lane, and of all: twice as many lanes, then sequences, each time, so that a first batch comes soon.
@@ -24,7 +24,7 @@ _MOST_DOCUMENTS = 4096
 _ENOUGH_DOCUMENTS = 100_000
 
 
-class Together:
+class MultiLaneReader:
     """Gives the sequences of lanes that take turns, and each lane's errors at its own turn.
 
     Args:
@@ -33,9 +33,9 @@ class Together:
         shape: of sequences.
     """
 
-    def __init__(self, walks: Mapping[int, Walk], documents: Documents, shape: Shape) -> None:
+    def __init__(self, walks: Mapping[int, DocumentIterator], documents: Documents, shape: Shape) -> None:
         self._walks, self._documents, self._shape = walks, documents, shape
-        self._waiting = Waiting(shape, walks)
+        self._waiting = PackingBuffer(shape, walks)
         self._ready: dict[int, deque[Iterator[Sequence]]] = {lane: deque() for lane in walks}
         self._num_ready = dict.fromkeys(walks, 0)
         self._num_lanes = self._num_sequences = 1
@@ -46,7 +46,7 @@ class Together:
         """Give the next one of a lane; None: it has come to its end.
 
         Raises:
-            DataError, CheckpointError: see `Walk` and `Waiting`.
+            DataError, CheckpointError: see `DocumentIterator` and `PackingBuffer`.
         """
         if not self._num_ready[lane]:
             self._make(self._lacking(lane))
@@ -110,16 +110,16 @@ class Together:
 
     def _take(self, numbers: Mapping[int, NDArray[np.int64]]) -> None:
         """Read the next documents of lanes; none is taken if there is an error."""
-        portion = self._documents.tokens_at_once(np.concatenate(list(numbers.values())))
+        chunk = self._documents.tokens_at_once(np.concatenate(list(numbers.values())))
         counts = {lane: len(own) for lane, own in numbers.items()}
-        self._waiting.add(portion, [Share(lane, self._walks[lane].place, count) for lane, count in counts.items()])
+        self._waiting.add(chunk, [Share(lane, self._walks[lane].place, count) for lane, count in counts.items()])
         ends = np.cumsum(list(counts.values()))
-        trained = np.flatnonzero(portion.fates == Fate.trained)
+        trained = np.flatnonzero(chunk.fates == Status.trained)
         lasts = np.concatenate([[-1], trained])[np.searchsorted(trained, ends)]
         for (lane, count), num_barren in zip(counts.items(), (ends - 1 - lasts).tolist(), strict=True):
             self._walks[lane].go_on(count, min(num_barren, count))
-        self._num_documents += len(portion.numbers)
-        self._num_tokens += int(portion.lengths.sum())
+        self._num_documents += len(chunk.numbers)
+        self._num_tokens += int(chunk.lengths.sum())
 
     def _guess(self, num_sequences: int) -> int:
         """Documents that sequences take, by the mean of those read so far."""

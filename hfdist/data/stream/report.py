@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hfdist.config.data import DataConfig, Packing, TooLong
 from hfdist.data.order.cursor import Cursor
-from hfdist.data.order.records import Fate, Records
+from hfdist.data.order.records import Records, Status
 from hfdist.data.stream.lane import Plan
 
 
@@ -54,7 +54,7 @@ def describe_losses(ledger: Sequence[Records], config: DataConfig) -> str | None
     for records in ledger:
         for fate, what in _LOSSES.items():
             counts[what] += int((records["fate"] == fate).sum())
-        begins = (records["fate"] == Fate.trained) & (records["first_token"] == 0)
+        begins = (records["fate"] == Status.trained) & (records["first_token"] == 0)
         num_read += int(begins.sum())
         num_cut += int((begins & (records["of_tokens"] > config.sequence_length)).sum())
     is_cut = config.packing is Packing.none or config.too_long is not TooLong.split
@@ -64,8 +64,8 @@ def describe_losses(ledger: Sequence[Records], config: DataConfig) -> str | None
 
 
 _LOSSES = {
-    Fate.too_long: "left out as too long",
-    Fate.no_target: "left out without a target",
-    Fate.bad: "left out as bad",
-    Fate.empty: "empty",
+    Status.too_long: "left out as too long",
+    Status.no_target: "left out without a target",
+    Status.bad: "left out as bad",
+    Status.empty: "empty",
 }

@@ -232,7 +232,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             num_ended = 0 if packed[1] is not None else num_ended + 1
             if num_ended == len(self.lanes) // num_workers:
                 return
-            batch = self.hand_out([packed])
+            batch = self.next_batch([packed])
             if packed[1] is not None:
                 yield {name: rows[0] for name, rows in batch.items()}
 
@@ -257,7 +257,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             yield lane.next(number * self._data_size + self._data_rank)
             number += num_workers
 
-    def hand_out(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
+    def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
         """Stack sequences to a micro batch, and remember that they are gone."""
         for lane, pool, sequence in packed:
             if pool is not None:

@@ -18,7 +18,7 @@ from hfdist.models.trainable.freeze import freeze_by_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainableParameters:
     """`adapter.*`, `train.freeze` and `train.train_only`, as `build_model` needs them."""
 
     base: ModelConfig = field(default_factory=ModelConfig)
@@ -28,7 +28,7 @@ class Trained:
     train_only: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: RunConfig) -> Trained:
+    def of(cls, config: RunConfig) -> TrainableParameters:
         """Take the keys out of a config."""
         train = config.train
         return cls(

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
 from hfdist.pipeline.partitioning.partition import Costs
-from hfdist.pipeline.preserve_state import unchanged
+from hfdist.pipeline.preserve_state import preserve_state
 from hfdist.pipeline.stage_forward import Place
 from hfdist.pipeline.stage_module import Block, copy_structure
 
@@ -49,7 +49,7 @@ def costs_by_time(
     clock = _Clock(device, autocast)
     timer = _BlockTimer(clock, len(blocks))
     try:
-        with torch.no_grad(), unchanged(model):
+        with torch.no_grad(), preserve_state(model):
             hidden = timer.run(copy_structure(model, blocks, timer.call), tokens)
     except Exception as error:
         raise ConfigError(

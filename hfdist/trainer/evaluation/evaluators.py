@@ -28,7 +28,7 @@ def check_named(config: RunConfig, topology: Topology) -> None:
         lm_eval.check(config.evaluate, knows_tasks=topology.is_main)
 
 
-def add_measures(trainer: Any, held_out: Any, config: RunConfig) -> None:
+def add_evaluators(trainer: Any, held_out: Any, config: RunConfig) -> None:
     """Add what evaluations do besides the loss, and what they may end.
 
     Args:

@@ -21,7 +21,7 @@ from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.step.micro_batch import sum_of_losses
-from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, DealtBatches
+from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, ShardedBatches
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of an evaluation.
 
@@ -40,7 +40,7 @@ class Measure(Protocol):
         """Give figures by full names such as `eval_exact_match`; on all ranks the same. Called on all ranks."""
 
 
-def dealt_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
+def sharded_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
     """Give this rank's batches of a map-style dataset: equally many on each, since ZeRO-3's forwards are collectives.
 
     Returns:
@@ -59,7 +59,7 @@ def dealt_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, co
         # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
         return DataLoader(
             CountedRows(part),
-            batch_sampler=DealtBatches(batches, topology),
+            batch_sampler=ShardedBatches(batches, topology),
             collate_fn=collator,
             generator=torch.Generator(),
         )
@@ -74,7 +74,7 @@ def evaluate(trainer: Any, batches: Any, prefix: str) -> EvalLoopOutput:
 
     Args:
         trainer: with an engine.
-        batches: from `dealt_batches`.
+        batches: from `sharded_batches`.
         prefix: of the figures' names.
     """
     loaders: Loaders = batches if isinstance(batches, Mapping) else {"": batches}

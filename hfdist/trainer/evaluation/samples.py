@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SAMPLES = "samples.jsonl"
 
 
-class Continuer:
+class PromptGenerator:
     """Continues prompts with the model of a Trainer, in its layout.
 
     Args:
@@ -89,7 +89,7 @@ class PromptSamples(TrainerCallback):
         self._trainer, self._prompts = trainer, config.prompts
         self._lines = StepLines(run_dir / SAMPLES)
         self._ids = encode_prompts(trainer.processing_class, config.prompts, config.chat, chat)
-        self._continue = Continuer(trainer, config.max_new_tokens)
+        self._continue = PromptGenerator(trainer, config.max_new_tokens)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
@@ -173,7 +173,7 @@ class GenerationMetrics:
     ) -> None:
         self._tokenizer, self._examples, self._metrics = trainer.processing_class, examples, metrics
         self._max_new_tokens = max_new_tokens
-        self._continue = Continuer(trainer, max_new_tokens)
+        self._continue = PromptGenerator(trainer, max_new_tokens)
 
     def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
         """Give `eval_<metric>`, computed on rank 0, on all ranks."""

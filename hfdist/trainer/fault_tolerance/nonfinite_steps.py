@@ -51,7 +51,7 @@ def spread(loss: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Tally:
+class SkipCounter:
     """Counts steps that were skipped in a row, and rollbacks without progress.
 
     Progress is a step taken that is beyond all those at which the run had to go back.
@@ -86,7 +86,7 @@ class Tally:
         self.skipped = []
 
 
-class StepGuard:
+class NonfiniteGuard:
     """Watches the steps of one Trainer.
 
     Args:
@@ -98,7 +98,7 @@ class StepGuard:
     def __init__(self, trainer: Any, limits: Limits, came_from: Path | None) -> None:
         self._trainer, self._came_from = trainer, came_from
         self._has_saved = False
-        self._tally = Tally(limits)
+        self._tally = SkipCounter(limits)
         self._is_finite: bool | None = None
         """Of the step's gradients; None: no step since the last look."""
         self._loss_before: torch.Tensor | None = None

@@ -46,7 +46,7 @@ from hfdist.data import (
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
-from hfdist.models import Trained, build_model, find_architecture, fit_vocabulary
+from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.hub.resolve import find_start
 from hfdist.models.loss.head import choose_loss
@@ -59,7 +59,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS, write_ledger
-from hfdist.trainer.evaluation.evaluators import add_measures, check_named
+from hfdist.trainer.evaluation.evaluators import add_evaluators, check_named
 from hfdist.trainer.evaluation.samples import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
@@ -177,7 +177,7 @@ class Run:
             self.architecture,
             seed=self.config.train.seed,
             cut=self.strategy.cut,
-            trained=Trained.of(self.config),
+            trained=TrainableParameters.of(self.config),
         )
 
     def build_trainer(self) -> None:
@@ -264,7 +264,7 @@ def build_trainer(
         keep_expensive(model)
     trainer.run_values = to_values(config)
     trainer.loss_head = choose_loss(config, model)
-    add_measures(trainer, data.held_out, config)
+    add_evaluators(trainer, data.held_out, config)
     checkpoint = config.checkpoint
     trainer.save_in_background = checkpoint.background
     trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)

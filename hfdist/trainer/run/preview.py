@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
@@ -78,17 +78,17 @@ def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfi
         DataError: one is bad, and `data.on_bad_rows` is to stop.
     """
     documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
-    read = (one for block in corpus.mixed_blocks() for portion in documents.read(block) for one in portion)
+    read = (one for block in corpus.mixed_blocks() for chunk in documents.read(block) for one in chunk)
     found = list(islice(read, _SURVEYED_DOCUMENTS))
-    trained = [one for one in found if one.fate is Fate.trained]
+    trained = [one for one in found if one.fate is Status.trained]
     num_tokens = sum(len(one.tokens) for one in trained)
     share = 100 * sum(int((one.tokens >= 0).sum()) for one in trained) / max(num_tokens, 1)
-    fates = {fate: sum(one.fate is fate for one in found) for fate in (Fate.too_long, Fate.no_target, Fate.bad)}
+    fates = {fate: sum(one.fate is fate for one in found) for fate in (Status.too_long, Status.no_target, Status.bad)}
     notes = [
         (sum(one.cut_tokens > 0 for one in trained), f"cut to {config.sequence_length:,} tokens"),
-        (fates[Fate.too_long], "left out as too long"),
-        (fates[Fate.no_target], "left out without a target"),
-        (fates[Fate.bad], "left out as bad"),
+        (fates[Status.too_long], "left out as too long"),
+        (fates[Status.no_target], "left out without a target"),
+        (fates[Status.bad], "left out as bad"),
     ]
     told = "".join(f"; {count} {what}" for count, what in notes if count)
     mean = num_tokens / max(len(trained), 1)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
-from hfdist.pipeline.preserve_state import unchanged
+from hfdist.pipeline.preserve_state import preserve_state
 from hfdist.strategies.base import Batch, Forward
 from hfdist.trainer.step.loss import Convention, ignored_like, is_target
 from hfdist.trainer.step.micro_batch import loss_of
@@ -42,7 +42,7 @@ def ask(trainer: Any, forward: Forward, batch: Batch) -> Convention:
 
     def loss(labels: torch.Tensor, num_items: float = 1.0) -> torch.Tensor:
         number = torch.tensor(num_items, device=trainer.args.device) if may_divide else None
-        with unchanged(trainer.model):
+        with preserve_state(trainer.model):
             values = forward(row | {name: labels}, lambda model, part: loss_of(trainer, model, part, number))
         # Without values on all but the last stage of a pipeline, which then answer no to both questions.
         return values[0].float() if values else torch.zeros(())

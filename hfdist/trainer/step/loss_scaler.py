@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 
-class AgreedLossScaler(torch.amp.GradScaler):
+class SyncedLossScaler(torch.amp.GradScaler):
     """torch's, with the verdict shared. Every rank must unscale in every step.
 
     FSDP's own shares it too, but its verdict has a shape that fused Adam refuses.

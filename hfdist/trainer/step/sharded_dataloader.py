@@ -29,7 +29,7 @@ class Blank(int):
     """The number of a row that is read for its shape alone."""
 
 
-class DealtBatches(BatchSampler):
+class ShardedBatches(BatchSampler):
     """Every data_size-th batch of a sampler, and a blank one where those of the last turn do not go round."""
 
     def __init__(self, batches: BatchSampler, topology: Topology) -> None:
@@ -115,7 +115,7 @@ def _ignored(labels: Any) -> Any:
 
 
 @contextmanager
-def dealing_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
+def sharding_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
     """Let data loaders that are prepared meanwhile read each row once; for losses summed over targets."""
     before = accelerator.prepare_data_loader
     accelerator.prepare_data_loader = partial(_deal_each_once, accelerator, topology, label_names, before)
@@ -137,7 +137,7 @@ def _deal_each_once(
         return otherwise(data_loader, device_placement, slice_fn_for_dispatch)
     dealt: DataLoader[Any] = DataLoader(
         CountedRows(data_loader.dataset),
-        batch_sampler=DealtBatches(data_loader.batch_sampler, topology),
+        batch_sampler=ShardedBatches(data_loader.batch_sampler, topology),
         collate_fn=CountingCollator(data_loader.collate_fn, label_names),
         **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.cursor import Cursor
-from hfdist.data.order.records import Fate, Records
+from hfdist.data.order.records import Records, Status
 from hfdist.data.stream.lane import Plan
 from hfdist.errors import DataError
 from hfdist.verify.audit.documents import PoolAudit, Rules
@@ -130,11 +130,11 @@ class _Audit:
     def _readable(self, records: Records, lane: int) -> Records:
         """Without those that no run writes."""
         ends = records["first_token"].astype(np.int64) + records["num_tokens"]
-        gives_tokens = np.isin(records["fate"], [Fate.trained, Fate.quarantined])
+        gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
         is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
         is_good &= (records["num_tokens"] > 0) == gives_tokens
         is_good &= (
-            (records["pool"] < len(self._plan.pools)) & (records["fate"] <= max(Fate)) & (records["sequence"] >= 0)
+            (records["pool"] < len(self._plan.pools)) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
         )
         is_good &= (records["document"] >= 0) & (records["document"] < self._corpus.num_documents)
         bad = records[~is_good]

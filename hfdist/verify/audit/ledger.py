@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order.records import Fate, Records
+from hfdist.data.order.records import Records, Status
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import DataError
 
@@ -44,7 +44,7 @@ def batches_of_steps(records: Sequence[Records], global_batch_size: int) -> tupl
     with_target = []
     for lane, own in enumerate(records):
         # The first token of each piece is no target.
-        own = own[(own["fate"] == Fate.trained) & (own["num_tokens"] > 1)]
+        own = own[(own["fate"] == Status.trained) & (own["num_tokens"] > 1)]
         with_target.append(np.unique((own["sequence"] * len(records) + lane) // global_batch_size))
     return first_sample(records) // global_batch_size, np.unique(np.concatenate(with_target))
 

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.data.documents.token_reader import Documents
-from hfdist.data.order.records import Fate, Records
+from hfdist.data.order.records import Records, Status
 from hfdist.data.packing.sequence import ids_and_labels
 from hfdist.errors import ConfigError, DataError, printable
 from hfdist.verify.audit.ledger import batches_of_steps
@@ -70,13 +70,13 @@ class StepReader:
             yield f"to take a row out and leave all else where it is: 'data.quarantine=[\"{row}\"]'"
 
     def _describe(self, record: np.void, row: str, shows_all_text: bool) -> Iterator[str]:
-        fate = Fate(record["fate"])
+        fate = Status(record["fate"])
         if not record["num_tokens"]:
             yield f"  {row}  passed over: {fate.name.replace('_', ' ')}"
             return
         first, total = int(record["first_token"]), int(record["of_tokens"])
         end = first + int(record["num_tokens"])
-        note = ", quarantined" if fate is Fate.quarantined else ""
+        note = ", quarantined" if fate is Status.quarantined else ""
         yield f"  {row}  tokens {first}..{end - 1} of {total}{note}"
         (document,) = next(self.documents.read([int(record["document"])]))
         found = len(document.tokens) + document.cut_tokens

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.records import Fate, Records
+from hfdist.data.order.records import Records, Status
 
-_HEADS = ("source", *(fate.name.replace("_", " ") for fate in Fate), "tokens", "epochs")
+_HEADS = ("source", *(fate.name.replace("_", " ") for fate in Status), "tokens", "epochs")
 
 
 class Totals:
@@ -24,7 +24,7 @@ class Totals:
             rows[name] += sum(shard.runs)
         self._rows = np.array([rows[name] for name in self._names])
         self._ends = np.cumsum(self._rows)
-        self._documents = np.zeros((len(self._names), len(Fate)), dtype=np.int64)
+        self._documents = np.zeros((len(self._names), len(Status)), dtype=np.int64)
         self._tokens = np.zeros(len(self._names), dtype=np.int64)
         self._epochs: dict[int, set[int]] = {}
 
@@ -32,7 +32,7 @@ class Totals:
         """Take the records of a lane. A document counts where it begins."""
         sources = np.searchsorted(self._ends, records["document"], side="right")
         begins = records["first_token"] == 0
-        kinds = sources[begins] * len(Fate) + records["fate"][begins]
+        kinds = sources[begins] * len(Status) + records["fate"][begins]
         self._documents += np.bincount(kinds, minlength=self._documents.size).reshape(self._documents.shape)
         tokens = np.bincount(sources, weights=records["num_tokens"], minlength=len(self._names))
         self._tokens += tokens.astype(np.int64)

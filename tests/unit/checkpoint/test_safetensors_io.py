@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES
-from hfdist.checkpoint.save_plan import Slot
+from hfdist.checkpoint.save_plan import WriteItem
 from hfdist.checkpoint.save_planner import TensorSpec
-from hfdist.checkpoint.shard_writer import write_share
+from hfdist.checkpoint.shard_writer import write_shard
 from hfdist.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ def write(path, tensors):
     plan = safetensors_io.plan_file(specs)
     safetensors_io.create(path, plan)
     slots = [
-        Slot(
+        WriteItem(
             id=(name, "weight"),
             file=path.name,
             begin=plan.begins[name],
@@ -41,7 +41,7 @@ def write(path, tensors):
         )
         for number, (name, tensor) in enumerate(tensors.items())
     ]
-    write_share(path.parent, slots, [tensor.reshape(-1) for tensor in tensors.values()])
+    write_shard(path.parent, slots, [tensor.reshape(-1) for tensor in tensors.values()])
 
 
 def test_the_format_s_own_library_reads_every_type(tmp_path):

@@ -111,7 +111,7 @@ def open_shards(path: str, cache_dir: Path, **settings) -> list[Shard]:
 
 
 def read_all(shards: list[Shard]) -> list[str | BadRow]:
-    """Every row, in the portions that a lane would ask for."""
+    """Every row, in the chunks that a lane would ask for."""
     texts = []
     for shard in shards:
         first = 0

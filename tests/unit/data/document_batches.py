@@ -3,7 +3,7 @@
 import numpy as np
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.sources.document_batch import Portion
+from hfdist.data.sources.document_batch import DocumentBatch
 
 
 def in_portions(documents, size, *, epoch=0, first=0):
@@ -13,9 +13,9 @@ def in_portions(documents, size, *, epoch=0, first=0):
 
 
 def columns(documents):
-    """One portion, whose tokens begin somewhere in an array."""
+    """One chunk, whose tokens begin somewhere in an array."""
     lengths = np.array([len(one.tokens) for one in documents])
-    return Portion(
+    return DocumentBatch(
         numbers=np.array([one.number for one in documents]),
         tokens=[np.concatenate([[7, 7, 7], *(one.tokens for one in documents)]).astype(np.int32)],
         arrays=np.zeros_like(lengths),

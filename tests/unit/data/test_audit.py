@@ -15,7 +15,7 @@ from hfdist.data import Cursor, Ledger
 from hfdist.data.documents.token_cache import TokenCache
 from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import RECORD, Fate
+from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError
@@ -101,7 +101,7 @@ class TestTrueLedgers:
         assert audited.passed, audited.findings
         assert (audited.first_sample, audited.samples) == (0, 30 * GLOBAL_BATCH)
         assert audited.totals.tokens == sum(int(records["num_tokens"].sum()) for records in run.ledger)
-        assert any(Fate.held_out in records["fate"] for records in run.ledger)
+        assert any(Status.held_out in records["fate"] for records in run.ledger)
         assert max(int(records["epoch"].max()) for records in run.ledger) >= 1
 
     def test_they_pass_without_checkpoints(self, past, packing, name):
@@ -137,7 +137,7 @@ LANE = 5
 
 def trained(records, place):
     """Index of a whole document's record, `place` of them from the beginning."""
-    is_whole = (records["num_tokens"] == records["of_tokens"]) & (records["fate"] == Fate.trained)
+    is_whole = (records["num_tokens"] == records["of_tokens"]) & (records["fate"] == Status.trained)
     return int(np.flatnonzero(is_whole)[place])
 
 
@@ -146,7 +146,7 @@ def remove(records, at):
 
 
 def remove_one_that_is_held_out(records, at):
-    at = int(np.flatnonzero(records["fate"] == Fate.held_out)[1])
+    at = int(np.flatnonzero(records["fate"] == Status.held_out)[1])
     return np.delete(records, at), (Kind.never, at)
 
 
@@ -245,8 +245,8 @@ class TestDamage:
         ledger = [records.copy() for records in run.ledger]
         records = ledger[LANE]
         whole = records["num_tokens"] == records["of_tokens"]
-        own = np.flatnonzero(whole & (records["epoch"] == 0) & (records["fate"] == Fate.trained))
-        ahead = np.flatnonzero(whole & (records["epoch"] == 1) & (records["fate"] == Fate.trained))
+        own = np.flatnonzero(whole & (records["epoch"] == 0) & (records["fate"] == Status.trained))
+        ahead = np.flatnonzero(whole & (records["epoch"] == 1) & (records["fate"] == Status.trained))
         first, second = (int(own[0]), int(own[-1])) if packing is Packing.concat else (int(own[0]), int(ahead[0]))
         for name in ("document", "num_tokens", "of_tokens", "epoch"):
             records[name][[first, second]] = records[name][[second, first]]

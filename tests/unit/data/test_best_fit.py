@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.packing.best_fit import cut, fill, fit
 from hfdist.data.packing.sequence import IGNORED, Shape
 from hfdist.data.packing.windows import best_fit, one_each
@@ -98,7 +98,7 @@ def test_the_fullest_sequence_that_has_room_is_taken():
 def test_web_like_documents_fill_sequences_and_none_is_cut_that_fits(length):
     rng = np.random.default_rng(0)
     sizes = np.rint(rng.lognormal(6.05, 1.0, size=10_000)).astype(int).clip(1, 50_000).tolist()
-    documents = [Document(n, np.zeros(size, np.int32), Fate.trained) for n, size in enumerate(sizes)]
+    documents = [Document(n, np.zeros(size, np.int32), Status.trained) for n, size in enumerate(sizes)]
     sequences = list(best_fit(in_portions(documents, 50), 0, Shape(length, 0), ("key",)))
     records = np.concatenate([sequence.records for sequence in sequences])
     assert not ((records["num_tokens"] < records["of_tokens"]) & (records["of_tokens"] <= length)).any()
@@ -108,7 +108,7 @@ def test_web_like_documents_fill_sequences_and_none_is_cut_that_fits(length):
 
 FILL = 99
 ids = st.integers(-50, 50)
-fates = st.sampled_from([Fate.trained, Fate.trained, Fate.trained, Fate.quarantined])
+fates = st.sampled_from([Status.trained, Status.trained, Status.trained, Status.quarantined])
 documents_with_context = st.lists(st.tuples(st.lists(ids, max_size=30), fates), min_size=1, max_size=40)
 
 
@@ -118,7 +118,7 @@ def plain_rows(pieces, length):
     for document, record in pieces:
         first, num_tokens = int(record["first_token"]), int(record["num_tokens"])
         for position, token in enumerate(document.tokens[first : first + num_tokens].tolist()):
-            if document.fate is Fate.quarantined:
+            if document.fate is Status.quarantined:
                 columns.append((FILL, position, IGNORED))
             elif token < 0:
                 columns.append((~token, position, IGNORED))
@@ -132,16 +132,16 @@ def plain_rows(pieces, length):
     contents=documents_with_context,
     length=st.sampled_from([4, 9, 16]),
     cut_tokens=st.integers(0, 3),
-    portion=st.integers(1, 40),
+    chunk=st.integers(1, 40),
 )
 @settings(max_examples=200, deadline=None)
 @pytest.mark.parametrize("packing", [best_fit, one_each])
-def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens, portion):
+def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens, chunk):
     documents = [
-        Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Fate.empty, cut_tokens=cut_tokens)
+        Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Status.empty, cut_tokens=cut_tokens)
         for n, (tokens, fate) in enumerate(contents)
     ]
-    for made in packing(in_portions(documents, portion, epoch=3), 0, Shape(length, FILL), ("key",)):
+    for made in packing(in_portions(documents, chunk, epoch=3), 0, Shape(length, FILL), ("key",)):
         rows = plain_rows([(documents[one["document"]], one) for one in made.records], made.rows.shape[1])
         assert made.rows.tolist() == rows
         assert made.rows.dtype == np.int32
@@ -159,10 +159,10 @@ def test_sequences_made_together_are_those_made_token_by_token(packing, contents
 def test_a_window_ends_where_it_ends_however_documents_come():
     rng = np.random.default_rng(1)
     sizes = rng.integers(0, 60, size=700).tolist()
-    documents = [Document(n, np.full(size, n, np.int32), Fate.trained) for n, size in enumerate(sizes)]
+    documents = [Document(n, np.full(size, n, np.int32), Status.trained) for n, size in enumerate(sizes)]
 
-    def places(portion):
-        return [one.next_place for one in best_fit(in_portions(documents, portion), 0, Shape(100, 0), ("key",))]
+    def places(chunk):
+        return [one.next_place for one in best_fit(in_portions(documents, chunk), 0, Shape(100, 0), ("key",))]
 
     assert places(1) == places(32) == places(700)
     # What is handed out of a window does not depend on what stands behind it, but for what decides where it ends.

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hfdist.data.order.records import Fate
-from hfdist.data.sources.document_batch import Document, Portion
+from hfdist.data.order.records import Status
+from hfdist.data.sources.document_batch import Document, DocumentBatch
 from hfdist.errors import DataError
 from tests.unit.data.document_batches import columns
 
@@ -15,12 +15,18 @@ BAD = {1, 4}
 def test_parts_of_a_portion_behind_each_other_are_the_portion():
     errors = {number: DataError(f"row {number}") for number in BAD}
     documents = [
-        Document(10 + n, np.arange(0 if n in BAD else n + 1), Fate.bad if n in BAD else Fate.trained, errors.get(n), n)
+        Document(
+            10 + n,
+            np.arange(0 if n in BAD else n + 1),
+            Status.bad if n in BAD else Status.trained,
+            errors.get(n),
+            n,
+        )
         for n in range(6)
     ]
     whole = columns(documents)
     for place in range(1, len(documents)):
-        joined = Portion.join([whole.part(0, place), whole.part(place, len(documents))])
+        joined = DocumentBatch.join([whole.part(0, place), whole.part(place, len(documents))])
         assert joined.errors == errors
         for ours, theirs in zip(joined.documents(), documents, strict=True):
             assert ours.tokens.tolist() == theirs.tokens.tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hfdist.config.data import BadRows
-from hfdist.data.order.records import RECORD, Fate
+from hfdist.data.order.records import RECORD, Status
 from hfdist.data.stream.ledger import Ledger, bad_rows_file, read_records, records_file
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -22,14 +22,14 @@ def corpus(tmp_path_factory):
 
 def piece(sequence):
     """Record of document 1, whose 5 tokens are all in a sequence."""
-    return sequence, 1, 0, 5, 5, 0, 0, Fate.trained
+    return sequence, 1, 0, 5, 5, 0, 0, Status.trained
 
 
 def write(folder, corpus, sequences):
     """A bad row and a piece in each sequence; the problem holds what some take for an end of a line."""
     ledger = Ledger(folder, corpus, BadRows.quarantine)
     for sequence in sequences:
-        bad = (sequence, sequence, 0, 0, 0, 0, 0, Fate.bad)
+        bad = (sequence, sequence, 0, 0, 0, 0, 0, Status.bad)
         records = np.array([bad, piece(sequence)], dtype=RECORD)
         ledger.add(LANE, records, (f"no\u2028JSON: {{{sequence}}}",))
     ledger.flush()

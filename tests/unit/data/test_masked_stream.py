@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hfdist.config.data import BadRows, ChatConfig, DataConfig, Packing, RowFormat, SourceConfig, SourceKind, TooLong
 from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize.pretokenize import pretokenize
 from hfdist.data.tokenization.chat_encoding import ExampleEncoder
@@ -127,7 +127,7 @@ class TestTooLong:
         config = config_of(tmp_path, lanes=1)
         stream = stream_of(config, rows)
         records = np.concatenate([packed.records for _, pool, packed in _packed(stream) if pool is not None])
-        whole = records[records["fate"] == Fate.trained]
+        whole = records[records["fate"] == Status.trained]
         assert sorted(whole["of_tokens"]) == sorted(
             len(encoded(m)) for m in (conversation(1), conversation(1), self.LONG)
         )
@@ -251,9 +251,9 @@ def test_equal_examples_fall_on_one_side_of_the_split(tmp_path):
     config = config_of(tmp_path, eval_fraction=0.3, eval_sequences=100)
     rows = [{"messages": conversation(n % 30)} for n in range(60)]
     found = documents_of(config, rows)
-    held_out = {one.number % 30 for one in found if one.fate is Fate.held_out}
+    held_out = {one.number % 30 for one in found if one.fate is Status.held_out}
     assert 3 <= len(held_out) <= 20
-    assert {one.number % 30 for one in found if one.fate is Fate.trained} == set(range(30)) - held_out
+    assert {one.number % 30 for one in found if one.fate is Status.trained} == set(range(30)) - held_out
     corpus = corpus_of(config, rows)
     assert held_out == {n for n in range(30) if corpus.is_held_out(text_digest(corpus.text(n)))}
     # Whole examples, with the targets that they have in training.
@@ -281,7 +281,7 @@ class TestBadConversations:
 
     def test_or_is_left_out(self, tmp_path):
         found = documents_of(config_of(tmp_path, lanes=1, on_bad_rows=BadRows.skip), list(self.rows))
-        assert {one.number: one.fate for one in found} == {0: Fate.trained, 1: Fate.bad}
+        assert {one.number: one.fate for one in found} == {0: Status.trained, 1: Status.bad}
 
 
 def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):

@@ -18,10 +18,10 @@ from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.pretokenize.pretokenize import pretokenize
-from hfdist.data.sources.document_batch import Portion
-from hfdist.data.stream.document_iterator import Walk
+from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.stream.document_iterator import DocumentIterator
 from hfdist.data.stream.lane import open_lanes
-from hfdist.data.stream.multi_lane import Together
+from hfdist.data.stream.multi_lane import MultiLaneReader
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import DataError, HfdistError
 from tests.unit.data.corpora import texts, tokenizer
@@ -151,7 +151,7 @@ def test_when_a_lane_is_barren(num_epochs, num_documents):
     """After 10 epochs and 1,000 documents at the least."""
     per_epoch = -(-num_documents // num_epochs)
     pool = Pool("a", 0, (), None)
-    walk = Walk(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
+    walk = DocumentIterator(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
     seen = 0
     with pytest.raises(DataError, match="no training documents"):
         while True:
@@ -177,30 +177,30 @@ def test_short_documents_behind_long_ones_are_read_in_few_passes():
             reads.append(len(numbers))
             own = np.array(lengths, dtype=np.int64)[numbers]
             zeros = np.zeros_like(own)
-            return Portion(numbers, [np.zeros(5000, dtype=np.uint16)], zeros, zeros, own, zeros, zeros, {})
+            return DocumentBatch(numbers, [np.zeros(5000, dtype=np.uint16)], zeros, zeros, own, zeros, zeros, {})
 
     def in_order(self, epoch, lane, start, most):
         return np.arange(start, len(lengths))
 
     order = LaneOrder([[len(lengths)]], lanes=1, key=("a",))
-    together = Together({0: Walk(Pool("a", 0, (), 1), order, 0, Place())}, Given(), Shape(512, 0))
+    together = MultiLaneReader({0: DocumentIterator(Pool("a", 0, (), 1), order, 0, Place())}, Given(), Shape(512, 0))
     with patch.object(LaneOrder, "rest_of_blocks", in_order):
         assert sum(1 for _ in iter(lambda: together.next(0), None)) == -(-sum(lengths) // 512)
     assert len(reads) < 100
 
 
 def test_tokens_that_are_used_up_are_let_go():
-    """Each portion of a text has an array of its own."""
+    """Each chunk of a text has an array of its own."""
     kept, most = [], []
 
-    def portions():
+    def chunks():
         for number in range(1000):
             tokens = np.arange(100, dtype=np.int32)
             kept.append(weakref.ref(tokens))
             zeros, one = np.zeros(1, dtype=np.int64), np.array([100])
-            yield Place(0, number), Portion(np.array([number]), [tokens], zeros, zeros, one, zeros, zeros, {})
+            yield Place(0, number), DocumentBatch(np.array([number]), [tokens], zeros, zeros, one, zeros, zeros, {})
             most.append(sum(one() is not None for one in kept))
 
-    assert sum(1 for _ in concat(portions(), Shape(64, 0))) == 1563
+    assert sum(1 for _ in concat(chunks(), Shape(64, 0))) == 1563
     # 128 sequences are cut together, and those before may still be held.
     assert max(most) <= 2 * 128 * 64 // 100 + 4

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Shape, ids_and_labels
 from hfdist.data.packing.windows import best_fit, one_each
@@ -19,21 +19,21 @@ from tests.unit.data.document_batches import columns, in_portions
 FILL = 99
 
 
-def document(number, *ids, fate=Fate.trained, error=None):
+def document(number, *ids, fate=Status.trained, error=None):
     return Document(number, np.array(ids, dtype=np.int32), fate, error)
 
 
-def numbered(lengths, fate=lambda n: Fate.trained):
+def numbered(lengths, fate=lambda n: Status.trained):
     """Documents whose tokens tell the document and the place in it."""
     return [
-        document(n, *(1000 * n + k for k in range(length)), fate=fate(n) if length else Fate.empty)
+        document(n, *(1000 * n + k for k in range(length)), fate=fate(n) if length else Status.empty)
         for n, length in enumerate(lengths)
     ]
 
 
-def pack(packing, documents, length, offset=0, portion=3, first=0):
+def pack(packing, documents, length, offset=0, chunk=3, first=0):
     """Sequences of documents from that with the number `first` on."""
-    placed = list(in_portions(documents[first:], portion, first=first))
+    placed = list(in_portions(documents[first:], chunk, first=first))
     if packing is concat:
         placed[0] = placed[0][0]._replace(offset=offset), placed[0][1]
         return list(concat(iter(placed), Shape(length, FILL)))
@@ -64,7 +64,7 @@ def test_a_document_goes_on_in_the_next_sequence_with_new_positions():
 
 
 def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
-    documents = [document(0, 1, 2), document(1, 3, 4, 5, fate=Fate.quarantined), document(2, 6, 7, 8)]
+    documents = [document(0, 1, 2), document(1, 3, 4, 5, fate=Status.quarantined), document(2, 6, 7, 8)]
     (with_it,) = pack(concat, documents, 8)
     assert with_it.rows.tolist() == [
         [1, 2, FILL, FILL, FILL, 6, 7, 8],
@@ -76,14 +76,14 @@ def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
 def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
     documents = [
         document(0, 1, 2),
-        document(1, fate=Fate.held_out),
+        document(1, fate=Status.held_out),
         document(2, 3, 4),
-        document(3, fate=Fate.bad, error=DataError("torn")),
+        document(3, fate=Status.bad, error=DataError("torn")),
     ]
     documents += [document(4, 5, 6)]
     first, second = pack(concat, documents, 4)
     assert first.records["document"].tolist() == [0, 1, 2]
-    assert first.records["fate"].tolist() == [Fate.trained, Fate.held_out, Fate.trained]
+    assert first.records["fate"].tolist() == [Status.trained, Status.held_out, Status.trained]
     assert second.records["document"].tolist() == [3, 4]
     assert first.problems == ()
     assert second.problems == ("Data error: torn",)
@@ -94,14 +94,14 @@ def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
 def test_each_bad_row_is_told_once_with_the_sequence_that_records_it(packing):
     rng = np.random.default_rng(0)
     documents = [
-        document(n, fate=Fate.bad, error=DataError(f"row {n}"))
+        document(n, fate=Status.bad, error=DataError(f"row {n}"))
         if n % 5 == 3
         else document(n, *range(1, rng.integers(2, 30)))
         for n in range(700)
     ]
-    sequences = pack(packing, documents, 50, portion=7)
+    sequences = pack(packing, documents, 50, chunk=7)
     for sequence in sequences:
-        bad = sequence.records[sequence.records["fate"] == Fate.bad]
+        bad = sequence.records[sequence.records["fate"] == Status.bad]
         assert sequence.problems == tuple(f"Data error: row {number}" for number in bad["document"])
     assert sum(len(sequence.problems) for sequence in sequences) == 140
     # Of several windows.
@@ -121,12 +121,12 @@ def test_tokens_of_several_types_share_a_sequence():
 lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=60)
 
 
-@given(lengths=lengths, length=st.sampled_from([4, 8, 11, 16]), portion=st.integers(1, 9))
+@given(lengths=lengths, length=st.sampled_from([4, 8, 11, 16]), chunk=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("packing", [concat, best_fit, one_each])
-def test_every_token_comes_once_as_its_record_says_with_the_right_targets(packing, lengths, length, portion):
+def test_every_token_comes_once_as_its_record_says_with_the_right_targets(packing, lengths, length, chunk):
     documents = numbered(lengths)
-    sequences = pack(packing, documents, length, portion=portion)
+    sequences = pack(packing, documents, length, chunk=chunk)
     seen = []
     for sequence in sequences:
         filled = 0
@@ -149,16 +149,16 @@ def test_every_token_comes_once_as_its_record_says_with_the_right_targets(packin
     assert set(recorded) == set(range(len(documents)))
 
 
-@given(lengths=lengths, length=st.sampled_from([4, 8]), stop=st.integers(1, 20), portion=st.integers(1, 9))
+@given(lengths=lengths, length=st.sampled_from([4, 8]), stop=st.integers(1, 20), chunk=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("packing", [concat, best_fit, one_each])
-def test_packing_goes_on_from_the_place_of_any_sequence(packing, lengths, length, stop, portion):
+def test_packing_goes_on_from_the_place_of_any_sequence(packing, lengths, length, stop, chunk):
     documents = numbered(lengths)
     sequences = pack(packing, documents, length)
     if stop >= len(sequences):
         return
     place = sequences[stop - 1].next_place
-    rest = pack(packing, documents, length, place.offset, portion, place.position)
+    rest = pack(packing, documents, length, place.offset, chunk, place.position)
     assert len(rest) == len(sequences) - stop
     for ours, theirs in zip(rest, sequences[stop:], strict=True):
         assert np.array_equal(ours.rows, theirs.rows)
@@ -169,7 +169,7 @@ def test_packing_goes_on_from_the_place_of_any_sequence(packing, lengths, length
 def test_best_fit_cuts_only_what_is_longer_than_a_sequence_and_fills_well():
     rng = np.random.default_rng(0)
     documents = numbered(rng.integers(1, 150, size=3000).tolist())
-    sequences = pack(best_fit, documents, 100, portion=32)
+    sequences = pack(best_fit, documents, 100, chunk=32)
     for sequence in sequences:
         for record in sequence.records:
             assert record["of_tokens"] > 100 or record["num_tokens"] == record["of_tokens"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, report
-from hfdist.data.order.records import Fate
+from hfdist.data.order.records import Status
 from hfdist.data.stream import loader
 from hfdist.data.tokenization.tokenize import encode, text_digest
 from hfdist.errors import CheckpointError, ConfigError
@@ -133,7 +133,7 @@ def test_every_training_document_is_read_exactly_once_an_epoch(corpus, config, p
     most = config.sequence_length if packing is Packing.none else 10**9
     for document, text in enumerate(texts()):
         is_held_out = corpus.is_held_out(text_digest(text))
-        assert fates[document] == (Fate.held_out if is_held_out else Fate.trained)
+        assert fates[document] == (Status.held_out if is_held_out else Status.trained)
         assert seen[document] == (0 if is_held_out else min(lengths[document], most))
 
 

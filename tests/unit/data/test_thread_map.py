@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from hfdist.data.storage.thread_map import map_at_once
+from hfdist.data.storage.thread_map import thread_map
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 1000])
 def test_the_order_is_that_of_the_items(count):
-    doubled = map_at_once(lambda a, b: a + b, range(count), range(count))
+    doubled = thread_map(lambda a, b: a + b, range(count), range(count))
     assert list(doubled) == [2 * number for number in range(count)]
 
 
@@ -22,7 +22,7 @@ def test_what_is_raised_comes_behind_all_that_went_well(bad):
 
     seen = []
     with pytest.raises(ValueError, match=f"^{bad}$"):
-        for number in map_at_once(refuse, range(1000)):
+        for number in thread_map(refuse, range(1000)):
             seen.append(number)  # each as it comes
     assert seen == list(range(bad))
 
@@ -37,6 +37,6 @@ def test_an_error_does_not_wait_for_what_nobody_takes_any_more():
         time.sleep(0.001)
 
     with pytest.raises(ValueError, match="no such file"):
-        list(map_at_once(fail_at_once, range(5000)))
+        list(thread_map(fail_at_once, range(5000)))
 
     assert len(called) < 1000

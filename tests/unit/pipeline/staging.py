@@ -9,46 +9,48 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.split import Cut, cut_model
-from hfdist.pipeline.stage_io import Carry, Header, Parcel, unpack
+from hfdist.pipeline.split import SplitModel, split_at_blocks
+from hfdist.pipeline.stage_io import Activations, Carry, Header, unpack
 
 
 class Loopback:
     """A link between stages of one process: what is sent is described, detached and put together again."""
 
     def __init__(self):
-        self._parcels: dict[int, Parcel | None] = {}
+        self._activations: dict[int, Activations | None] = {}
 
-    def send(self, stage, parcel):
-        self._parcels[stage] = None if parcel is None else travel(parcel)
+    def send(self, stage, activations):
+        self._activations[stage] = None if activations is None else travel(activations)
 
     def receive(self, stage):
-        return self._parcels.pop(stage)
+        return self._activations.pop(stage)
 
     def flush(self):
         pass
 
 
-def travel(parcel: Parcel) -> Parcel:
+def travel(activations: Activations) -> Activations:
     """Give what the next stage receives: leaves, with the description that went through JSON."""
-    header, tensors = unpack(parcel)
+    header, tensors = unpack(activations)
     copies = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors)
     return Header.from_json(header.to_json()).pack(copies)
 
 
-def cut_stages(make: Callable[[], PreTrainedModel], stages: tuple[range, ...], carry: Carry) -> list[Cut]:
+def cut_stages(make: Callable[[], PreTrainedModel], stages: tuple[range, ...], carry: Carry) -> list[SplitModel]:
     """Give one cut model for each stage, as on one rank each, that holds what `carry` asks."""
     cuts = []
     for stage in range(len(stages)):
         whole, model = make(), make()
-        cut = cut_model(model, find_block_parts(model), stages, [stage])
+        cut = split_at_blocks(model, find_block_parts(model), stages, [stage])
         if carry.embedding and cut.embedding in cut.removed:
             cut.restore(cut.embedding, whole.get_parameter(cut.embedding).detach())
         cuts.append(cut)
     return cuts
 
 
-def staged_step(cuts: list[Cut], carry: Carry, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def staged_step(
+    cuts: list[SplitModel], carry: Carry, batch: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Run one forward and backward through all stages; give the loss, and the gradients summed by name."""
     sent: list[tuple[torch.Tensor, ...]] = []
     received: list[tuple[torch.Tensor, ...]] = []

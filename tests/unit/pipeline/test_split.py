@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.split import Removed, cut_model
+from hfdist.pipeline.split import Removed, split_at_blocks
 from hfdist.pipeline.stage_io import CARRIES
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import EMBEDDING, HIDDEN, THIRDS, make_toy
@@ -14,7 +14,7 @@ NORM = {"norm.weight", "norm.bias"}
 
 
 def cut(model, *mine, stages=THIRDS):
-    return cut_model(model, find_block_parts(model), stages, mine)
+    return split_at_blocks(model, find_block_parts(model), stages, mine)
 
 
 def names(cut):

@@ -4,27 +4,27 @@ import pytest
 import torch
 
 from hfdist.errors import PartitionError
-from hfdist.pipeline.stage_forward import Passage, Place, StageEnd
-from hfdist.pipeline.stage_io import Absent, Carry, Outputs, Parcel
+from hfdist.pipeline.stage_forward import Place, StageEnd, StageForward
+from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 HIDDEN = torch.ones(2, 3, 4)
 SENT = torch.full((2, 3, 4), 5.0, requires_grad=True)
 
 
-def passage(blocks, incoming=None, outputs=Outputs.hidden, num_parts=1, is_last=False):
-    return Passage(blocks, num_parts, Carry(outputs, embedding=False), incoming, is_last=is_last)
+def stage_forward(blocks, incoming=None, outputs=Outputs.hidden, num_parts=1, is_last=False):
+    return StageForward(blocks, num_parts, Carry(outputs, embedding=False), incoming, is_last=is_last)
 
 
-def end(passage, block, function, *args, part=0, **kwargs):
+def end(stage_forward, block, function, *args, part=0, **kwargs):
     """Call the last block of a stage."""
     with pytest.raises(StageEnd):
-        call(passage, block, function, *args, part=part, **kwargs)
-    return passage.outgoing()
+        call(stage_forward, block, function, *args, part=part, **kwargs)
+    return stage_forward.outgoing()
 
 
-def call(passage, block, function=None, *args, part=0, **kwargs):
+def call(stage_forward, block, function=None, *args, part=0, **kwargs):
     """Call a block as a model does."""
-    return passage.call(Place(block, part), function or unexpected, args or (HIDDEN,), kwargs)
+    return stage_forward.call(Place(block, part), function or unexpected, args or (HIDDEN,), kwargs)
 
 
 def unexpected(*args, **kwargs):
@@ -32,7 +32,7 @@ def unexpected(*args, **kwargs):
 
 
 def test_a_stage_in_the_middle():
-    middle = passage(range(2, 4), Parcel({"1.0": SENT}))
+    middle = stage_forward(range(2, 4), Activations({"1.0": SENT}))
     assert call(middle, 0).isnan().all()
     received = call(middle, 1)
     assert torch.equal(received, SENT)
@@ -43,13 +43,13 @@ def test_a_stage_in_the_middle():
 
 
 def test_the_first_stage_receives_nothing():
-    outgoing = end(passage(range(1)), 0, lambda hidden: hidden + 1)
+    outgoing = end(stage_forward(range(1)), 0, lambda hidden: hidden + 1)
     assert list(outgoing.outputs) == ["0.0"]
     assert torch.equal(outgoing.outputs["0.0"], HIDDEN + 1)
 
 
 def test_the_last_stage_goes_on_to_the_end_of_the_model():
-    last = passage(range(1, 2), Parcel({"0.0": SENT}), is_last=True)
+    last = stage_forward(range(1, 2), Activations({"0.0": SENT}), is_last=True)
     assert torch.equal(call(last, 1, lambda hidden: hidden + 1, call(last, 0)), SENT + 1)
 
 
@@ -59,7 +59,7 @@ def test_models_cannot_catch_the_end_of_a_stage():
 
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 0), (0, 0)])
 def test_blocks_called_twice_or_out_of_order_are_refused(first, second):
-    ran = passage(range(3))
+    ran = stage_forward(range(3))
     call(ran, first, lambda hidden: hidden)
     with pytest.raises(PartitionError) as caught:
         call(ran, second, lambda hidden: hidden)
@@ -69,13 +69,13 @@ def test_blocks_called_twice_or_out_of_order_are_refused(first, second):
 
 def test_a_model_that_begins_with_a_block_of_a_later_stage_is_refused():
     with pytest.raises(PartitionError) as caught:
-        call(passage(range(2)), 3)
+        call(stage_forward(range(2)), 3)
     assert caught.value.found == "block 3 first"
 
 
 def test_stand_ins_return_what_a_block_would():
     structure = (SENT, {"weights": torch.rand(2)}, torch.tensor([3]), torch.tensor([True]), None, "eager")
-    before = passage(range(2, 3), Parcel({"1.0": structure}))
+    before = stage_forward(range(2, 3), Activations({"1.0": structure}))
     hidden, weights, index, flag, nothing, text = call(before, 0)
     assert hidden.isnan().all()
     assert not hidden.requires_grad
@@ -88,7 +88,7 @@ def test_stand_ins_return_what_a_block_would():
 
 
 def test_what_was_received_may_be_written_into():
-    second = passage(range(1, 2), Parcel({"0.0": SENT}))
+    second = stage_forward(range(1, 2), Activations({"0.0": SENT}))
     received = call(second, 0)
     received += 1
     assert (SENT == 5).all()
@@ -103,7 +103,7 @@ def two_outputs(hidden):
 def test_only_hidden_states_travel_unless_more_is_asked():
     outputs = {}
     for choice in Outputs:
-        ran = passage(range(2), outputs=choice)
+        ran = stage_forward(range(2), outputs=choice)
         call(ran, 0, two_outputs)
         outputs[choice] = end(ran, 1, two_outputs).outputs
     hidden, (second, index) = outputs[Outputs.hidden]["1.0"]
@@ -117,7 +117,7 @@ def test_only_hidden_states_travel_unless_more_is_asked():
 
 
 def test_what_stayed_behind_arrives_as_nan():
-    second = passage(range(1, 2), Parcel({"0.0": (SENT, Absent((2,), torch.float64))}))
+    second = stage_forward(range(1, 2), Activations({"0.0": (SENT, Absent((2,), torch.float64))}))
     received, absent = call(second, 0)
     assert torch.equal(received, SENT)
     assert absent.isnan().all()
@@ -125,7 +125,7 @@ def test_what_stayed_behind_arrives_as_nan():
 
 
 def test_history_grows_from_stage_to_stage():
-    second = passage(range(1, 2), Parcel({"0.0": SENT}), Outputs.history)
+    second = stage_forward(range(1, 2), Activations({"0.0": SENT}), Outputs.history)
     call(second, 0)
     outputs = end(second, 1, lambda hidden: hidden + 1).outputs
     assert list(outputs) == ["0.0", "1.0"]
@@ -133,7 +133,7 @@ def test_history_grows_from_stage_to_stage():
 
 
 def test_a_stage_whose_blocks_are_all_skipped_hands_on_what_it_received():
-    second = passage(range(1, 2), Parcel({"0.0": SENT}))
+    second = stage_forward(range(1, 2), Activations({"0.0": SENT}))
     call(second, 0)
     with pytest.raises(StageEnd):
         call(second, 2)
@@ -141,7 +141,7 @@ def test_a_stage_whose_blocks_are_all_skipped_hands_on_what_it_received():
 
 
 def test_a_stage_whose_last_block_is_skipped_ends_at_the_next_stage():
-    first = passage(range(2))
+    first = stage_forward(range(2))
     output = call(first, 0, lambda hidden: hidden + 1)
     with pytest.raises(StageEnd):
         call(first, 2)
@@ -151,7 +151,7 @@ def test_a_stage_whose_last_block_is_skipped_ends_at_the_next_stage():
 @pytest.mark.parametrize("outputs", [Outputs.hidden, Outputs.history])
 def test_outputs_that_change_before_they_travel_are_refused(outputs):
     """The model changes them in the next stage too, so it would happen twice."""
-    first = passage(range(2), outputs=outputs)
+    first = stage_forward(range(2), outputs=outputs)
     call(first, 0, lambda hidden: hidden + 1).add_(1)
     with pytest.raises(StageEnd):
         call(first, 2)
@@ -161,13 +161,13 @@ def test_outputs_that_change_before_they_travel_are_refused(outputs):
 
 def test_the_last_block_before_a_stage_may_be_skipped():
     """Then the one that really ran last hands over."""
-    third = passage(range(2, 3), Parcel({"0.0": SENT}))
+    third = stage_forward(range(2, 3), Activations({"0.0": SENT}))
     assert torch.equal(call(third, 0), SENT)
     assert torch.equal(end(third, 2, lambda hidden: hidden + 1, SENT).outputs["2.0"], SENT + 1)
 
 
 def test_of_a_block_of_several_modules_the_last_one_hands_over():
-    ran = passage(range(1), num_parts=2)
+    ran = stage_forward(range(1), num_parts=2)
     first = call(ran, 0, lambda hidden: hidden + 1)
     outputs = end(ran, 0, lambda hidden: hidden * 2, first, part=1).outputs
     assert outputs["0.0"] == Absent((2, 3, 4), torch.float32)
@@ -177,7 +177,7 @@ def test_of_a_block_of_several_modules_the_last_one_hands_over():
 
 
 def test_stand_ins_of_several_modules_look_like_their_own_kind():
-    third = passage(range(2, 3), Parcel({"1.0": Absent((7,), torch.float32), "1.1": SENT}), num_parts=2)
+    third = stage_forward(range(2, 3), Activations({"1.0": Absent((7,), torch.float32), "1.1": SENT}), num_parts=2)
     shapes = [call(third, block, part=part).shape for block in (0, 1) for part in (0, 1)]
     assert shapes == [(7,), (2, 3, 4)] * 2
 
@@ -193,7 +193,7 @@ def write(hidden, cache, *, history):
 
 
 def test_entries_that_blocks_write_travel():
-    entries = end(passage(range(1)), 0, write, HIDDEN, {"given": HIDDEN}, history=[HIDDEN]).entries
+    entries = end(stage_forward(range(1)), 0, write, HIDDEN, {"given": HIDDEN}, history=[HIDDEN]).entries
     # By place or name of the argument; neither what the caller had given nor what holds no tensor.
     assert list(entries) == ["1", "history"]
     assert list(entries["1"]) == ["keys"]
@@ -203,7 +203,7 @@ def test_entries_that_blocks_write_travel():
 
 def test_entries_are_there_when_the_first_own_block_runs():
     entries = {"1": {"keys": SENT}, "history": {1: SENT}}
-    second = passage(range(2, 3), Parcel({"1.0": SENT}, entries))
+    second = stage_forward(range(2, 3), Activations({"1.0": SENT}, entries))
     cache, history = {}, []
     call(second, 0, None, HIDDEN, cache, history=history)
     assert (cache, history) == ({}, [])

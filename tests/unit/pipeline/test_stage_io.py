@@ -5,49 +5,53 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hfdist.pipeline.stage_io import CARRIES, Absent, Carry, Header, Outputs, Parcel, TensorMeta, unpack
+from hfdist.pipeline.stage_io import CARRIES, Absent, Activations, Carry, Header, Outputs, TensorMeta, unpack
 
 HIDDEN = torch.randn(2, 3, 4, requires_grad=True)
-PARCELS = {
-    "tensor": Parcel({"0.0": HIDDEN}),
-    "nested tuples": Parcel({"0.0": (HIDDEN, (None, (torch.randn(2), 3.5)), [True, "eager"])}),
-    "dict": Parcel({"0.0": {"hidden": HIDDEN, "losses": {"router": torch.randn(())}}}),
-    "model output": Parcel({"0.0": BaseModelOutputWithPast(last_hidden_state=HIDDEN, attentions=(torch.rand(1),))}),
-    "other types": Parcel({"0.0": (torch.tensor([[True], [False]]), torch.arange(6).view(2, 3), HIDDEN.bfloat16())}),
-    "several blocks": Parcel({"0.0": HIDDEN, "1.0": (HIDDEN.detach(), None), "1.1": HIDDEN * 2}),
-    "entries": Parcel(
+ACTIVATIONS = {
+    "tensor": Activations({"0.0": HIDDEN}),
+    "nested tuples": Activations({"0.0": (HIDDEN, (None, (torch.randn(2), 3.5)), [True, "eager"])}),
+    "dict": Activations({"0.0": {"hidden": HIDDEN, "losses": {"router": torch.randn(())}}}),
+    "model output": Activations(
+        {"0.0": BaseModelOutputWithPast(last_hidden_state=HIDDEN, attentions=(torch.rand(1),))}
+    ),
+    "other types": Activations(
+        {"0.0": (torch.tensor([[True], [False]]), torch.arange(6).view(2, 3), HIDDEN.bfloat16())}
+    ),
+    "several blocks": Activations({"0.0": HIDDEN, "1.0": (HIDDEN.detach(), None), "1.1": HIDDEN * 2}),
+    "entries": Activations(
         {"0.0": HIDDEN}, {"cache": {"keys": torch.rand(2)}, "1": {0: HIDDEN.detach(), 2: (None, HIDDEN)}}
     ),
-    "absent": Parcel({"0.0": (HIDDEN, Absent((2, 1), torch.bfloat16))}),
-    "empty": Parcel(),
-    "no elements": Parcel({"0.0": (HIDDEN, torch.empty(0, 5))}),
+    "absent": Activations({"0.0": (HIDDEN, Absent((2, 1), torch.bfloat16))}),
+    "empty": Activations(),
+    "no elements": Activations({"0.0": (HIDDEN, torch.empty(0, 5))}),
 }
 
 
-@pytest.mark.parametrize("parcel", PARCELS.values(), ids=PARCELS)
-def test_a_description_survives_as_text(parcel):
-    header, tensors = unpack(parcel)
+@pytest.mark.parametrize("activations", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_a_description_survives_as_text(activations):
+    header, tensors = unpack(activations)
     arrived = Header.from_json(header.to_json())
     assert arrived == header
     again = arrived.pack(tensors)
-    assert type(again.outputs.get("0.0")) is type(parcel.outputs.get("0.0"))
+    assert type(again.outputs.get("0.0")) is type(activations.outputs.get("0.0"))
     assert unpack(again)[0] == header
-    sent, received = (tree_leaves((p.outputs, p.entries)) for p in (parcel, again))
+    sent, received = (tree_leaves((p.outputs, p.entries)) for p in (activations, again))
     assert len(sent) == len(received)
     for before, after in zip(sent, received, strict=True):
         assert before is after if isinstance(before, torch.Tensor) else before == after
 
 
-@pytest.mark.parametrize("parcel", PARCELS.values(), ids=PARCELS)
-def test_the_receiver_knows_what_to_allocate(parcel):
-    header, tensors = unpack(parcel)
+@pytest.mark.parametrize("activations", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_the_receiver_knows_what_to_allocate(activations):
+    header, tensors = unpack(activations)
     assert len(header.metas) == len(tensors)
     for meta, tensor in zip(header.metas, tensors, strict=True):
         assert (meta.shape, meta.dtype, meta.requires_grad) == (tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
 def test_what_stays_behind_takes_no_place_among_the_tensors():
-    header, tensors = unpack(Parcel({"0.0": (Absent((9,), torch.float32), HIDDEN, 7)}))
+    header, tensors = unpack(Activations({"0.0": (Absent((9,), torch.float32), HIDDEN, 7)}))
     assert tensors == (HIDDEN,)
     assert header.leaves == (
         Absent((9,), torch.float32),
@@ -69,7 +73,7 @@ class Cache:
 
 
 def test_objects_of_other_classes_are_refused():
-    header, _ = unpack(Parcel({"0.0": (HIDDEN, Cache())}))
+    header, _ = unpack(Activations({"0.0": (HIDDEN, Cache())}))
     with pytest.raises(TypeError, match="return a Cache, which cannot travel"):
         header.to_json()
 

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
-from hfdist.pipeline.stage_io import Parcel
-from hfdist.pipeline.stage_module import View
+from hfdist.pipeline.stage_io import Activations
+from hfdist.pipeline.stage_module import StageModule
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import cut_stages, staged_step, whole_step
 from tests.unit.pipeline.toys import (
@@ -26,7 +26,7 @@ from tests.unit.pipeline.toys import (
 
 
 def view_of(model, stage=range(1, 3), carry=HIDDEN):
-    return View(model, find_block_parts(model), stage, carry, {})
+    return StageModule(model, find_block_parts(model), stage, carry, {})
 
 
 # ---- the same mathematics ----
@@ -165,25 +165,25 @@ def test_a_view_says_where_it_stands():
 def test_stages_hand_over_and_the_last_gives_the_value_of_the_call():
     model, batch = make_toy(), toy_batch()
     first, last = (view_of(model, stage) for stage in HALVES)
-    parcel = first.run(lambda stage: stage(**batch), None)
-    assert isinstance(parcel, Parcel)
-    assert list(parcel.outputs) == ["1.0"]
-    logits = last.run(lambda stage: stage(input_ids=batch["input_ids"]).logits, parcel)
+    activations = first.run(lambda stage: stage(**batch), None)
+    assert isinstance(activations, Activations)
+    assert list(activations.outputs) == ["1.0"]
+    logits = last.run(lambda stage: stage(input_ids=batch["input_ids"]).logits, activations)
     assert torch.equal(logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, needed in NEEDED.items() if needed != HIDDEN])
 def test_what_does_not_travel_turns_the_loss_into_nan(kind):
     (first, second), batch = cut_stages(lambda: make_toy(kind), HALVES, HIDDEN), toy_batch()
-    parcel = first.view(0, HIDDEN).run(lambda model: model(**batch), None)
-    assert second.view(1, HIDDEN).run(lambda model: model(**batch).loss, parcel).isnan()
+    activations = first.view(0, HIDDEN).run(lambda model: model(**batch), None)
+    assert second.view(1, HIDDEN).run(lambda model: model(**batch).loss, activations).isnan()
 
 
 def test_a_model_that_ends_before_its_blocks_do():
     view = view_of(make_toy(toys.Stops), range(1, 3))
-    parcel = Parcel({"0.0": torch.zeros(2, 6, 8)})
+    activations = Activations({"0.0": torch.zeros(2, 6, 8)})
     with pytest.raises(PartitionError, match="ends before it has called all its blocks"):
-        view.run(lambda model: model(**toy_batch()), parcel)
+        view.run(lambda model: model(**toy_batch()), activations)
 
 
 def test_a_view_works_again_after_a_failure():
@@ -197,7 +197,7 @@ def test_a_view_works_again_after_a_failure():
 def test_fillers_are_nan_that_takes_no_memory():
     model = make_toy()
     fillers = {"embedding.weight": (torch.Size((32, 8)), torch.bfloat16)}
-    view = View(model, find_block_parts(model), range(1, 2), HIDDEN, fillers)
+    view = StageModule(model, find_block_parts(model), range(1, 2), HIDDEN, fillers)
     poison = view.model.embedding.weight
     assert isinstance(poison, nn.Parameter)
     assert (poison.shape, poison.dtype) == ((32, 8), torch.bfloat16)
