@@ -6,7 +6,7 @@ from hfdist.data.order.cursor import Place
 from hfdist.data.sources.document_batch import DocumentBatch
 
 
-def in_portions(documents, size, *, epoch=0, first=0):
+def in_chunks(documents, size, *, epoch=0, first=0):
     """Neighbours of one epoch, `size` at a time, with the places of the first ones; `first`: position of the first."""
     for start in range(0, len(documents), size):
         yield Place(epoch, first + start), columns(documents[start : start + size])

@@ -10,7 +10,7 @@ from hfdist.data.packing.best_fit import cut, fill, fit
 from hfdist.data.packing.sequence import IGNORED, Shape
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import Document
-from tests.unit.data.document_batches import in_portions
+from tests.unit.data.document_batches import in_chunks
 
 sizes_of_documents = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 70)), min_size=1, max_size=80)
 length_of_sequences = st.sampled_from([1, 4, 16, 30])
@@ -99,7 +99,7 @@ def test_web_like_documents_fill_sequences_and_none_is_cut_that_fits(length):
     rng = np.random.default_rng(0)
     sizes = np.rint(rng.lognormal(6.05, 1.0, size=10_000)).astype(int).clip(1, 50_000).tolist()
     documents = [Document(n, np.zeros(size, np.int32), Status.trained) for n, size in enumerate(sizes)]
-    sequences = list(best_fit(in_portions(documents, 50), 0, Shape(length, 0), ("key",)))
+    sequences = list(best_fit(in_chunks(documents, 50), 0, Shape(length, 0), ("key",)))
     records = np.concatenate([sequence.records for sequence in sequences])
     assert not ((records["num_tokens"] < records["of_tokens"]) & (records["of_tokens"] <= length)).any()
     assert records["num_tokens"].sum() == sum(sizes)
@@ -141,7 +141,7 @@ def test_sequences_made_together_are_those_made_token_by_token(packing, contents
         Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Status.empty, cut_tokens=cut_tokens)
         for n, (tokens, fate) in enumerate(contents)
     ]
-    for made in packing(in_portions(documents, chunk, epoch=3), 0, Shape(length, FILL), ("key",)):
+    for made in packing(in_chunks(documents, chunk, epoch=3), 0, Shape(length, FILL), ("key",)):
         rows = plain_rows([(documents[one["document"]], one) for one in made.records], made.rows.shape[1])
         assert made.rows.tolist() == rows
         assert made.rows.dtype == np.int32
@@ -162,7 +162,7 @@ def test_a_window_ends_where_it_ends_however_documents_come():
     documents = [Document(n, np.full(size, n, np.int32), Status.trained) for n, size in enumerate(sizes)]
 
     def places(chunk):
-        return [one.next_place for one in best_fit(in_portions(documents, chunk), 0, Shape(100, 0), ("key",))]
+        return [one.next_place for one in best_fit(in_chunks(documents, chunk), 0, Shape(100, 0), ("key",))]
 
     assert places(1) == places(32) == places(700)
     # What is handed out of a window does not depend on what stands behind it, but for what decides where it ends.

@@ -12,7 +12,7 @@ from tests.unit.data.document_batches import columns
 BAD = {1, 4}
 
 
-def test_parts_of_a_portion_behind_each_other_are_the_portion():
+def test_parts_of_a_batch_behind_each_other_are_the_batch():
     errors = {number: DataError(f"row {number}") for number in BAD}
     documents = [
         Document(

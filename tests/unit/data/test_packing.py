@@ -14,7 +14,7 @@ from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_ID
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import Document
 from hfdist.errors import CheckpointError, DataError
-from tests.unit.data.document_batches import columns, in_portions
+from tests.unit.data.document_batches import columns, in_chunks
 
 FILL = 99
 
@@ -33,7 +33,7 @@ def numbered(lengths, fate=lambda n: Status.trained):
 
 def pack(packing, documents, length, offset=0, chunk=3, first=0):
     """Sequences of documents from that with the number `first` on."""
-    placed = list(in_portions(documents[first:], chunk, first=first))
+    placed = list(in_chunks(documents[first:], chunk, first=first))
     if packing is concat:
         placed[0] = placed[0][0]._replace(offset=offset), placed[0][1]
         return list(concat(iter(placed), Shape(length, FILL)))

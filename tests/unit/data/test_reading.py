@@ -60,7 +60,7 @@ def test_rows_of_a_large_row_group_come_in_the_order_asked_for(folders):
         assert shard.read(asked) == [rows[n] for n in asked]
 
 
-def test_long_rows_are_read_in_portions_and_short_ones_by_the_thousand(folders):
+def test_long_rows_are_read_in_chunks_and_short_ones_by_the_thousand(folders):
     data, cache = folders
     rows = numbered(data, 200, row_group_size=200, size=100_000)
     (shard,) = open_shards(str(data), cache)
