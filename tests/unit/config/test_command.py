@@ -51,7 +51,7 @@ def test_flags_and_overrides_in_any_order():
         (["--config-path", "x"], "not available", "--config-dir"),
         (["--experimental-rerun", "x.pickle"], "not available", "--config-name config"),
         (["--learning_rate=1e-4"], "no such flag", "optimizer.lr=1e-4"),
-        (["--learning-rate", "1e-4"], "no such flag", "optimizer.lr=..."),
+        (["--learning-rate", "1e-4"], "no such flag", "optimizer.lr=1e-4"),
         (["--num_train_epochs", "3"], "no such flag", "train.epochs="),
         (["--train.max_steps=3"], "no such flag", "train.max_steps=3"),
         (["--config-nam", "x", "--confg-dir", "y"], "no such flag", "--config-dir"),
