@@ -31,7 +31,7 @@ finetune: $(READY)  ## Fine-tune SmolLM2-135M-Instruct on the library's docstrin
 # Two at a time, a file each: many tests wait for processes of their own. In the order of the folders, so that the many
 # short tests of tests/unit come late, and neither worker is left alone with a long file.
 test: $(READY)  ## Run all tests.
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --tb=short --durations=25
 
 bench: $(READY)  ## Measure all that hfdist does beside its peers, and write benchmarks/RESULTS.md (32 minutes, and a network the first time).
 	$(BIN)/python -m benchmarks --write
