@@ -21,6 +21,7 @@ from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss.head import choose_loss
 from hfdist.models.recompute import keep_expensive
+from hfdist.trainer.options import RunOptions
 
 OURS = "hfdist"
 
@@ -162,10 +163,10 @@ def _hfdist(
     is_selective = config.train.recompute.value == "cheap" and config.train.gradient_checkpointing
     whole = {"activation_checkpointing": config.train.gradient_checkpointing and not is_selective}
     arguments: Any = fields | strategy.training_arguments() | whole | {"optim": optimizer}
-    trainer = hfdist.Trainer(model, TrainingArguments(**arguments), strategy=strategy, **given)
+    options = RunOptions(loss_head=choose_loss(config, model))
+    trainer = hfdist.Trainer(model, TrainingArguments(**arguments), strategy=strategy, options=options, **given)
     if is_selective:
         keep_expensive(model)
-    trainer.loss_head = choose_loss(config, model)
     return trainer
 
 

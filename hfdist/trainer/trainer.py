@@ -18,21 +18,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfdist.checkpoint import Keep, restore_random_state
+from hfdist.checkpoint import restore_random_state
 from hfdist.collectives import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models.flops import flops_per_token
-from hfdist.models.loss.head import LossHead
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine
 from hfdist.trainer.evaluation.loop import Measure, evaluate, evaluating, sharded_batches
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, spread
+from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, spread
 from hfdist.trainer.fault_tolerance.rank_flags import Agreement
 from hfdist.trainer.optimizers import Optimizers
+from hfdist.trainer.options import RunOptions
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep, make_lean_step
 from hfdist.trainer.step.loss import Convention, num_input_tokens
@@ -56,30 +56,24 @@ class DistributedTrainerMixin(_Trainer):
         given, named: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
             so already cut), `args` are TrainingArguments made with `**strategy.training_arguments()`.
         strategy: the layout; None: everything is as in the original class.
+        options: what a run of a recipe asks besides.
     """
 
-    def __init__(self, *given: Any, strategy: Strategy | None = None, **named: Any) -> None:
+    def __init__(
+        self, *given: Any, strategy: Strategy | None = None, options: RunOptions | None = None, **named: Any
+    ) -> None:
         self.strategy = strategy
+        self.options = options or RunOptions()
         self.engine: Engine | None = None
-        self.run_values: dict[str, Any] | None = None
-        """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
-        self.keep: Keep | None = None
-        """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
-        self.save_in_background = True
-        """Whether training goes on from a copy in memory while a checkpoint is written."""
         self.saving: checkpointer.Saving | None = None
         self._lean_step: LeanStep | None = None
         self._predicts = False
         """Whether an evaluation loop is to keep what the model gives."""
         self.measures: list[Measure] = []
         """What each evaluation measures besides the loss."""
-        self.loss_head: LossHead | None = None
-        """Computes training losses without whole logits; None: the model computes them. Set it before `train()`."""
         self.convention: Convention | None = None
         """What the loss counts; found out at the first batch. None: not yet, or the class has a loss of its own."""
         self.agreement = Agreement()
-        self.limits = Limits()
-        """How many steps may be skipped, and how often the run goes back. Set it before `train()`."""
         model_init: Any = None
         if strategy is not None:
             named = arguments_by_name(type(self), given, named)
@@ -191,12 +185,12 @@ class DistributedTrainerMixin(_Trainer):
         with self._optimizers.made_for(self.engine):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._guard = NonfiniteGuard(self, self.limits, came_from)
+        self._guard = NonfiniteGuard(self, self.options.limits, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = make_lean_step(self, self.model_wrapped, *inherited)
-        self.saving = checkpointer.Saving(self, in_background=self.save_in_background)
+        self.saving = checkpointer.Saving(self, in_background=self.options.save_in_background)
         if came_from is not None:
             checkpointer.restore(self, came_from)
         elif isinstance(self.train_dataset, TokenStream):
@@ -242,7 +236,7 @@ class DistributedTrainerMixin(_Trainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
-        head = None if return_outputs else self.loss_head
+        head = None if return_outputs else self.options.loss_head
         with nullcontext() if head is None else head.deferring(model):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
@@ -351,7 +345,7 @@ class DistributedTrainerMixin(_Trainer):
             if any(name == "loss" or name.endswith("_loss") for name in logs):
                 trl_trainers.share_metrics(self, self.engine)
         super().log(logs, *more, **named)
-        if self.run_values is not None:
+        if self.options.run_values is not None:
             # A run logs each step: in a million of them that is half a GB of memory, and with many saves more.
             drop_old(self.state.log_history)
 

@@ -15,6 +15,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing import log_history as trainer_history
 from hfdist.trainer.checkpointing.model_files import RenderedModelFiles
+from hfdist.trainer.options import RunOptions
 from tests.distributed.test_trainer import (
     LENGTH,
     STEPS,
@@ -184,8 +185,7 @@ def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_pa
 
 def history_of_a_run(folder):
     trainer_history.NUM_ENTRIES = 1
-    trainer = make_trainer(folder, arguments={"logging_steps": 1})
-    trainer.run_values = {}
+    trainer = make_trainer(folder, arguments={"logging_steps": 1}, options=RunOptions(run_values={}))
     trainer.train()
     return trainer.state.log_history
 

@@ -67,11 +67,11 @@ class Saving:
 def folder_of(trainer: Any) -> Path:
     """Give the folder of checkpoints: in that of a run; from Python, where the original has them."""
     folder = Path(trainer.args.output_dir)
-    return folder if trainer.run_values is None else folder / CHECKPOINTS
+    return folder if trainer.options.run_values is None else folder / CHECKPOINTS
 
 
 def _path_of(trainer: Any, step: int) -> Path:
-    return folder_of(trainer) / (original_name(step) if trainer.run_values is None else step_name(step))
+    return folder_of(trainer) / (original_name(step) if trainer.options.run_values is None else step_name(step))
 
 
 def _note_best(trainer: Any) -> None:
@@ -314,7 +314,7 @@ def find_start(trainer: Any, wish: str | bool) -> str:
         CheckpointError: there is none, or that of the path is damaged or another program's.
     """
     if wish is not True:
-        if trainer.run_values is None:
+        if trainer.options.run_values is None:
             # A run has verified what it gives.
             on_rank_zero(lambda: verify(Path(str(wish))))
         return str(wish)
@@ -354,7 +354,7 @@ def _tidy(trainer: Any) -> None:
 def _keep(trainer: Any) -> Keep | None:
     limit = trainer.args.save_total_limit
     # As in the original, 0 and less mean all.
-    keep: Keep | None = trainer.keep or (Keep(newest=limit) if limit is not None and limit > 0 else None)
+    keep: Keep | None = trainer.options.keep or (Keep(newest=limit) if limit is not None and limit > 0 else None)
     if keep is None:
         return None
     # Not only the latest steps: an earlier training that went further may have used the folder.
@@ -370,7 +370,7 @@ def _state(trainer: Any, cursor: Cursor | None) -> dict[str, Any]:
         "engine": trainer.engine.numbers(),
         "loss_scaler": None if scaler is None else scaler.state_dict(),
         "cursor": None if cursor is None else cursor.to_json(),
-        "config": trainer.run_values,
+        "config": trainer.options.run_values,
         # JSON has no NaN, and such a loss is not the best.
         HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
     }

@@ -64,6 +64,7 @@ from hfdist.trainer.evaluation.samples import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.preemption import Preemption
+from hfdist.trainer.options import RunOptions
 from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.jsonl import set_aside
 from hfdist.trainer.reporting.logs import IS_PRINTABLE, set_up_logging
@@ -259,20 +260,11 @@ def build_trainer(
         data_collator=default_data_collator,
         callbacks=callbacks,
         optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
+        options=_options(config, model),
     )
     if config.train.gradient_checkpointing and config.train.recompute is Recompute.cheap:
         keep_expensive(model)
-    trainer.run_values = to_values(config)
-    trainer.loss_head = choose_loss(config, model)
     add_evaluators(trainer, data.held_out, config)
-    checkpoint = config.checkpoint
-    trainer.save_in_background = checkpoint.background
-    trainer.keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
-    trainer.limits = Limits(
-        skipped_steps=config.train.max_skipped_steps,
-        rollbacks=config.train.max_rollbacks,
-        compare_replicas_every=config.train.compare_replicas_every,
-    )
     logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
     if trainer.is_world_process_zero():
         _show_data(config, data)
@@ -282,6 +274,21 @@ def build_trainer(
     # The bar and metrics.jsonl say the same, legibly.
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _options(config: RunConfig, model: PreTrainedModel) -> RunOptions:
+    checkpoint, train = config.checkpoint, config.train
+    return RunOptions(
+        run_values=to_values(config),
+        keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+        save_in_background=checkpoint.background,
+        loss_head=choose_loss(config, model),
+        limits=Limits(
+            skipped_steps=train.max_skipped_steps,
+            rollbacks=train.max_rollbacks,
+            compare_replicas_every=train.compare_replicas_every,
+        ),
+    )
 
 
 def _show_data(config: RunConfig, data: RunData) -> None:
