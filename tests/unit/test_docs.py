@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from tests.keys import page
 from tests.unit.config.shipped import CONF
@@ -43,10 +44,22 @@ def test_a_page_begins_with_a_command(path):
     assert re.match(r"```\n(hfdist|accelerate launch|make|pip install|python -m benchmarks)\b", first)
 
 
-def test_each_page_is_found_from_readme_or_an_index():
-    texts = [path.read_text(encoding="utf-8") for path in PAGES]
-    for path in sorted(DOCS.rglob("*.md")):
-        assert any(f"{path.name})" in text or f"{path.name}#" in text for text in texts), path
+def test_each_page_is_found_from_another():
+    found = {
+        (path.parent / file).resolve()
+        for path in PAGES
+        for file, _ in LINK.findall(path.read_text(encoding="utf-8"))
+        if file
+    }
+    assert {*DOCS.rglob("*.md")} <= found
+
+
+def test_each_page_is_in_the_menu_of_the_site():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    items = [
+        item for entry in nav for value in entry.values() for item in (value if isinstance(value, list) else [entry])
+    ]
+    assert sorted(ROOT / path for item in items for path in item.values()) == sorted(PAGES)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
