@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak readme check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -53,16 +53,23 @@ interruptions: $(READY)  ## Stop and resume streams and runs in thousands of way
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
 	$(BIN)/python -m tests.distributed.kills 20
 
-faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/faults.md (15 minutes).
+faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all ways, and write docs/kills.md (15 minutes).
 	$(BIN)/python -m pytest -n 2 -m faults
-	$(BIN)/python -m tests.distributed.fault_report docs/faults.md
+	$(BIN)/python -m tests.distributed.fault_report docs/kills.md
 
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
 	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
 
-readme:  ## Follow README, in small, in a fresh clone with an environment of its own.
+readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
 	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12
+
+docs: $(READY)  ## Write docs/keys.md, build the site of README and docs/ into build/site, and check its links.
+	$(BIN)/python -m tests.keys docs/keys.md
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@mkdir -p build/pages
+	@ln -sfn $(addprefix ../../,README.md ARCHITECTURE.md docs benchmarks) build/pages/
+	$(BIN)/mkdocs build --strict
 
 check: $(READY)  ## Lint, format, types, and the import contract between the rooms.
 	$(BIN)/ruff check .

@@ -242,6 +242,10 @@ def _head() -> list[str]:
     text = f"""\
 # Checkpoints from layout to layout
 
+```
+make layouts
+```
+
 {HALF} steps in one layout, a checkpoint, and the other {END - HALF} in another, in float32 on gloo ranks: the largest
 relative difference of losses, and of the held-out loss at the end, from those of one process that goes through; below
 {BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose widths no number of ranks divides; the learning rate

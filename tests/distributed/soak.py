@@ -173,6 +173,8 @@ def describe(rows: list[tuple[float, int, Sample]]) -> str:
     lines = [
         "# What a long run holds on to",
         "",
+        "```\nmake soak\n```",
+        "",
         f"{NUM_RANKS} gloo ranks with ZeRO-2 that save every {SAVE_EVERY} steps and evaluate every 50:",
         f"{steps:,} steps and {steps // SAVE_EVERY:,} saves in {minutes:.0f} minutes. Of the rank that holds more;",
         "memory is resident, with pages that are shared. Each row has the medians of its stretch.",

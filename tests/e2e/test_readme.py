@@ -1,22 +1,26 @@
-"""The commands that README shows, in its order and in one folder, in small: each finds what those before it have left.
+"""The commands that a page shows, in its order and in one folder, in small: each finds what those before it have left.
 
 `follow_readme.py` does the same in a fresh clone and environment.
 """
 
+import os
 import shlex
 import subprocess
+import sys
 
 import pytest
 
 from hfdist import __main__ as command
 from hfdist import launch
-from tests.e2e.follow_readme import script_for, shown_commands
+from tests.e2e.follow_readme import pages, script_for, shown_commands, shown_programs
 from tests.e2e.forked import run_forked
 from tests.unit.config.shipped import CONF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
-README = CONF.parent / "README.md"
+ROOT = CONF.parent
+README = ROOT / "README.md"
+PAGES = [path for path in pages(ROOT) if any(line.startswith("hfdist ") for line in shown_commands(path))]
 SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_every=null",
          "data.sequence_length=32", "data.eval_sequences=4", "data.workers=0", "report=quiet", "checkpoint.every=6",
          "model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2",
@@ -24,8 +28,9 @@ SMALL = ("train.max_steps=12", "train.global_batch_size=4", "train.micro_batch_s
          "model.tokenizer.vocab_size=300", "model.tokenizer.train_bytes=100000")  # fmt: skip
 
 
-def test_the_script_for_a_clone_reads_as_readme_does(tmp_path):
-    script = script_for(README, tmp_path / "texts.jsonl", ["train.max_steps=12"])
+@pytest.mark.parametrize("page", pages(ROOT), ids=lambda path: path.name)
+def test_the_script_for_a_clone_reads_as_the_page_does(page, tmp_path):
+    script = script_for(page, tmp_path / "texts.jsonl", ["train.max_steps=12"])
     said = subprocess.run(
         ["bash", "-euc", "\n".join(line for line in script.splitlines() if line.startswith("echo "))],
         capture_output=True,
@@ -36,14 +41,36 @@ def test_the_script_for_a_clone_reads_as_readme_does(tmp_path):
     assert subprocess.run(["bash", "-nc", script], check=False).returncode == 0
 
 
-def test_the_commands_run_in_order(tmp_path, cache_dir, monkeypatch):
+def test_readme_shows_commands():
+    words = [line.split()[:2] for line in shown_commands(README)]
+    assert words[0] == ["python3", "-m"]
+    assert words[1] == ["pip", "install"]
+    assert words.count(["hfdist", "pretrain"]) >= 3
+    assert ["hfdist", "prove"] in words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
-    lines = [line for line in shown_commands(README) if line.startswith("hfdist ")]
-    commands = [shlex.split(line, comments=True)[1:] for line in lines]
-    assert [words[0] for words in commands].count("pretrain") >= 4
-    for words in commands:
+    lines = [line for line in shown_commands(page) if line.startswith("hfdist ")]
+    for words in [shlex.split(line, comments=True)[1:] for line in lines]:
         words = [word.replace("/texts/*.parquet", str(tmp_path / "texts.jsonl")) for word in words]
-        small = () if words[0] == "audit" else SMALL
+        small = () if words[0] == "audit" or any(word.startswith("--") for word in words) else SMALL
         done = run_forked(*words, *small, cwd=tmp_path, script=command.__file__)
         assert done.returncode == 0, (words, done.stderr)
+
+
+def test_the_program_of_the_page_on_python_trains(tmp_path):
+    ((name, program),) = shown_programs(ROOT / "docs" / "python.md").items()
+    (tmp_path / name).write_text(program)
+    ran = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONF / "launch" / "cpu_2.yaml", name],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "out" / "checkpoint-10" / "manifest.json").is_file()

@@ -87,6 +87,7 @@ def test_the_config_system_loads_no_torch():
 
 def test_the_text_of_the_project_speaks_of_the_project_alone():
     words = ("/work/", "pypi.org", "http://localhost")
-    for path in [*SOURCES, *(ROOT / "conf").rglob("*.yaml"), *ROOT.glob("*.md"), ROOT / "Makefile"]:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "mkdocs.yml"]
+    for path in [*SOURCES, *(ROOT / "conf").rglob("*.yaml"), *pages, ROOT / "Makefile"]:
         text = path.read_text(encoding="utf-8")
         assert not [word for word in words if word in text], path

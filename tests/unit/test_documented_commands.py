@@ -9,6 +9,7 @@ import yaml
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.launch import AUTO
+from tests.e2e.follow_readme import ELSEWHERE
 from tests.unit.config.shipped import CONF
 
 ROOT = CONF.parent
@@ -31,7 +32,8 @@ def commands(path):
     """Launch file (None: `hfdist`), recipe and overrides of each, but of those that leave it to the reader."""
     for found in COMMAND.finditer(path.read_text(encoding="utf-8")):
         words = shlex.split(re.sub(r"\\\n|\n#", " ", found["arguments"]), comments=True)
-        if not any(word.startswith(("...", "--help")) for word in words):
+        # Without words it is only named.
+        if words and not any(word.startswith(("...", "--help", "--cfg")) for word in words):
             yield found["launch"], found["recipe"] or found["command"], words
 
 
@@ -44,12 +46,18 @@ COMMANDS = [
 
 def test_there_are_commands():
     assert len(COMMANDS) >= 20
+    pages = {path.name for path in TEXTS if path.suffix == ".md" and any(commands(path))}
+    assert pages >= {
+        "README.md", "getting-started.md", "layouts.md", "data.md", "fine-tuning.md", "pipelines.md", "checkpoints.md",
+        "faults.md", "machines.md", "optimizers.md",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("launch", "recipe", "words"), COMMANDS)
 def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = ["data=chats.jsonl" if word == "data=..." else word for word in words]
+    words = [word for word in words if not word.startswith("checkpoint.resume=")]  # of a run that comes before
     config = compose_config(words, name="finetune" if recipe == "finetune" else "pretrain")
     if launch is not None:
         num_processes = yaml.safe_load((ROOT / launch).read_text())["num_processes"]
@@ -60,12 +68,12 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
     assert batch.global_batch_size % topology.data_size == 0
 
 
-def test_no_two_commands_of_readme_share_a_run():
+@pytest.mark.parametrize("path", [path for path in TEXTS if path.suffix == ".md"], ids=lambda path: path.name)
+def test_no_two_commands_of_a_page_share_a_run(path):
     """The second would go on where the first has stopped, with another config."""
     runs = [
         next((word for word in words if word.startswith(("run.name=", "+experiment="))), recipe)
-        for _, recipe, words in commands(ROOT / "README.md")
-        if words and recipe != "prove"
+        for _, recipe, words in commands(path)
+        if recipe != "prove" and (path.parent == ROOT or not any(part in " ".join(words) for part in ELSEWHERE))
     ]
-    assert len(runs) >= 10
     assert len(runs) == len({*runs})

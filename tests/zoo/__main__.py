@@ -19,13 +19,17 @@ NUM_STAGES = (2, 3)
 HEADER = """\
 # The zoo: every causal language model of transformers, split
 
+```
+make zoo
+```
+
 Each type in the causal language model mapping of transformers {transformers} is built with a tiny random model of all
 its kinds of blocks (float32, CPU, torch {torch}), split at its blocks into {stages} stages, and run for one step of two
 micro batches under a pipeline schedule. The losses and all gradients are compared with those of the whole model.
 *Exact*: no relative difference above {tolerance:g}. *Refused*: hfdist says before training that the model cannot be
 split, and why. The splitter has no code for single models.
 
-`python -m tests.zoo docs/zoo.md` writes this page; `pytest -m zoo` runs the same as tests.
+`make zoo` writes this page, and runs the same as tests.
 
 | outcome | types |
 |---|---|
