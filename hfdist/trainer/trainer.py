@@ -39,7 +39,7 @@ from hfdist.trainer.step.loss import Convention, num_input_tokens
 from hfdist.trainer.step.loss_convention import ask, names_of_labels
 from hfdist.trainer.step.micro_batch import loss_of, weighted_mean
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
-from hfdist.trainer.validation import check_has_logits, check_has_trained, check_trainer
+from hfdist.trainer.validation import check_has_logits, check_has_trained, check_trainer, check_trials
 from hfdist.watch import watches_among
 
 if TYPE_CHECKING:
@@ -223,6 +223,16 @@ class DistributedTrainerMixin(_Trainer):
         """As the original, once nothing is being saved: its last line and `on_train_end` come behind all others."""
         checkpointer.wait(self)
         return super()._finalize_training(*more, **named)
+
+    def hyperparameter_search(self, *more: Any, **named: Any) -> Any:
+        """As the original.
+
+        Raises:
+            ConfigError: see `check_trials`.
+        """
+        if self.engine is not None:
+            check_trials(self)
+        return super().hyperparameter_search(*more, **named)
 
     # ---- the step ----
 

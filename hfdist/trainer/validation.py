@@ -95,6 +95,21 @@ def check_has_logits(engine: Engine, wish: str) -> None:
         )
 
 
+def check_trials(trainer: Any) -> None:
+    """Refuse trials whose checkpoints would go to different folders: each rank writes its part of one.
+
+    Raises:
+        ConfigError: several ranks, of which only the first knows which trial it is, and checkpoints.
+    """
+    if trainer.args.world_size > 1 and trainer.args.save_strategy != "no":
+        raise ConfigError(
+            "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint",
+            where="hyperparameter_search with args.save_strategy",
+            found=f"{trainer.args.save_strategy.value}, {trainer.args.world_size} processes",
+            hint="save_strategy='no', or one process a trial",
+        )
+
+
 def check_has_trained(step: int) -> None:
     """Refuse data that end before the first step.
 

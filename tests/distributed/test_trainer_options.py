@@ -3,17 +3,20 @@
 import json
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_utils import HPSearchBackend
 
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing import log_history as trainer_history
+from hfdist.trainer.checkpointing.checkpointer import folder_of
 from hfdist.trainer.checkpointing.model_files import RenderedModelFiles
 from hfdist.trainer.options import RunOptions
 from tests.distributed.test_trainer import (
@@ -194,6 +197,26 @@ def test_a_run_holds_the_newest_of_the_history(tmp_path):
     log_history = run_ranks(history_of_a_run, 1, tmp_path)[0]
     # The line at the end comes behind the newest step.
     assert [entry["step"] for entry in log_history] == [STEPS, STEPS]
+
+
+def folder_of_a_trial(folder):
+    trainer = make_trainer(folder, arguments=SAVING)
+    # As Optuna's backend and `train(trial=...)` leave it.
+    trainer.hp_search_backend, trainer._trial = HPSearchBackend.OPTUNA, SimpleNamespace(number=3)
+    return str(folder_of(trainer))
+
+
+def test_the_checkpoints_of_a_trial_stand_in_a_folder_of_its_own(tmp_path):
+    assert run_ranks(folder_of_a_trial, 1, tmp_path) == [str(tmp_path / "run-3")]
+
+
+def search(folder):
+    make_trainer(folder, arguments=SAVING).hyperparameter_search()
+
+
+def test_trials_of_several_ranks_that_save_are_refused(tmp_path):
+    with pytest.raises(RankFailed, match="only rank 0 knows the folder of a trial"):
+        run_ranks(search, 2, tmp_path)
 
 
 def constant_loss(outputs, labels, num_items_in_batch=None):

@@ -31,6 +31,7 @@ SEAMS = {
         "steps_trained_in_current_epoch",
     ],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "_get_output_dir": ["self", "trial"],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [

@@ -8,8 +8,8 @@ from hfdist.config.checks.secrets import refuse_secrets
 from hfdist.errors import ConfigError
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hf", "memory")
-# Packages that a plain installation lacks, and the extras that bring them.
-_EXTRAS = {"s3": ("s3fs", "hfdist[s3]"), "gs": ("gcsfs", "hfdist[gcs]")}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+"""Those that a plain installation lacks."""
 
 
 def scheme_of(address: str) -> str | None:
@@ -49,12 +49,12 @@ def check_address(address: str, *, key: str) -> None:
             found=redact(address),
             allowed="a path, or " + ", ".join(f"{scheme}://" for scheme in SCHEMES),
         )
-    package, extra = _EXTRAS.get(scheme_of(address) or "", ("fsspec", ""))
+    package = _PACKAGES.get(scheme_of(address) or "", "fsspec")
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             f"the package {package} is missing, which reads it",
             where=key,
             found=redact(address),
-            hint=f"pip install '{extra}'",
+            hint=f"pip install {package}",
         )
     refuse_secrets(address, key)

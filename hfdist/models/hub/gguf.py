@@ -45,7 +45,7 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
             "the package gguf is missing, which reads this file",
             where=key,
             found=file,
-            hint="pip install 'hfdist[gguf]'",
+            hint="pip install gguf",
         )
     folder = cache_dir / "gguf" / f"{file.stem}-{_identify(file)}"
     folder.parent.mkdir(parents=True, exist_ok=True)

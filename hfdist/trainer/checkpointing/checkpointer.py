@@ -65,8 +65,8 @@ class Saving:
 
 
 def folder_of(trainer: Any) -> Path:
-    """Give the folder of checkpoints: in that of a run; from Python, where the original has them."""
-    folder = Path(trainer.args.output_dir)
+    """Give the folder of checkpoints: in that of a run; from Python, where the original has them, a trial's too."""
+    folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
     return folder if trainer.options.run_values is None else folder / CHECKPOINTS
 
 

@@ -87,4 +87,4 @@ class TestMistakes:
 
     def test_the_package_is_missing(self, gguf_file, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "gguf", None)
-        assert "pip install 'hfdist[gguf]'" in self.refused(gguf_file, tmp_path)
+        assert "pip install gguf" in self.refused(gguf_file, tmp_path)
