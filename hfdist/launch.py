@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -28,6 +29,8 @@ _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointErr
 """After these another start does not help."""
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
+_MOST_POLLS = 20
+"""For processes that are being started when a signal comes."""
 
 
 class _ToldError(BaseException):
@@ -65,11 +68,11 @@ def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_
     for starts_left in reversed(range(max_restarts + 1)):
         # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
         told: list[int] = []
-        with contextlib.suppress(_ToldError), _passing_signals_on(told):
+        with contextlib.suppress(_ToldError), _passing_signals_on(told, processes) as delayed:
             exit_code = _start_once(main, arguments, processes)
         if told:
             return told[-1]
-        if not starts_left or exit_code in _STAYS:
+        if not starts_left or delayed or exit_code in _STAYS:
             break
         sys.stderr.write(f"starting all {processes} processes again; {starts_left - 1} more restarts are left\n")
     if exit_code < 0:
@@ -123,17 +126,29 @@ def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def _passing_signals_on(told: list[int]) -> Iterator[None]:
-    """Args: told: gets the exit code where a signal has come."""
+def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[threading.Timer]]:
+    """Args: told: gets the exit code where a signal has come. processes: how many are to be told.
 
-    def pass_on(number: int, frame: FrameType | None) -> NoReturn:
+    Gives what is filled where a signal comes before all processes are there.
+    """
+    delayed: list[threading.Timer] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if len(multiprocessing.active_children()) < processes and len(delayed) < _MOST_POLLS:
+            # A process that is not known yet would never be told.
+            delayed.append(threading.Timer(_POLL_SECONDS, os.kill, (os.getpid(), number)))
+            delayed[-1].start()
+            return
         told.append(_pass_on(number))
         raise _ToldError
 
     before = {number: signal.signal(number, pass_on) for number in SIGNALS}
     try:
-        yield
+        yield delayed
     finally:
+        for timer in delayed:
+            timer.cancel()
+            timer.join()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -1,6 +1,7 @@
 """The processes that hfdist starts by itself: how their ends become one exit code, and signals that reach them."""
 
 import contextlib
+import multiprocessing
 import multiprocessing.util
 import os
 import signal
@@ -158,7 +159,30 @@ def test_a_signal_whose_error_python_ignores_still_ends_the_run(monkeypatch):
         return 75
 
     monkeypatch.setattr(launch, "_start_once", start)
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [Ended(), Ended()])
     assert launch.start_ranks(end, processes=2, max_restarts=3) == 128 + signal.SIGTERM
+    assert starts == [2]
+
+
+class Ended:
+    """A process that is no more."""
+
+    pid, exitcode = 2**22 + 1, -signal.SIGTERM
+
+    def join(self):
+        pass
+
+
+def test_a_signal_before_any_process_is_there_ends_the_run_with_it(monkeypatch):
+    starts = []
+
+    def start(main, arguments, processes):
+        starts.append(processes)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 6
+
+    monkeypatch.setattr(launch, "_start_once", start)
+    assert launch.start_ranks(end, processes=2, max_restarts=3) == 6
     assert starts == [2]
 
 
