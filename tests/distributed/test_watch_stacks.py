@@ -14,13 +14,20 @@ from hfdist.watch import stacks
 pytestmark = pytest.mark.distributed
 
 
+def wait_until(holds):
+    for _ in range(1000):
+        if holds():
+            return
+        time.sleep(0.02)
+
+
 def wait_for_each_other(path):
-    """Rank 1 comes half a second late; rank 0 looks at itself meanwhile."""
+    """Rank 1 comes once rank 0 has looked at itself."""
     dist.all_reduce(torch.ones(3))
     told = {}
 
     def look():
-        time.sleep(0.25)
+        wait_until(lambda: stacks.waits_in() is not None)
         told["in"], told["last"] = stacks.waits_in(), stacks.last_collectives()
         stacks.write_stacks(path, "rank 0")
 
@@ -28,7 +35,7 @@ def wait_for_each_other(path):
     if dist.get_rank() == 0:
         thread.start()
     else:
-        time.sleep(0.5)
+        wait_until(path.exists)
     gather_json("a secret")
     if dist.get_rank() == 0:
         thread.join()
@@ -38,7 +45,7 @@ def wait_for_each_other(path):
 
 def test_the_collective_that_has_not_finished_is_named(tmp_path):
     told, _ = run_ranks(wait_for_each_other, 2, tmp_path / "watch" / "rank-0.txt")
-    assert told["in"].startswith("all_gather of collectives.py:")
+    assert told["in"].startswith("all_gather of hfdist/collectives.py:")
     assert told["after"] is None
     text = (tmp_path / "watch" / "rank-0.txt").read_text()
     assert "in gather_json" in text

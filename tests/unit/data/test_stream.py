@@ -184,7 +184,7 @@ def test_what_loader_processes_inherit_is_kept_out_of_their_garbage_collections(
         return item
 
     # torch calls it in the loader process.
-    monkeypatch.setattr(loader, "as_it_is", count)
+    monkeypatch.setattr(loader, "keep_arrays", count)
     config = memory_config(tmp_path, workers=1)
     # Whatever other tests have done in this process.
     gc.unfreeze()
