@@ -39,6 +39,8 @@ def wait_for_each_other(path):
     gather_json("a secret")
     if dist.get_rank() == 0:
         thread.join()
+    # torch's recorder hears of the end a moment later.
+    wait_until(lambda: stacks.waits_in() is None)
     told["after"] = stacks.waits_in()
     return told
 
