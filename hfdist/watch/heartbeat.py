@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WARM_UP_STEPS = 3
-"""The first steps compile, connect and fill buffers: they are a measure for each other, and for no later one."""
+"""The first steps compile, connect and fill buffers: only the last of them is a measure for later ones."""
 
 STARTING, EVALUATING, SAVING, ENDING = "starting", "evaluating", "saving", "ending"
 """What a rank may do for minutes without a sign of progress. Starting ends with the first step: until then models are
@@ -32,7 +32,7 @@ class Heartbeat:
     idle_seconds: float = 0.0
     """Since that mark."""
     longest_idle_seconds: float = 0.0
-    """Between two marks, so far; without evaluations and saves, and without the first steps once they are done."""
+    """Between two marks, so far; without evaluations and saves, and without the warm-up but its last step."""
     exempt: str | None = None
     """What it does without marks: STARTING, EVALUATING, SAVING, ENDING or compiling; None: it should make some."""
     waits_in: str | None = None
@@ -65,6 +65,7 @@ class Progress:
         self.longest_idle_seconds = 0.0
         self._marked_seconds = time.monotonic()
         self._steps_done = 0
+        self._longest_of_step = 0.0
 
     @property
     def idle_seconds(self) -> float:
@@ -74,7 +75,8 @@ class Progress:
     def mark(self, name: str) -> None:
         """Come to a place to which all ranks come equally often."""
         if self.exempt in (None, STARTING):
-            self.longest_idle_seconds = max(self.longest_idle_seconds, self.idle_seconds)
+            self._longest_of_step = max(self._longest_of_step, self.idle_seconds)
+            self.longest_idle_seconds = max(self.longest_idle_seconds, self._longest_of_step)
         self._marked_seconds = time.monotonic()
         self.marks, self.mark_name = self.marks + 1, name
 
@@ -84,7 +86,8 @@ class Progress:
         self.step = step
         self._steps_done += 1
         if self._steps_done == WARM_UP_STEPS:
-            self.longest_idle_seconds = 0.0
+            self.longest_idle_seconds = self._longest_of_step
+        self._longest_of_step = 0.0
 
     def marking(self, batches: Iterable[T]) -> Iterator[T]:
         """Give the batches, with a mark behind each."""

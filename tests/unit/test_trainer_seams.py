@@ -31,7 +31,16 @@ SEAMS = {
         "steps_trained_in_current_epoch",
     ],
     "train": ["self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
-    "_get_output_dir": ["self", "trial"],
+    "hyperparameter_search": [
+        "self",
+        "hp_space",
+        "compute_objective",
+        "n_trials",
+        "direction",
+        "backend",
+        "hp_name",
+        "kwargs",
+    ],
     "_finalize_training": ["self", "trial", "num_train_samples", "start_time"],
     "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
     "_maybe_log_save_evaluate": [
@@ -106,6 +115,7 @@ def test_the_step_is_called_through_the_hooks():
 
 
 def test_private_names_elsewhere():
+    assert list(inspect.signature(transformers.Trainer._get_output_dir).parameters) == ["self", "trial"]
     for caller in ("get_batch_samples", "prediction_step"):
         assert "self._get_num_items_in_batch(" in inspect.getsource(getattr(transformers.Trainer, caller))
     loop = inspect.getsource(transformers.Trainer.evaluation_loop)

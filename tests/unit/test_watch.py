@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.watch import stacks
+from hfdist.watch import heartbeat, stacks
 from hfdist.watch.callback import is_broken_connection
 from hfdist.watch.diagnosis import Diagnosis, PeerState, find_left, find_lost, find_stalled, name_ranks
 from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Heartbeat, Progress
@@ -113,6 +113,17 @@ def test_progress_does_not_measure_what_may_take_long():
     progress.mark("a slow one")
     assert progress.longest_idle_seconds >= 0.05
     assert (progress.marks, progress.step) == (7, 13)
+
+
+def test_slow_steps_are_a_measure_for_the_first_step_behind_the_warm_up(monkeypatch):
+    """A pipeline makes one mark a step, and steps may take longer than a heartbeat may."""
+    now = 0.0
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    progress = Progress()
+    for step, seconds in enumerate((300, 100, 90), start=1):
+        now += seconds
+        progress.step_done(step)
+    assert progress.longest_idle_seconds == 90
 
 
 def watching():
