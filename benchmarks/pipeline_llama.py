@@ -208,7 +208,7 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         f"AdamW, one thread a rank, {NUM_RANKS} pipeline ranks. CPU: of all threads of all ranks in one step; "
         "two processes that share a machine slow each other down even if they have nothing to do with each other, so "
         "one is also measured beside another like it. All keep the memory that they free, which glibc by default may "
-        "or may not have cleared in each step anew (docs/performance/pipeline.md). "
+        "or may not have cleared in each step anew (docs/performance.md). "
         "Ideal: the wall time of one process, divided by the ranks and by the share in which the schedule keeps them "
         f"busy. Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"
