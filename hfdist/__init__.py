@@ -6,6 +6,7 @@ What is listed here is loaded at first use, since the config system needs no tor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hfdist.moved import accept_old_names
 from hfdist.version import __version__
 
 if TYPE_CHECKING:
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
-__all__ = [
-    "DistributedTrainerMixin",
-    "Generation",
-    "MuonWithAdamW",
-    "Trainer",
-    "Watch",
-    "__version__",
-    "make_strategy",
-]
-
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
     "Generation": "hfdist.trainer.evaluation.metrics",
@@ -33,6 +24,11 @@ _HOMES = {
     "Watch": "hfdist.watch.callback",
     "make_strategy": "hfdist.strategies.select",
 }
+__all__ = [
+    "DistributedTrainerMixin", "Generation", "MuonWithAdamW", "Trainer", "Watch", "__version__", "make_strategy",
+]  # fmt: skip
+
+accept_old_names()
 
 
 def __getattr__(name: str) -> Any:

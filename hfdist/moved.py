@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
+_MOVED = {
+    "hfdist.config.command": "hfdist.config.cli.command",
+    "hfdist.config.compose": "hfdist.config.composition.compose",
+    "hfdist.trainer.arguments": "hfdist.trainer.run.training_arguments",
+    "hfdist.trainer.callbacks": "hfdist.trainer.reporting.callbacks",
+    "hfdist.trainer.metrics": "hfdist.trainer.evaluation.metrics",
+}
+"""Old name to new. A name stands here only when no file has it any more."""
 
-def moved(old: str, new: str) -> Callable[[str], Any]:
-    """Give the `__getattr__` of a module that stands under another name now."""
 
-    def find(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        warnings.warn(f"{old} is now {new}; the old name goes with the next release", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(new), name)
+class _OldNames(MetaPathFinder, Loader):
+    """Makes an empty module for an old name, which takes each attribute from the new one."""
 
-    return find
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in _MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old, new = module.__name__, _MOVED[module.__name__]
+
+        def find(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(f"module {old!r} has no attribute {name!r}")
+            words = f"{old} is now {new}; the old name goes with the next release"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            return getattr(import_module(new), name)
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+
+
+def accept_old_names() -> None:
+    """Let Python ask here for modules that it finds nowhere else."""
+    sys.meta_path.append(_OldNames())

@@ -16,7 +16,6 @@ from hfdist.config.composition.compose import compose_untyped, make_request, pla
 from hfdist.config.composition.help import descriptions
 from hfdist.config.composition.search_path import list_groups, list_options, shipped_folder
 from hfdist.config.data import SourceConfig
-from hfdist.config.run import RunSection
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members
 
 HEAD = """\
@@ -48,8 +47,9 @@ def _values(primary: str) -> dict[str, Any]:
 def _section(section: str, values: list[dict[str, Any]]) -> Iterator[str]:
     yield f"## {section}\n"
     cls = all_keys()[section].type
-    words = (inspect.getdoc(cls if cls is RunSection else sys.modules[cls.__module__]) or "").partition("\n")[0]
-    words = words.partition(": ")[2]
+    # The class says it, or the file of a group that has its own.
+    texts = (inspect.getdoc(cls) or "", sys.modules[cls.__module__].__doc__ or "")
+    words = next(text for text in texts if text.startswith("`")).partition("\n")[0].partition(": ")[2]
     yield f"{words[0].upper()}{words[1:]}\n"
     folder = shipped_folder()
     if section in list_groups(folder):

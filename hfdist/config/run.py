@@ -1,21 +1,32 @@
-"""The whole config of a run: one typed value, composed from the groups of `conf/`."""
+"""The whole config of a run as one typed value, with the small groups that belong to the run and not to the model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 
 from hfdist.config.adapter import AdapterConfig
-from hfdist.config.checkpoint import CheckpointConfig
 from hfdist.config.data import DataConfig
-from hfdist.config.evaluate import EvaluateConfig
-from hfdist.config.export import ExportConfig
-from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.config.report import ReportConfig
+from hfdist.config.ranges import LIMIT, Limit, limited
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.config.watch import WatchConfig
+
+AUTO = "auto"
+_PROCESSES = Limit(
+    f"a whole number >= 1, or {AUTO} (one for each GPU of this machine)",
+    lambda value: value == AUTO or (value.isdecimal() and int(value) >= 1),
+)
+# Kept here, since asking transformers imports torch.
+_SAME_NAME = "clearml codecarbon comet_ml dagshub dvclive kubeflow mlflow neptune swanlab trackio wandb"
+TRACKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: (name,) for name in _SAME_NAME.split()}
+    | {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
+)
+"""Those that transformers knows, with their packages, of which one must be installed."""
 
 
 @dataclass(kw_only=True)
@@ -25,6 +36,144 @@ class RunSection:
     name: str = "default"
     dir: str = "runs/${run.name}"
     """Everything that the run writes goes here. Relative to where the command was started."""
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """`launch.*`: the processes that a recipe starts by itself.
+
+    On this machine. Under `accelerate launch` and torchrun, which start the processes, it has no effect.
+    """
+
+    processes: str = field(default="1", metadata={LIMIT: _PROCESSES})
+    """Processes that train: a number, or `auto`, one for each GPU of this machine."""
+    max_restarts: int = limited(0, at_least=0)
+    """How often all processes start again, from the newest checkpoint, after one was lost or told to stop."""
+
+
+class Chat(Enum):
+    """Whether prompts go through the tokenizer's chat template, as what a user says.
+
+    `auto`: where the tokenizer has one.
+    """
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
+class Export(Enum):
+    """Whose weights become `<run.dir>/model`."""
+
+    last = "last"
+    best = "best"
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """`evaluate.*`: what is measured on held-out data, when a run stops early, and what becomes of the best model.
+
+    Evaluations are made every `train.eval_every` steps, and at the end.
+    """
+
+    at_start: bool = False
+    """Evaluate before the first step, too."""
+    prompts: list[str] = field(default_factory=list)
+    """Texts that the model continues at each evaluation, greedily, into samples.jsonl."""
+    chat: Chat = Chat.auto
+    max_new_tokens: int = limited(64, at_least=1)
+    """Of each continuation; an end-of-text token ends it sooner."""
+    metrics: list[str] = field(default_factory=list)
+    """Names of metrics that installed packages offer (entry points `hfdist.metrics`), or `exact_match`, `word_f1`: of
+    continued held-out prompts, beside what stands there."""
+    num_generations: int = limited(32, at_least=1)
+    """Held-out examples that are continued for the metrics, at the most."""
+    # A checkpoint holds the newest 1000.
+    patience: int | None = limited(None, at_least=1, at_most=999)
+    """Evaluations in a row without a lower held-out loss, after which the run stops; null: never."""
+    min_delta: float = limited(0.0, at_least=0)
+    """By how much the loss must at least be lower than the best to count."""
+    export: Export = Export.last
+    """`best`: of the checkpoint with the lowest held-out loss."""
+    lm_eval: list[str] = field(default_factory=list)
+    """Tasks of EleutherAI's evaluation harness, for the exported model; its package is lm-eval."""
+    lm_eval_include: str | None = None
+    """A folder with YAML files of tasks of your own."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """`checkpoint.*`: when to save, what to keep, where to start.
+
+    Checkpoints are `<run.dir>/checkpoints/step-00000100`.
+    """
+
+    every: int | None = limited(None, at_least=1)
+    """Steps between saves; null: none."""
+    keep: int = limited(2, at_least=1)
+    """How many of the newest are kept."""
+    keep_every: int | None = limited(None, at_least=1)
+    """Also kept: those of steps that this divides; null: none."""
+    keep_best: bool = False
+    """Also kept: the one with the lowest held-out loss."""
+    background: bool = True
+    """Write from a copy in the host's memory while training goes on; false: no copy, and training waits."""
+    resume: str = "auto"
+    """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;
+    or the path of one to begin from: of another run, it counts until this run has checkpoints of its own."""
+    allow_changes: bool = False
+    """Go on from a checkpoint though keys, or data files, have changed that change the training."""
+
+
+@dataclass(kw_only=True)
+class WatchConfig:
+    """`watch.*`: when a rank counts as lost.
+
+    Only runs with several processes are watched.
+    """
+
+    heartbeat_seconds: float | None = limited(60.0, at_least=1)
+    """A rank that is silent for so long, or without progress while the others wait for it, ends the run with exit code
+    6; null: no watch."""
+
+
+@dataclass(kw_only=True)
+class ReportConfig:
+    """`report.*`: what people and scripts see of a run.
+
+    `metrics.jsonl` is always written.
+    """
+
+    log_every: int = limited(1, at_least=1)
+    """Steps between lines."""
+    to: list[str] = field(default_factory=list)
+    """Trackers of transformers' `report_to`, such as tensorboard or wandb."""
+    progress: bool = True
+    """Show a progress bar on rank 0."""
+    preview: int = limited(0, at_least=0)
+    """Sequences shown before the first step, targets and context told apart; 0: none."""
+    plot: bool = True
+    """Draw loss.png at the end."""
+    timeline: bool = True
+    """Draw the measured schedule of a pipeline, timeline.png, with a Chrome trace in timeline.json."""
+    sample_prompt: str | None = None
+    """Text that the trained model continues at the end; null: no sample."""
+    sample_tokens: int = limited(64, at_least=1)
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """`export.*`: where the trained model goes.
+
+    It is always written into the run's folder.
+    """
+
+    push_to: str | None = None
+    """Hub repository OWNER/NAME that it is uploaded to at the end, with its model card; null: none."""
+    private: bool = True
+    """Whether the repository is private, where it is made new."""
+    revision: str | None = None
+    """Branch to upload to, made where it is missing; null: the default branch."""
 
 
 @dataclass(kw_only=True)

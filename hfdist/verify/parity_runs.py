@@ -17,12 +17,9 @@ from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import to_yaml
-from hfdist.config.evaluate import EvaluateConfig
-from hfdist.config.export import ExportConfig
-from hfdist.config.launch import LaunchConfig
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
-from hfdist.config.run import RunConfig
+from hfdist.config.run import EvaluateConfig, ExportConfig, LaunchConfig, RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, HfdistError, NumericsError

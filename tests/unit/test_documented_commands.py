@@ -8,7 +8,7 @@ import yaml
 
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.launch import AUTO
+from hfdist.config.run import AUTO
 from tests.e2e.follow_readme import ELSEWHERE
 from tests.unit.config.shipped import CONF
 

@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from hfdist.config.evaluate import EvaluateConfig
 from hfdist.config.ranges import LIMIT
+from hfdist.config.run import EvaluateConfig
 from hfdist.trainer.checkpointing.log_history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
 from hfdist.trainer.evaluation.early_stopping import num_without_improvement
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hfdist.config.data import ChatConfig
-from hfdist.config.evaluate import Chat
+from hfdist.config.run import Chat
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.evaluation.samples import encode_prompts

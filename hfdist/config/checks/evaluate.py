@@ -6,8 +6,7 @@ from pathlib import Path
 
 from hfdist.config.checks.data import check_source
 from hfdist.config.data import DataConfig
-from hfdist.config.evaluate import EvaluateConfig, Export
-from hfdist.config.run import RunConfig
+from hfdist.config.run import EvaluateConfig, Export, RunConfig
 from hfdist.errors import ConfigError
 
 

@@ -17,8 +17,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.environment import check_environment
 from hfdist.config.checks.urls import scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
-from hfdist.config.report import TRACKERS
-from hfdist.config.run import RunConfig
+from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.errors import ConfigError
 from hfdist.topology import Topology
 

@@ -15,11 +15,10 @@ from hfdist.config.checks.data import check_data
 from hfdist.config.checks.evaluate import check_evaluation
 from hfdist.config.checks.layout import check_layout
 from hfdist.config.data import SourceKind
-from hfdist.config.export import ExportConfig
 from hfdist.config.model import Attention, Dtype, Init, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.ranges import LIMIT
-from hfdist.config.run import RunConfig, RunSection
+from hfdist.config.run import ExportConfig, RunConfig, RunSection
 from hfdist.config.schema import find_key
 from hfdist.config.train import Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError

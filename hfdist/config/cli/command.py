@@ -27,8 +27,7 @@ from hfdist.config.composition.compose import compose_untyped, make_request, to_
 from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.composition.search_path import searching
-from hfdist.config.launch import AUTO
-from hfdist.config.run import RunConfig
+from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
 from hfdist.topology import read_launcher

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfdist.config.evaluate import EvaluateConfig
-from hfdist.config.run import RunConfig
+from hfdist.config.run import EvaluateConfig, RunConfig
 from hfdist.errors import ConfigError
 from hfdist.topology import without_launcher
 

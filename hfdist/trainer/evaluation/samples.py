@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
-from hfdist.config.evaluate import Chat, EvaluateConfig
+from hfdist.config.run import Chat, EvaluateConfig
 from hfdist.data.documents.prompts import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, Message, RefusedError
 from hfdist.errors import ConfigError

@@ -18,9 +18,8 @@ from huggingface_hub import ModelCardData
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceKind
-from hfdist.config.export import ExportConfig
 from hfdist.config.model import Init
-from hfdist.config.run import RunConfig
+from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.data import PoolReport
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 

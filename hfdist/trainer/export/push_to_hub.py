@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
 from hfdist.collectives import gather_json, rank
-from hfdist.config.export import ExportConfig
+from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError
 from hfdist.models.hub.client import LOG_IN, Patience, ask
 

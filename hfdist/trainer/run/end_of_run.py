@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import on_rank_zero, world_size
-from hfdist.config.evaluate import Export
-from hfdist.config.run import RunConfig
+from hfdist.config.run import Export, RunConfig
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError

@@ -155,7 +155,7 @@ def test_a_list_of_texts_may_be_its_one_item():
 def test_the_table_of_trackers_is_that_of_transformers():
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    from hfdist.config.report import TRACKERS
+    from hfdist.config.run import TRACKERS
 
     assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
 

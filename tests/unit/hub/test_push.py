@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.config.export import ExportConfig
+from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models.hub.client import Patience
 from hfdist.trainer.export.push_to_hub import check_push, push
