@@ -27,10 +27,9 @@ from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing import sequence
-from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
+from hfdist.data.packing.sequence import INPUT_IDS, Shape, collate, make_rows
 from hfdist.data.packing.windows import best_fit
 from hfdist.data.sources.document_batch import DocumentBatch
-from hfdist.data.stream.collate import collate
 
 LENGTHS = (2048, 8192)
 LANES = 48

@@ -151,7 +151,7 @@ def _interrupted(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """A cursor of a stream that has read a few batches from a place, and the batches that come next."""
     stream.load_state_dict(_cursor_at(stream, sample, epoch, share))
-    batches = iter(stream.loader(micro_batch_size=BATCH))
+    batches = iter(stream.loader(batch_size=BATCH))
     for _ in range(num_batches):
         next(batches)
     state = stream.state_dict()
@@ -179,7 +179,7 @@ def _resume(corpus: Corpus, settings: Settings, state: dict[str, Any], size: int
         stream = _stream(corpus, settings.work, settings.config, rank, size)
         began, began_cpu = time.perf_counter(), time.process_time()
         stream.load_state_dict(state)
-        batches = iter(stream.loader(micro_batch_size=BATCH // size))
+        batches = iter(stream.loader(batch_size=BATCH // size))
         first = next(batches)
         costs.append(Cost(1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - began_cpu)))
         shares.append([first["input_ids"], *(next(batches)["input_ids"] for _ in range(1, _COMPARED_BATCHES))])

@@ -26,7 +26,7 @@ class _Stream:
         self._stream = TokenStream(open_corpus(config), work.tokenizer, config)
         if state is not None:
             self._stream.load_state_dict(state)
-        for batch in self._stream.loader(micro_batch_size=BATCH_SIZE):
+        for batch in self._stream.loader(batch_size=BATCH_SIZE):
             yield batch["input_ids"]
 
     def state(self) -> Any:

@@ -113,7 +113,7 @@ def measure(folder: Path, tokenizer_folder: Path, kind: SourceKind) -> Costs:
         stream = TokenStream(corpus, tokenizer, config)
         if cursor is not None:
             stream.load_state_dict(cursor)
-        batches = iter(stream.loader(micro_batch_size=MICRO_BATCH_SIZE))
+        batches = iter(stream.loader(batch_size=MICRO_BATCH_SIZE))
         next(batches)
         return stream, batches
 

@@ -169,7 +169,7 @@ def prepare(folder: Path, accumulation: int, num_rounds: int, num_steps: int) ->
     )
     config = recipe_config(work)
     data = recipe_data(config)
-    batches = iter(data.stream.loader(micro_batch_size=MICRO_BATCH_SIZE))
+    batches = iter(data.stream.loader(batch_size=MICRO_BATCH_SIZE))
     taken = [next(batches) for _ in range(work.num_steps * accumulation)]
     save_file({name: torch.stack([batch[name] for batch in taken]) for name in taken[0]}, folder / BATCHES)
     torch.manual_seed(0)

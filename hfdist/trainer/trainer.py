@@ -159,7 +159,7 @@ class DistributedTrainerMixin(_Trainer):
     def get_train_dataloader(self) -> Any:
         """A token stream reads this rank's share by itself: accelerate must not cut it again."""
         if self.strategy is not None and isinstance(self.train_dataset, TokenStream):
-            return self.train_dataset.loader(micro_batch_size=self.args.per_device_train_batch_size)
+            return self.train_dataset.loader(batch_size=self.args.per_device_train_batch_size)
         if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
         with sharding_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):

@@ -9,8 +9,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
-from hfdist.verify.audit.ledger import batches_of_steps
-from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
+from hfdist.verify.audit.run import batches_of_steps, describe_step, open_past_run, prove_once
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
 from tests.unit.data.corpora import texts
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.stream.worker_signals import forward_to_rank
+from hfdist.data.stream.workers import forward_to_rank
 from hfdist.trainer.fault_tolerance import preemption
 from hfdist.trainer.fault_tolerance.preemption import Preemption
 from hfdist.trainer.fault_tolerance.rank_flags import Agreement
@@ -120,7 +120,7 @@ def test_a_loader_process_passes_signals_on_and_ends_by_its_ranks():
 def read_and_wait(folder, pids):
     """A rank whose loader process reads more ahead than a pipe holds."""
     config = files_config(write_txt(folder), folder / "cache", sequence_length=4096, workers=1)
-    batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(micro_batch_size=1))
+    batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(batch_size=1))
     next(batches)
     (loader,) = psutil.Process().children()
     pids.put(loader.pid)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 
 class Status(IntEnum):
-    """What became of a document."""
+    """Whether a document was trained on, or why not."""
 
     trained = 0
     held_out = 1
@@ -46,15 +46,20 @@ Records = NDArray[np.void]
 """Shape [pieces], of dtype RECORD."""
 
 
-NO_RECORDS: Records = np.zeros(0, dtype=RECORD)
+def make_records(num_records: int, **columns: ArrayLike) -> Records:
+    """Make records of columns; fields without a column are 0."""
+    records = np.zeros(num_records, dtype=RECORD)
+    for name, values in columns.items():
+        records[name] = values
+    return records
 
 
 def join(records: Sequence[Records]) -> Records:
-    """Put them one behind the other: a copy. `numpy.concatenate` would compare their fields first."""
+    """Concatenate records: a copy. `numpy.concatenate` would compare their fields first."""
     return np.frombuffer(bytearray().join([one.data for one in records]), dtype=RECORD)
 
 
 def chain(digest: int, records: Records) -> int:
-    """Digest of a lane's records so far, from that before `records`; both in [0, 2**64)."""
+    """Digest of a lane's records so far: that before `records` and these; both in [0, 2**64)."""
     joined = digest.to_bytes(8, "little") + records.tobytes()
     return int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "little")

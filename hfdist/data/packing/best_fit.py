@@ -1,4 +1,4 @@
-"""Best fit on lengths alone: where a window of documents ends, and which of its pieces stand together."""
+"""Best fit on lengths alone: where a window of documents ends, and which of its pieces share a sequence."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import bisect
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Integers = NDArray[np.int64]
+from hfdist.data.packing.sequence import Integers
 
 RULE = 2
-"""Counts the rules so far of where a window ends and what stands together: a place in one is nothing in another."""
+"""Version of the rules for where a window ends and what shares a sequence: cursors of different versions differ."""
 
 # Ends of one window that are tried, and with what share of room left over none is looked for any more.
 _MOST_TRIES = 4
@@ -29,16 +28,6 @@ class Pieces(NamedTuple):
     num_tokens: Integers
 
 
-class Filled(NamedTuple):
-    """Pieces in sequences."""
-
-    sequence: list[int]
-    """Of each piece."""
-    num_sequences: int
-    most_room: int
-    """Of the sequence that has most left."""
-
-
 def cut(sizes: Integers, length: int) -> Pieces:
     """Cut documents of `sizes` tokens, shape [documents], that are longer than `length`; empty ones give no piece."""
     counts = -(-sizes // length)
@@ -48,12 +37,15 @@ def cut(sizes: Integers, length: int) -> Pieces:
     return Pieces(document, first_token, np.minimum(sizes[document] - first_token, length))
 
 
-def fill(lengths: list[int], length: int) -> Filled:
+def fill(lengths: list[int], length: int) -> tuple[list[int], int, int]:
     """Put each piece into the fullest sequence that still has room for it; of equal ones into the youngest.
 
     Args:
         lengths: of pieces, falling, from `length` to 1.
         length: of sequences.
+
+    Returns:
+        The sequence of each piece; the number of sequences; the most room that one of them has left.
     """
     sequence: list[int] = []
     num_sequences = 0
@@ -83,30 +75,11 @@ def fill(lengths: list[int], length: int) -> Filled:
             if not same:
                 insert(room, left)
             same.append(number)
-    return Filled(sequence, num_sequences, room[-1] if room else 0)
-
-
-def fill_in_order(pieces: Pieces, num_pieces: int, falling: Integers, length: int) -> tuple[Integers, Filled]:
-    """Fill sequences with the first `num_pieces`.
-
-    Args:
-        pieces: of all documents.
-        num_pieces: how many of them.
-        falling: places of all pieces, longest first.
-        length: of sequences.
-
-    Returns:
-        The sequence of each piece, in the order of the documents; and what `fill` gave.
-    """
-    own = falling[falling < num_pieces]
-    filled = fill(pieces.num_tokens[own].tolist(), length)
-    sequence = np.empty(num_pieces, dtype=np.int64)
-    sequence[own] = filled.sequence
-    return sequence, filled
+    return sequence, num_sequences, room[-1] if room else 0
 
 
 def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, Pieces, Integers, int]:
-    """Choose where a window ends, and put its pieces together.
+    """Choose where a window ends, and fill sequences with its pieces.
 
     Sequences are full but for the last one if the tokens up to the end are a little less than a multiple of the length.
     So among the ends in the second half the one that leaves least room is taken, of a few that look best.
@@ -114,7 +87,7 @@ def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, Pie
     Args:
         sizes: tokens of the documents that the window may have.
         length: of sequences.
-        may_end_before: else it has them all.
+        may_end_before: the last of them; else it has them all.
 
     Returns:
         Number of documents; their pieces; the sequence of each piece, and the number of sequences.
@@ -133,15 +106,18 @@ def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, Pie
         place = len(room) - 1 - int(np.argmin(over[::-1]))
         num_documents = first_end + place
         total = int(totals[num_documents - 1])
-        sequence, filled = fill_in_order(pieces, int(num_pieces[num_documents - 1]), falling, length)
-        waste = filled.num_sequences * length - total
-        share = total / max(filled.num_sequences * length, 1)
+        own = falling[falling < num_pieces[num_documents - 1]]
+        filled, num_sequences, most_room = fill(pieces.num_tokens[own].tolist(), length)
+        waste = num_sequences * length - total
+        share = total / max(num_sequences * length, 1)
         if share > best_share:
-            best_share, best = share, (num_documents, sequence, filled.num_sequences)
+            sequence = np.empty(len(own), dtype=np.int64)
+            sequence[own] = filled
+            best_share, best = share, (num_documents, sequence, num_sequences)
         if waste * _ENOUGH <= total:
             break
-        wanted = waste - filled.most_room
+        wanted = waste - most_room
         room[place] = 4 * length
     num_documents, sequence, num_sequences = best
-    own = Pieces(*(column[: len(sequence)] for column in pieces))
-    return num_documents, own, sequence, num_sequences
+    own_pieces = Pieces(*(column[: len(sequence)] for column in pieces))
+    return num_documents, own_pieces, sequence, num_sequences

@@ -1,13 +1,23 @@
-"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence."""
+"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence.
+
+Documents of one lane or of many wait in a buffer until they make whole sequences. Many sequences are cut together: all
+in columns, since a call of numpy costs as much as hundreds of documents, and no token is touched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Sequences
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.packing.packing_buffer import PackingBuffer, Share
-from hfdist.data.packing.sequence import Sequence, Shape
-from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.order.records import Records, Status, make_records
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, filling
+from hfdist.data.sources.document_batch import DocumentBatch, slices
+from hfdist.errors import CheckpointError, DataError
 
 # Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
@@ -24,18 +34,270 @@ def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Itera
     Raises:
         CheckpointError: that offset is behind the end of the document.
     """
-    waiting, num_together, lane = PackingBuffer(shape, [0]), 1, 0
+    buffer, num_at_once, lane = PackingBuffer(shape, [0]), 1, 0
 
-    def cut(most_sequences: int) -> Iterator[Sequence]:
-        num_sequences = min(waiting.num_sequences(lane), most_sequences)
-        return map(waiting.cut({lane: num_sequences}).sequence, range(num_sequences))
+    def cut() -> Iterator[Sequence]:
+        num_sequences = min(buffer.num_sequences(lane), _MOST_SEQUENCES)
+        return map(buffer.cut({lane: num_sequences}).sequence, range(num_sequences))
 
     for place, chunk in chunks:
-        waiting.add(chunk, [Share(lane, place, len(chunk.numbers))])
-        while waiting.num_sequences(lane) >= num_together:
-            yield from cut(_MOST_SEQUENCES)
-            num_together = min(2 * num_together, _MOST_SEQUENCES)
-    if waiting.num_sequences(lane):
-        yield from cut(_MOST_SEQUENCES)
-    if waiting.num_documents(lane):
-        yield waiting.rest(lane)
+        buffer.add(chunk, [LaneDocuments(lane, place, len(chunk.numbers))])
+        while buffer.num_sequences(lane) >= num_at_once:
+            yield from cut()
+            num_at_once = min(2 * num_at_once, _MOST_SEQUENCES)
+    if buffer.num_sequences(lane):
+        yield from cut()
+    if buffer.num_documents(lane):
+        yield buffer.rest(lane)
+
+
+class LaneDocuments(NamedTuple):
+    """Says which documents of a chunk are a lane's."""
+
+    lane: int
+    place: Place
+    """Of the first of them; its offset is the first token that is still to be used."""
+    num_documents: int
+
+
+class _Items(NamedTuple):
+    """What is left of documents, as columns; nothing of those that are passed over. Each of shape [documents]."""
+
+    numbers: Integers
+    epochs: Integers
+    positions: Integers
+    fates: Integers
+    of_tokens: Integers
+    """All tokens of the document."""
+    given: Integers
+    """Those that `data.too_long` leaves."""
+    first: Integers
+    """Token of the document that is used next."""
+    lengths: Integers
+    """How many are left."""
+    arrays: Integers
+    """Number of the array that holds them."""
+    starts: Integers
+    """Index of the next one in it."""
+
+
+_FIRST, _LENGTHS, _STARTS = map(_Items._fields.index, ("first", "lengths", "starts"))
+
+
+class PackingBuffer:
+    """Documents of some lanes, or what is left of them, that are in no sequence yet."""
+
+    def __init__(self, shape: Shape, lanes: Iterable[int]) -> None:
+        self._shape = shape
+        self._columns = {lane: np.empty((len(_Items._fields), 0), dtype=np.int64) for lane in lanes}
+        """Columns of `_Items`."""
+        self._num_tokens = dict.fromkeys(self._columns, 0)
+        self._arrays: dict[int, NDArray[Any]] = {}
+        """Tokens, by number."""
+        self._num_arrays = 0
+        self._errors: dict[tuple[int, int], DataError] = {}
+        """Of bad documents, by epoch and number."""
+
+    def num_documents(self, lane: int) -> int:
+        """Number of a lane's documents, those passed over included."""
+        return self._columns[lane].shape[1]
+
+    def num_sequences(self, lane: int) -> int:
+        """Number of whole sequences that a lane's documents make."""
+        return self._num_tokens[lane] // self._shape.length
+
+    def add(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> None:
+        """Take documents, which are the lanes' in this order: all, or none of them if there is an error.
+
+        Raises:
+            CheckpointError: an offset is behind the end of its document.
+        """
+        new = self._items(chunk, lanes)
+        ends = np.cumsum([own.num_documents for own in lanes])
+        for own, end in zip(lanes, ends.tolist(), strict=True):
+            offset, length = own.place.offset, int(new[_LENGTHS, end - own.num_documents])
+            if offset > 0 and offset >= length:
+                raise CheckpointError(
+                    "the data cursor stands behind the end of a document: the data have changed, or it is damaged",
+                    where="cursor.places",
+                    found=f"token {offset} of {length}",
+                    hint="the data of the checkpoint, or a new run.name",
+                )
+        num_tokens = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
+        begin = 0
+        for (lane, place, _), end, own_tokens in zip(lanes, ends.tolist(), num_tokens, strict=True):
+            columns = new[:, begin:end]
+            if place.offset > 0:
+                _use(columns, place.offset)
+            self._columns[lane] = np.concatenate([self._columns[lane], columns], axis=1)
+            self._num_tokens[lane] += own_tokens - place.offset
+            begin = end
+        for number, error in chunk.errors.items():
+            self._errors[int(_Items(*new).epochs[number]), int(chunk.numbers[number])] = error
+
+    def _items(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> Integers:
+        counts = np.array([own.num_documents for own in lanes])
+        first_positions = np.array([own.place.position for own in lanes])
+        documents = np.arange(len(chunk.numbers))
+        return np.stack(
+            _Items(
+                numbers=chunk.numbers,
+                epochs=np.repeat([own.place.epoch for own in lanes], counts),
+                positions=documents + np.repeat(first_positions - (np.cumsum(counts) - counts), counts),
+                fates=chunk.fates,
+                of_tokens=chunk.lengths + chunk.cut_tokens,
+                given=chunk.lengths,
+                first=np.zeros_like(documents),
+                lengths=chunk.lengths,
+                arrays=self._keep(chunk.tokens)[chunk.arrays],
+                starts=chunk.starts,
+            )
+        )
+
+    def _keep(self, arrays: Sequences[NDArray[Any]]) -> Integers:
+        """Keep arrays, and drop those that hold no document any more; returns their numbers."""
+        known = {id(tokens): number for number, tokens in self._arrays.items()}
+        if not all(id(tokens) in known for tokens in arrays):
+            used = {int(number) for columns in self._columns.values() for number in np.unique(_Items(*columns).arrays)}
+            self._arrays = {number: tokens for number, tokens in self._arrays.items() if number in used}
+        numbers = []
+        for tokens in arrays:
+            if (number := known.get(id(tokens))) is None:
+                number = known[id(tokens)] = self._num_arrays
+                self._num_arrays += 1
+            self._arrays[number] = tokens
+            numbers.append(number)
+        return np.array(numbers, dtype=np.int64)
+
+    def cut(self, num_sequences: Mapping[int, int]) -> CutSequences:
+        """Take so many whole sequences of each lane, one lane behind the other.
+
+        What is passed over behind a lane's last token stays.
+        """
+        taken = [self._take(lane, number * self._shape.length) for lane, number in num_sequences.items() if number]
+        items = _Items(*np.concatenate(taken, axis=1))
+        return CutSequences(items, sum(num_sequences.values()), self._shape, self._arrays, self._errors)
+
+    def _take(self, lane: int, num_tokens: int) -> Integers:
+        columns = self._columns[lane]
+        ends = np.cumsum(columns[_LENGTHS])
+        last = int(np.searchsorted(ends, num_tokens))
+        over = int(ends[last]) - num_tokens
+        taken = columns[:, : last + 1].copy()
+        taken[_LENGTHS, last] -= over
+        self._columns[lane] = columns[:, last if over else last + 1 :]
+        if over:
+            _use(self._columns[lane], int(taken[_LENGTHS, last]))
+        self._num_tokens[lane] -= num_tokens
+        return taken
+
+    def rest(self, lane: int) -> Sequence:
+        """Take all that is left of a lane, which is less than a sequence, and fill it up."""
+        length, num_tokens = self._shape.length, self._num_tokens[lane]
+        items = _Items(*self._columns[lane])
+        self._columns[lane], self._num_tokens[lane] = self._columns[lane][:, :0], 0
+        sequence = CutSequences(items, 1, self._shape, self._arrays, self._errors).sequence(0)
+        return sequence._replace(
+            parts=[*sequence.parts, filling(length - num_tokens, self._shape)],
+            lengths=[*sequence.lengths, length - num_tokens],
+            blanks=[*sequence.blanks, (num_tokens, length)],
+            num_tokens=num_tokens,
+            # As in all sequences that are filled up: what was passed over comes first.
+            records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
+        )
+
+
+def _use(columns: Integers, num_tokens: int) -> None:
+    """Take tokens away from the beginning of the first item."""
+    columns[_FIRST, 0] += num_tokens
+    columns[_STARTS, 0] += num_tokens
+    columns[_LENGTHS, 0] -= num_tokens
+
+
+class CutSequences:
+    """Sequences of whole items, but for the last item of each lane, which is as long as its last sequence needs.
+
+    Items of several lanes may follow each other, if those of each lane have as many tokens as whole sequences.
+
+    Args:
+        items: of the first sequence, then of the next.
+        num_sequences: that they make; the last one may be shorter than the others.
+        shape: of sequences.
+        arrays: tokens, by number.
+        errors: of bad documents, by epoch and number; those that are met are taken out.
+    """
+
+    def __init__(
+        self,
+        items: _Items,
+        num_sequences: int,
+        shape: Shape,
+        arrays: Mapping[int, NDArray[Any]],
+        errors: dict[tuple[int, int], DataError],
+    ) -> None:
+        self._length, self._errors = shape.length, errors
+        ends = np.cumsum(items.lengths)
+        begins = ends - items.lengths
+        edges = np.arange(1, num_sequences) * shape.length
+        # Items with an edge inside become several pieces: the items that own them, and where they start in all tokens.
+        holders = np.searchsorted(ends, edges, side="right")
+        is_inside = begins[holders] != edges
+        owners = np.concatenate([np.arange(len(ends)), holders[is_inside]])
+        starts = np.concatenate([begins, edges[is_inside]])
+        # Stable: what is passed over stays before the piece that begins at the same token.
+        order = np.argsort(starts, kind="stable")
+        owners, starts = owners[order], starts[order]
+        sizes = np.minimum(ends[owners], (starts // shape.length + 1) * shape.length) - starts
+        used = starts - begins[owners]
+        self._records = make_records(
+            len(owners),
+            document=items.numbers[owners],
+            first_token=items.first[owners] + used,
+            num_tokens=sizes,
+            of_tokens=items.of_tokens[owners],
+            epoch=items.epochs[owners],
+            fate=items.fates[owners],
+        )
+        self._record_ends = [0, *np.searchsorted(starts, edges).tolist(), len(owners)]
+        has_tokens = sizes > 0
+        owners, starts, sizes, used = (column[has_tokens] for column in (owners, starts, sizes, used))
+        self._piece_ends = [0, *np.searchsorted(starts, edges).tolist(), len(owners)]
+        self._sizes = sizes.tolist()
+        self._parts = slices(arrays, items.arrays[owners], items.starts[owners] + used, sizes)
+        self._blanks: dict[int, list[tuple[int, int]]] = {}
+        for piece in np.flatnonzero(items.fates[owners] == Status.quarantined).tolist():
+            self._parts[piece] = filling(self._sizes[piece], shape)
+            number, start = divmod(int(starts[piece]), shape.length)
+            self._blanks.setdefault(number, []).append((start, start + self._sizes[piece]))
+        self._places = _next_places(items, ends, num_sequences, shape.length)
+
+    def sequence(self, number: int) -> Sequence:
+        """Make one of them: thousands that wait would be looked through by each garbage collection."""
+        start, stop = self._piece_ends[number : number + 2]
+        first, last = self._record_ends[number : number + 2]
+        records = self._records[first:last]
+        epochs, positions, offsets = self._places
+        return Sequence(
+            self._parts[start:stop],
+            self._sizes[start:stop],
+            self._blanks.get(number, ()),
+            Place(epochs[number], positions[number], offsets[number]),
+            self._length,
+            records,
+            self._problems(records) if self._errors else (),
+        )
+
+    def _problems(self, records: Records) -> tuple[str, ...]:
+        bad = records[records["fate"] == Status.bad]
+        return tuple(str(self._errors.pop((int(record["epoch"]), int(record["document"])))) for record in bad)
+
+
+def _next_places(items: _Items, ends: Integers, num_sequences: int, length: int) -> tuple[list[int], ...]:
+    """Where each sequence ends: columns of `Place`."""
+    edges = np.arange(1, num_sequences + 1) * length
+    # The item that holds the last token of each; of one that is too short, the last item, used and more than used.
+    lasts = np.minimum(np.searchsorted(ends, edges), len(ends) - 1)
+    used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
+    is_done = used >= items.given[lasts]
+    positions, offsets = items.positions[lasts] + is_done, np.where(is_done, 0, used)
+    return items.epochs[lasts].tolist(), positions.tolist(), offsets.tolist()

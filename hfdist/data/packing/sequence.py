@@ -1,4 +1,4 @@
-"""What packing gives: a sequence, what it was made of, and where the next one begins.
+"""A packed sequence, the records of its pieces, and the tensors of a batch of sequences.
 
 documents   a a a |  b b b b b | c c
 input_ids   a a a b | b b b b | c c ...
@@ -17,10 +17,15 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import DTypeLike, NDArray
+from torch.nn.utils.rnn import pad_sequence
 
+from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import NO_RECORDS, Records, join
+from hfdist.data.order.records import Records, join, make_records
+
+Integers = NDArray[np.int64]
 
 IGNORED = -100
 """Label of a position that is not a target."""
@@ -30,7 +35,7 @@ NAMES = ("input_ids", "position_ids", "labels")
 
 
 class Sequence(NamedTuple):
-    """A packed sequence: which tokens it is made of. They are copied when it becomes part of a batch."""
+    """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
     parts: Sequences[NDArray[Any]]
     """Tokens end to end; uint16, or int32 with complements. Pieces need not be parts."""
@@ -64,22 +69,16 @@ class Shape:
 
 
 def without_tokens(
-    length: int, shape: Shape, next_place: Place, records: Records = NO_RECORDS, problems: tuple[str, ...] = ()
+    length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[str, ...] = ()
 ) -> Sequence:
-    """Make a sequence that is all filling.
-
-    Args:
-        length: of it.
-        shape: of sequences.
-        next_place: behind it.
-        records: of documents passed over before it.
-        problems: of bad rows among them.
-    """
+    """Make a sequence that is all filling; `records` and `problems` are of documents passed over before it."""
+    if records is None:
+        records = make_records(0)
     return Sequence([filling(length, shape)], [length], [(0, length)], next_place, 0, records, problems)
 
 
 def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
-    """Tokens that stand for others, or for none."""
+    """Tokens that fill up, or that stand for others."""
     return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
@@ -113,7 +112,7 @@ def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray
 
 
 def _tokens(sequences: Sequences[Sequence]) -> NDArray[Any]:
-    """Of all, end to end: a copy."""
+    """Tokens of all sequences, end to end: a copy."""
     parts = list(chain.from_iterable([one.parts for one in sequences]))
     if len({part.dtype for part in parts}) > 1:
         return np.concatenate(parts)
@@ -122,16 +121,31 @@ def _tokens(sequences: Sequences[Sequence]) -> NDArray[Any]:
     return np.frombuffer(joined, parts[0].dtype)
 
 
+def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
+    """Stack sequences, int64.
+
+    Returns:
+        input_ids, labels and position_ids of shape [sequences, length]; under `none` attention_mask in place of
+        position_ids, all filled up to the longest.
+    """
+    if packing is not Packing.none:
+        rows = make_rows(sequences, np.int64)
+        return {name: torch.from_numpy(row.reshape(-1, shape.length)) for name, row in zip(NAMES, rows, strict=True)}
+    ids, _, labels = zip(*(map(torch.from_numpy, make_rows([one], np.int64)) for one in sequences), strict=True)
+    rows_of = {"input_ids": list(ids), "attention_mask": [torch.ones_like(row) for row in ids], "labels": list(labels)}
+    fill = {"input_ids": shape.fill_id, "attention_mask": 0, "labels": IGNORED}
+    return {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in rows_of.items()}
+
+
 class Bundle(NamedTuple):
-    """Sequences on their way to another process: of arrays, each of which costs there and here, as few as can be."""
+    """Sequences on their way to another process, in few arrays: each costs time there and here."""
 
     tokens: NDArray[Any]
-    """Of all, end to end."""
+    """Of all sequences, end to end; so are the records."""
     records: Records
-    """As well."""
     num_records: list[int]
     others: list[tuple[Any, ...]]
-    """What else each has."""
+    """The other fields of each sequence."""
 
 
 def bundle(sequences: Sequences[Sequence]) -> Bundle:
@@ -145,7 +159,7 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
 
 
 def unbundle(given: Bundle) -> Iterator[Sequence]:
-    """Give them back."""
+    """Give the sequences of a bundle."""
     token, record = 0, 0
     for num_records, (lengths, blanks, place, num_tokens, problems) in zip(
         given.num_records, given.others, strict=True
@@ -157,7 +171,7 @@ def unbundle(given: Bundle) -> Iterator[Sequence]:
 
 
 def ids_and_labels(tokens: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Tell tokens of documents from their targets; both of shape [tokens], signed."""
+    """Token ids and labels of a document's tokens; both of shape [tokens], signed."""
     if tokens.dtype.kind == "u":
         # Wide enough for IGNORED; none is context.
         tokens = tokens.astype(np.int32)

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hfdist.data.order.cursor import Place
-from hfdist.data.order.records import RECORD, Records, join
+from hfdist.data.order.records import Records, Status, join, make_records
 from hfdist.data.order.shuffle import permutation
-from hfdist.data.packing.best_fit import Integers, Pieces, fit
-from hfdist.data.packing.fill import Arrangement, make_sequences
-from hfdist.data.packing.sequence import Sequence, Shape, without_tokens
-from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.packing.best_fit import Pieces, fit
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, filling, without_tokens
+from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -29,18 +28,28 @@ _SORTED_DOCUMENTS = 64
 _ROUNDED_TOKENS = 8
 
 
+class _Arrangement(NamedTuple):
+    """Pieces of a window's documents, sequence by sequence."""
+
+    pieces: Pieces
+    ends: Integers
+    """Where each sequence ends, counted in pieces; shape [sequences]."""
+    lengths: Integers
+    """Of sequences, with their filling; no longer than `shape.length`. Shape [sequences]."""
+
+
 class _Window(NamedTuple):
     """Neighbouring documents of one lane and epoch."""
 
     begin: Place
     """Of the first of them."""
-    behind: Place
-    """Of the next one behind them, or of none."""
+    next_place: Place
+    """Behind the last of them."""
     documents: DocumentBatch
-    arrangement: Arrangement
+    arrangement: _Arrangement
 
 
-_Arrange = Callable[[Integers, Place, bool], tuple[int, Arrangement] | None]
+_Arrange = Callable[[Integers, Place, bool], tuple[int, _Arrangement] | None]
 """From the sizes of the next documents, the place of the first, and whether they are all: the number of those that are
 a window, and how; None: more are needed to tell."""
 
@@ -59,7 +68,7 @@ def best_fit(
     """
     length = shape.length
 
-    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, Arrangement] | None:
+    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, _Arrangement] | None:
         most = min(max(begin.position, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
         is_full = len(sizes) >= most or sizes.sum() >= _MOST_SEQUENCES * length
         if not is_full and not is_all:
@@ -73,9 +82,9 @@ def best_fit(
         order = np.argsort(rank[sequence], kind="stable")
         ends = np.cumsum(np.bincount(rank[sequence], minlength=num_sequences))
         ordered = Pieces(*(column[order] for column in pieces))
-        return num_documents, Arrangement(ordered, ends, np.full(num_sequences, length))
+        return num_documents, _Arrangement(ordered, ends, np.full(num_sequences, length))
 
-    return _give(_windows(chunks, arrange), first, shape)
+    return _sequences(_windows(chunks, arrange), first, shape, length)
 
 
 def one_each(
@@ -84,14 +93,13 @@ def one_each(
     """Give each document by itself, cut off at the length, in an order in which all lanes have like lengths at a time.
 
     Args:
-        chunks: documents in order, from the beginning of a window on, each of one epoch, and the place of the
-            first of them; offsets do not count.
-        first: sequence of that window to begin with.
-        shape: of sequences.
+        chunks: see `best_fit`.
+        first: likewise.
+        shape: likewise.
         key: of the order of lengths; the same in all lanes.
     """
 
-    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, Arrangement] | None:
+    def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, _Arrangement] | None:
         with_tokens = np.flatnonzero(sizes)[:_SORTED_DOCUMENTS]
         is_full = len(with_tokens) == _SORTED_DOCUMENTS
         if not is_full and not is_all:
@@ -107,48 +115,32 @@ def one_each(
         pieces = Pieces(with_tokens[order], np.zeros_like(used), used)
         lengths = np.minimum(-(-used // _ROUNDED_TOKENS) * _ROUNDED_TOKENS, shape.length)
         num_documents = int(with_tokens[-1]) + 1 if is_full else len(sizes)
-        return num_documents, Arrangement(pieces, np.arange(len(used)) + 1, lengths)
+        return num_documents, _Arrangement(pieces, np.arange(len(used)) + 1, lengths)
 
     windows = _windows(chunks, arrange, _SORTED_DOCUMENTS)
-    return _give(windows, first, shape, last_length=min(_ROUNDED_TOKENS, shape.length))
+    return _sequences(windows, first, shape, min(_ROUNDED_TOKENS, shape.length))
 
 
 class _Pending:
     """Neighbouring documents of one lane and epoch that are in no window yet."""
 
     def __init__(self) -> None:
-        self._chunks: deque[tuple[Place, DocumentBatch]] = deque()
+        self.chunks: deque[tuple[Place, DocumentBatch]] = deque()
         self.num_with_tokens = 0
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are none."""
-        return not self._chunks
-
-    @property
-    def begin(self) -> Place:
-        """Place of the first of them."""
-        return self._chunks[0][0]
-
-    @property
-    def sizes(self) -> Integers:
-        """Their tokens; shape [documents]."""
-        return np.concatenate([chunk.lengths for _, chunk in self._chunks])
-
     def add(self, place: Place, chunk: DocumentBatch) -> None:
-        """Take some more, one at least."""
-        self._chunks.append((place, chunk))
+        self.chunks.append((place, chunk))
         self.num_with_tokens += int(np.count_nonzero(chunk.lengths))
 
     def take(self, num_documents: int) -> tuple[DocumentBatch, Place]:
-        """Give the first of them, and the place behind them."""
-        taken, behind = [], self.begin
+        """Take the first of them; returns also the place behind them."""
+        taken, behind = [], self.chunks[0][0]
         while num_documents:
-            place, chunk = self._chunks.popleft()
+            place, chunk = self.chunks.popleft()
             count = min(num_documents, len(chunk.numbers))
             behind = Place(place.epoch, place.position + count)
             if count < len(chunk.numbers):
-                self._chunks.appendleft((behind, chunk.part(count, len(chunk.numbers))))
+                self.chunks.appendleft((behind, chunk.part(count, len(chunk.numbers))))
                 chunk = chunk.part(0, count)
             taken.append(chunk)
             num_documents -= count
@@ -158,21 +150,21 @@ class _Pending:
 
 
 def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, least: int = 0) -> Iterator[_Window]:
-    """Cut a run of documents; a window ends with its epoch, and else has at least `least` documents with tokens."""
+    """Split documents into windows; one ends with its epoch, and else has at least `least` documents with tokens."""
     pending = _Pending()
 
     def take(*, is_all: bool) -> Iterator[_Window]:
         # Else each chunk without tokens would be looked at again with every one that follows.
-        while not pending.is_empty and (is_all or pending.num_with_tokens >= least):
-            begin = pending.begin
-            if (found := arrange(pending.sizes, begin, is_all)) is None:
+        while pending.chunks and (is_all or pending.num_with_tokens >= least):
+            begin, sizes = pending.chunks[0][0], np.concatenate([chunk.lengths for _, chunk in pending.chunks])
+            if (found := arrange(sizes, begin, is_all)) is None:
                 return
             num_documents, arrangement = found
-            documents, behind = pending.take(num_documents)
-            yield _Window(begin, behind, documents, arrangement)
+            documents, next_place = pending.take(num_documents)
+            yield _Window(begin, next_place, documents, arrangement)
 
     for place, chunk in chunks:
-        if not pending.is_empty and pending.begin.epoch != place.epoch:
+        if pending.chunks and pending.chunks[0][0].epoch != place.epoch:
             yield from take(is_all=True)
         if len(chunk.numbers):
             pending.add(place, chunk)
@@ -180,22 +172,20 @@ def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, l
     yield from take(is_all=True)
 
 
-def _give(
-    windows: Iterator[_Window], first: int, shape: Shape, *, last_length: int | None = None
-) -> Iterator[Sequence]:
+def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length: int) -> Iterator[Sequence]:
     """Give the sequences of windows; what a window passes over goes with its first one, or with the next window's.
 
     Args:
         windows: in order.
         first: sequence of the first window to begin with.
         shape: of sequences.
-        last_length: of a sequence without tokens, for what is passed over at the very end; None: `shape.length`.
+        last_length: of a sequence without tokens, for what is passed over at the very end.
     """
     passed: list[Records] = []
     problems: list[str] = []
-    behind = Place()
-    for begin, behind, documents, arrangement in windows:
-        num_sequences = len(arrangement.ends)
+    next_place = Place()
+    for window in windows:
+        documents, next_place, num_sequences = window.documents, window.next_place, len(window.arrangement.ends)
         if first > 0 and first >= num_sequences:
             raise CheckpointError(
                 "the data cursor stands behind the end of a window: the data have changed, or it is damaged",
@@ -204,11 +194,13 @@ def _give(
                 hint="the data of the checkpoint, or a new run.name",
             )
         if first == 0 and not documents.lengths.all():
-            passed.append(_passed_over(documents, begin.epoch))
+            empty = np.flatnonzero(documents.lengths == 0)
+            numbers, fates = documents.numbers[empty], documents.fates[empty]
+            passed.append(make_records(len(empty), document=numbers, fate=fates, epoch=window.begin.epoch))
             problems += [str(error) for _, error in sorted(documents.errors.items())]
         if not num_sequences:
             continue
-        made = make_sequences(documents, begin, behind, arrangement, shape, first)
+        made = _of_window(window, shape, first)
         if passed:
             with_passed = next(made)
             yield with_passed._replace(records=join([*passed, with_passed.records]), problems=tuple(problems))
@@ -216,13 +208,68 @@ def _give(
         yield from made
         first = 0
     if passed:
-        length = shape.length if last_length is None else last_length
-        yield without_tokens(length, shape, behind, join(passed), tuple(problems))
+        yield without_tokens(last_length, shape, next_place, join(passed), tuple(problems))
 
 
-def _passed_over(documents: DocumentBatch, epoch: int) -> Records:
-    """Records of those without tokens."""
-    places = np.flatnonzero(documents.lengths == 0)
-    records = np.zeros(len(places), dtype=RECORD)
-    records["document"], records["fate"], records["epoch"] = documents.numbers[places], documents.fates[places], epoch
-    return records
+def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
+    """Give the sequences of a window from number `first` on: all made together, which makes numpy's calls cheap.
+
+    Their records have nothing of what the window passes over.
+    """
+    documents, (pieces, ends, lengths) = window.documents, window.arrangement
+    owners, fates = pieces.document, documents.fates[pieces.document]
+    records = make_records(
+        len(owners),
+        document=documents.numbers[owners],
+        first_token=pieces.first_token,
+        num_tokens=pieces.num_tokens,
+        of_tokens=(documents.lengths + documents.cut_tokens)[owners],
+        epoch=window.begin.epoch,
+        fate=fates,
+    )
+    room = lengths - np.diff(np.cumsum(pieces.num_tokens)[ends - 1], prepend=0)
+    has_room = room > 0
+    # What fills a sequence up is one piece more at its end, of one array more behind the others; so is what stands for
+    # quarantined documents.
+    tokens, filler = [*documents.tokens, filling(shape.length, shape)], len(documents.tokens)
+    is_blank = fates == Status.quarantined
+    arrays = np.where(is_blank, filler, documents.arrays[owners])
+    starts = np.where(is_blank, 0, documents.starts[owners] + pieces.first_token)
+    columns = np.stack([arrays, starts, pieces.num_tokens, is_blank])
+    fillers = np.zeros((len(columns), np.count_nonzero(has_room)), dtype=np.int64)
+    fillers[0], fillers[2], fillers[3] = filler, room[has_room], True
+    arrays, starts, sizes, is_blank = np.insert(columns, ends[has_room], fillers, axis=1)
+    parts = slices(tokens, arrays, starts, sizes)
+    filled_ends = ends + np.cumsum(has_room)
+    blanks = _blanks(sizes, is_blank, filled_ends, lengths)
+    counts, num_tokens = sizes.tolist(), (lengths - room).tolist()
+    part_ends, record_ends = [0, *filled_ends.tolist()], [0, *ends.tolist()]
+    for number in range(first, len(ends)):
+        start, stop = part_ends[number : number + 2]
+        is_last = number == len(ends) - 1
+        yield Sequence(
+            parts[start:stop],
+            counts[start:stop],
+            blanks[number],
+            window.next_place if is_last else Place(window.begin.epoch, window.begin.position, number + 1),
+            num_tokens[number],
+            records[record_ends[number] : record_ends[number + 1]],
+        )
+
+
+def _blanks(sizes: Integers, is_blank: Integers, ends: Integers, lengths: Integers) -> list[list[tuple[int, int]]]:
+    """Give from where to where a sequence has no targets, for each.
+
+    Args:
+        sizes: of the parts of a window, in order.
+        is_blank: which of them are no targets.
+        ends: of sequences, counted in parts.
+        lengths: of sequences.
+    """
+    blanks: list[list[tuple[int, int]]] = [[] for _ in ends]
+    places = np.flatnonzero(is_blank)
+    sequence = np.searchsorted(ends, places, side="right")
+    stops = np.cumsum(sizes)[places] - (np.cumsum(lengths) - lengths)[sequence]
+    for number, stop, size in zip(sequence.tolist(), stops.tolist(), sizes[places].tolist(), strict=True):
+        blanks[number].append((stop - size, stop))
+    return blanks

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hfdist.config.data import BadRows
 from hfdist.data.sources.base import BadRow, Shard
-from hfdist.data.stream.loader import keep_arrays
-from hfdist.data.stream.worker_deaths import Vitals
+from hfdist.data.stream.workers import Vitals, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import DataError, HfdistError
@@ -90,7 +89,7 @@ def make_tokens(
     )
     made, num_bad = iter(loader), 0
     try:
-        with vitals.told():
+        with vitals.explain_deaths():
             for _ in chunks:
                 chunk = next(made)
                 if isinstance(chunk, HfdistError):

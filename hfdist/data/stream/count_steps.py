@@ -60,7 +60,7 @@ def count_steps(
 def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
     logger.info("counting the steps, once: all data are tokenized and packed")
     num_steps, said = 0, time.monotonic()
-    batches = iter(stream.loader(micro_batch_size=global_batch_size))
+    batches = iter(stream.loader(batch_size=global_batch_size))
     while not stream.has_ended and num_steps != at_most:
         num_steps += bool((next(batches)["labels"] != IGNORED).any())
         if time.monotonic() - said > _SAY_EVERY_SECONDS:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hfdist.config.data import Packing, TooLong
 from hfdist.data.documents.corpus import Pool
@@ -16,12 +19,21 @@ from hfdist.data.order.mixture import Mixture
 from hfdist.data.order.records import Status
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing import sequence
-from hfdist.data.packing.concat import concat
+from hfdist.data.packing.concat import LaneDocuments, PackingBuffer, concat
 from hfdist.data.packing.sequence import Shape, without_tokens
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import DocumentBatch
-from hfdist.data.stream.document_iterator import DocumentIterator
-from hfdist.data.stream.multi_lane import MultiLaneReader
+from hfdist.errors import DataError, HfdistError
+
+# What may pass without a document to train on: a short lane may draw only held-out ones, another a damaged file.
+_MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
+# Made by a `MultiLaneReader`, of each lane, and of all: twice as many lanes, then sequences, each time, so that a first
+# batch comes soon.
+_MOST_SEQUENCES, _MOST_SEQUENCES_OF_ALL = 64, 4096
+# Of a lane, read at a time: where most documents are passed over, the guess of how many it takes is far too high.
+_MOST_DOCUMENTS = 4096
+# Of all lanes: once so many are read for one call, making more would take as long for each, and all would wait longer.
+_ENOUGH_DOCUMENTS = 100_000
 
 Packed = tuple[int, int | None, sequence.Sequence]
 """Lane, pool (None: the lane has come to its end) and sequence."""
@@ -29,7 +41,7 @@ Packed = tuple[int, int | None, sequence.Sequence]
 
 @dataclass(frozen=True)
 class Plan:
-    """What all lanes share: the order of each pool, whose turn it is, and how sequences are packed."""
+    """What all lanes share: the order of each pool, the mixture of pools, and how sequences are packed."""
 
     pools: Sequence[Pool]
     orders: Sequence[LaneOrder]
@@ -45,19 +57,13 @@ class Plan:
         limit = self.pools[pool].epochs
         return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
 
-    def walk(self, pool: int, lane: int, place: Place) -> DocumentIterator:
-        """Begin a lane's way through a pool."""
+    def documents(self, pool: int, lane: int, place: Place) -> DocumentIterator:
+        """Iterate over a lane's documents of a pool, from a place on."""
         return DocumentIterator(self.pools[pool], self.orders[pool], lane, place)
 
 
 class Lane:
-    """Gives the sequences of one lane. Open them with `open_lanes`.
-
-    Args:
-        plan: of the run.
-        lane: number of the lane.
-        sequences: of each pool of which something is left.
-    """
+    """Gives the sequences of one lane: see `open_lanes`."""
 
     def __init__(self, plan: Plan, lane: int, sequences: Mapping[int, Iterator[sequence.Sequence]]) -> None:
         self._plan, self._lane = plan, lane
@@ -65,10 +71,7 @@ class Lane:
         self._available = tuple(self._sequences)
 
     def next(self, sample: int) -> Packed:
-        """Give the lane's next sequence.
-
-        Args:
-            sample: its number in the run.
+        """Give the lane's next sequence, which is number `sample` of the run.
 
         Raises:
             DataError: bad data, or none to train on.
@@ -77,7 +80,7 @@ class Lane:
         if pool is None:
             return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
         packed = next(self._sequences[pool])
-        # With its last sequence, not when more is asked for: a lane that goes on from here must pick as this one does.
+        # At its last sequence, not when more is asked for: a lane that resumes here must pick as this one does.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
             del self._sequences[pool]
             self._available = tuple(self._sequences)
@@ -87,23 +90,17 @@ class Lane:
 
 
 def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:
-    """Go on where lanes stand.
-
-    Args:
-        plan: of the run.
-        documents: to read from.
-        progress: how far each lane has come in each pool; in the order of their turns.
-    """
+    """Open lanes, in the order of their turns, where `progress` says for each pool."""
     sequences: dict[int, dict[int, Iterator[sequence.Sequence]]] = {lane: {} for lane in progress}
     for pool in range(len(plan.pools)):
         places = {lane: pools[pool].place for lane, pools in progress.items()}
         left = {lane: place for lane, place in places.items() if not plan.is_finished(pool, lane, place)}
-        # Windows are made of what is read together; end to end it does not matter.
+        # Windows depend on the chunks that are read; documents end to end do not.
         if plan.packing is Packing.concat and documents.are_token_files(plan.pools[pool]):
-            walks = {lane: plan.walk(pool, lane, place) for lane, place in left.items()}
-            together = MultiLaneReader(walks, documents, plan.shape)
+            iterators = {lane: plan.documents(pool, lane, place) for lane, place in left.items()}
+            reader = MultiLaneReader(iterators, documents, plan.shape)
             for lane in left:
-                sequences[lane][pool] = iter(partial(together.next, lane), None)
+                sequences[lane][pool] = iter(partial(reader.next, lane), None)
         else:
             for lane, place in left.items():
                 sequences[lane][pool] = _pack(plan, documents, pool, lane, place)
@@ -111,7 +108,7 @@ def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence
 
 
 def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
-    chunks = _chunks(plan.walk(pool, lane, place), documents)
+    chunks = _chunks(plan.documents(pool, lane, place), documents)
     key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
     match plan.packing:
         case Packing.concat:
@@ -122,13 +119,174 @@ def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) 
             return one_each(chunks, place.offset, plan.shape, key)
 
 
-def _chunks(walk: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:
-    """Documents in a lane's order, epoch after epoch, and where the first of them stands."""
-    while len(numbers := walk.rest_of_block()):
+def _chunks(iterator: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:
+    """Documents in a lane's order, epoch after epoch, and the place of the first of them."""
+    while len(numbers := iterator.next_documents()):
         for chunk in documents.chunks(numbers):
             num_documents = len(chunk.numbers)
             trained = np.flatnonzero(chunk.fates == Status.trained)
             num_barren = num_documents - 1 - int(trained[-1]) if len(trained) else num_documents
-            place = walk.place
-            walk.go_on(num_documents, num_barren)
+            place = iterator.place
+            iterator.advance(num_documents, num_barren)
             yield place, chunk
+
+
+class DocumentIterator:
+    """Iterates over the documents of a pool in a lane, epoch after epoch."""
+
+    def __init__(self, pool: Pool, order: LaneOrder, lane: int, place: Place) -> None:
+        self._pool, self._order, self._lane = pool, order, lane
+        self.place = place
+        """Of the next document; an offset is of the first one only."""
+        self._barren_epochs = self._barren_documents = 0
+        self._numbers = np.empty(0, dtype=np.int64)
+        """Documents behind the place, of the same epoch."""
+
+    def next_documents(self, most: int | None = None) -> NDArray[np.int64]:
+        """Canonical numbers of the next ones, which stay the next ones until `advance`.
+
+        Args:
+            most: how many at most, from several blocks; None: the rest of a block, which is cheap to read together.
+
+        Returns:
+            One or more; none: the last epoch has ended.
+
+        Raises:
+            DataError: there is nothing to train on.
+        """
+        limit = self._pool.epochs
+        while not len(self._numbers) and (limit is None or self.place.epoch < limit):
+            epoch, position, _ = self.place
+            if position < self._order.lane_length(epoch, self._lane):
+                self._numbers = self._order.rest_of_blocks(epoch, self._lane, position, most or 1)
+            else:
+                self._end_epoch()
+        return self._numbers[:most]
+
+    def advance(self, num_documents: int, num_barren: int) -> None:
+        """Pass by the next documents.
+
+        Args:
+            num_documents: how many.
+            num_barren: how many of them come after the last one to train on.
+        """
+        self._numbers = self._numbers[num_documents:]
+        self.place = Place(self.place.epoch, self.place.position + num_documents)
+        if num_barren < num_documents:
+            self._barren_epochs, self._barren_documents = -1, 0
+        self._barren_documents += num_barren
+
+    def _end_epoch(self) -> None:
+        """Begin the next epoch; an error leaves the place as it was, so that the next call raises it again."""
+        num_barren = self._barren_epochs + 1
+        is_barren = num_barren >= _MOST_BARREN_EPOCHS and self._barren_documents >= _MOST_BARREN_DOCUMENTS
+        if self._pool.epochs is None and is_barren:
+            where = f"lane {self._lane}, {self._pool.name}"
+            raise DataError("a lane has no training documents", where=where, hint="fewer data.lanes")
+        self.place, self._barren_epochs = Place(self.place.epoch + 1), num_barren
+
+
+class MultiLaneReader:
+    """Gives the sequences of lanes that take turns, of token files end to end, and each lane's errors at its own turn.
+
+    It reads and packs many lanes at once: a call of numpy costs as much as hundreds of documents.
+
+    Args:
+        iterators: of each lane, in the order of their turns.
+        documents: to read from.
+        shape: of sequences.
+    """
+
+    def __init__(self, iterators: Mapping[int, DocumentIterator], documents: Documents, shape: Shape) -> None:
+        self._iterators, self._documents, self._shape = iterators, documents, shape
+        self._buffer = PackingBuffer(shape, iterators)
+        self._ready: dict[int, deque[Iterator[sequence.Sequence]]] = {lane: deque() for lane in iterators}
+        self._num_ready = dict.fromkeys(iterators, 0)
+        self._num_lanes = self._num_sequences = 1
+        self._num_documents, self._num_tokens = 1, shape.length
+        """Read so far, to guess how many documents a sequence takes."""
+
+    def next(self, lane: int) -> sequence.Sequence | None:
+        """Give the next one of a lane; None: it has come to its end.
+
+        Raises:
+            DataError, CheckpointError: see `DocumentIterator` and `PackingBuffer`.
+        """
+        if not self._num_ready[lane]:
+            self._pack(self._lacking(lane))
+        ready = self._ready[lane]
+        while ready:
+            if (packed := next(ready[0], None)) is not None:
+                self._num_ready[lane] -= 1
+                return packed
+            ready.popleft()
+        return None
+
+    def _lacking(self, first: int) -> list[int]:
+        """A lane and those behind it that will need more soon, as many as are made together now."""
+        lanes = list(self._iterators)
+        place = lanes.index(first)
+        few = self._num_sequences // 4
+        lacking = [lane for lane in [*lanes[place:], *lanes[:place]] if self._num_ready[lane] <= few]
+        return lacking[: self._num_lanes]
+
+    def _pack(self, lanes: list[int]) -> None:
+        before = self._num_documents
+        try:
+            self._read(lanes, self._num_sequences)
+        except HfdistError:
+            # Perhaps of another lane, before its turn: the lane that is asked needs one sequence now.
+            lanes = lanes[:1]
+            self._read(lanes, 1)
+        counts = {lane: min(self._buffer.num_sequences(lane), self._num_sequences) for lane in lanes}
+        if any(counts.values()):
+            cut = self._buffer.cut(counts)
+            stop = 0
+            for lane, count in counts.items():
+                start, stop = stop, stop + count
+                self._add_ready(lane, map(cut.sequence, range(start, stop)), count)
+        for lane, count in counts.items():
+            if not count and self._buffer.num_documents(lane):
+                self._add_ready(lane, iter([self._buffer.rest(lane)]), 1)
+        if self._num_lanes < len(self._iterators):
+            self._num_lanes *= 2
+        elif self._num_documents - before < _ENOUGH_DOCUMENTS:
+            most = max(_MOST_SEQUENCES_OF_ALL // len(self._iterators), 1)
+            self._num_sequences = min(2 * self._num_sequences, _MOST_SEQUENCES, most)
+
+    def _add_ready(self, lane: int, sequences: Iterator[sequence.Sequence], count: int) -> None:
+        self._ready[lane].append(sequences)
+        self._num_ready[lane] += count
+
+    def _read(self, lanes: list[int], num_sequences: int) -> None:
+        """Read until each of the lanes has so many sequences, or has ended."""
+        for num_passes in itertools.count():
+            lanes = [lane for lane in lanes if self._buffer.num_sequences(lane) < num_sequences]
+            numbers = {}
+            for lane in lanes:
+                guess = self._guess(num_sequences - self._buffer.num_sequences(lane))
+                # The next documents may be shorter than those before.
+                numbers[lane] = self._iterators[lane].next_documents(min(max(guess, 2**num_passes), _MOST_DOCUMENTS))
+            lanes = [lane for lane in lanes if len(numbers[lane])]
+            if not lanes:
+                return
+            self._take({lane: numbers[lane] for lane in lanes})
+
+    def _take(self, numbers: Mapping[int, NDArray[np.int64]]) -> None:
+        """Read the next documents of lanes; none is taken if there is an error."""
+        chunk = self._documents.tokens_at_once(np.concatenate(list(numbers.values())))
+        counts = {lane: len(own) for lane, own in numbers.items()}
+        self._buffer.add(
+            chunk, [LaneDocuments(lane, self._iterators[lane].place, count) for lane, count in counts.items()]
+        )
+        ends = np.cumsum(list(counts.values()))
+        trained = np.flatnonzero(chunk.fates == Status.trained)
+        lasts = np.concatenate([[-1], trained])[np.searchsorted(trained, ends)]
+        for (lane, count), num_barren in zip(counts.items(), (ends - 1 - lasts).tolist(), strict=True):
+            self._iterators[lane].advance(count, min(num_barren, count))
+        self._num_documents += len(chunk.numbers)
+        self._num_tokens += int(chunk.lengths.sum())
+
+    def _guess(self, num_sequences: int) -> int:
+        """Documents that sequences take, by the mean of those read so far."""
+        return -(-num_sequences * self._shape.length * self._num_documents // self._num_tokens)

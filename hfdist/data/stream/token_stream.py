@@ -1,18 +1,20 @@
-"""The training stream: this data rank's share of every global batch, in the run's one order."""
+"""The training stream: this data rank's share of every global batch, in the run's one order, and read ahead."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing, TooLong
@@ -22,32 +24,40 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.mixture import make_mixture
 from hfdist.data.order.records import chain
-from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank
+from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, workers_that_fit
 from hfdist.data.packing.best_fit import RULE
-from hfdist.data.packing.sequence import Sequence, Shape
-from hfdist.data.stream.collate import collate
+from hfdist.data.packing.sequence import Bundle, Sequence, Shape, bundle, collate, unbundle
 from hfdist.data.stream.lane import Packed, Plan, open_lanes
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.loader import StreamLoader
+from hfdist.data.stream.workers import Vitals, forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
-from hfdist.errors import CheckpointError, ConfigError
+from hfdist.errors import CheckpointError, ConfigError, HfdistError
 
 logger = logging.getLogger(__name__)
+
+# Sequences in an item of a worker, which costs as much as many sequences: few at first, so that the first batch comes
+# soon, then twice as many each time.
+_FIRST_ITEM, _LARGEST_ITEM = 8, 64
+_SHOWN_LANES = 8
+
+_Sent = tuple[list[tuple[int, int | None]], Bundle]
+"""Lanes, pools and sequences of a worker."""
+_Item = tuple[_Sent | None, HfdistError | None]
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     """Sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
 
-    Sequence s of data rank r is sequence s * data_size + r of the run. `state_dict` tells what was handed out. It ends
-    where every source has a limit of epochs, once all documents of this rank's lanes were given. Under
-    `data.packing=none` a sequence is one document, with attention_mask in place of position_ids.
+    Sequence s of data rank r is sequence s * data_size + r of the run. If every source has a limit of epochs, it ends
+    once all documents of this rank's lanes were given. Under `data.packing=none` a sequence is one document, with
+    attention_mask in place of position_ids.
 
     Args:
         corpus: the documents.
         tokenizer: must have an end-of-text token.
         config: `data.*`.
-        data_rank: which share of the global batch this stream gives.
-        data_size: number of shares; divides the lanes.
+        data_rank: of this process.
+        data_size: number of data ranks; divides the lanes.
         global_batch_size: sequences in a step of the run, by which `data.anneal` counts.
 
     Raises:
@@ -66,24 +76,24 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     ) -> None:
         self.corpus, self.config = corpus, config
         self.ledger: Ledger | None = None
-        """Where everything that is handed out is written down, if anywhere."""
+        """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
-        """Whether to read other data from their beginning where a cursor is of those before, instead of refusing it."""
+        """Whether to accept a cursor of other data, and read these from their beginning."""
         self._encoders = Encoders(tokenizer, config.chat)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
         self._data_rank, self._data_size = data_rank, data_size
         self.plan = _make_plan(corpus, tokenizer, config, global_batch_size)
         self.identity = _identity(corpus, self._encoders, config, global_batch_size)
-        """Of all that decides which token stands where."""
+        """Hash of all that decides which token stands where."""
         self.lanes = lanes_of_rank(data_rank, data_size, config.lanes)
         start = LaneState(digest=0, pools=(Progress(),) * len(corpus.pools))
         self._states = dict.fromkeys(self.lanes, start)
         self._num_sequences = 0
-        """Handed out by this data rank."""
+        """Given by this data rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the cursor of this rank's lanes, after what was handed out (not what was read ahead)."""
+        """Give the cursor of this rank's lanes, behind what was given (not what was read ahead)."""
         return Cursor(
             identity=self.identity,
             contents=self.corpus.inventory.digest,
@@ -93,12 +103,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         ).to_json()
 
     def load_state_dict(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
-        """Go on behind `state`: of this rank, or merged from the ranks of any number of them.
+        """Resume behind `state`: of this rank, or merged from any number of ranks.
 
         Args:
             state: see `state_dict`.
-            ledger: folder of the run that it is of, in which stands what its files held; None: this stream's own, if
-                any.
+            ledger: ledger folder of its run, which says what the run's files held; None: this stream's own, if any.
 
         Raises:
             CheckpointError: the cursor is of other data, another tokenizer or other settings.
@@ -108,8 +117,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if cursor.identity != self.identity:
             self._begin_anew(cursor)
             return
-        folder = self._noted_in(ledger)
-        self.corpus.inventory.check(cursor.contents, folder, may_change=self.may_begin_anew)
+        self.corpus.inventory.check(cursor.contents, self._ledger_folder(ledger), may_change=self.may_begin_anew)
         if cursor.samples % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
         for lane in self.lanes:
@@ -121,7 +129,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.cut_ledger()
 
     def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
-        """Refuse what is told without looking at the places, unless other data may be begun anew. Changes nothing.
+        """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
 
         Args:
             state: see `load_state_dict`.
@@ -133,7 +141,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         cursor = Cursor.from_json(state)
         if cursor.identity == self.identity or self.may_begin_anew:
             return
-        changes = self.corpus.inventory.changes_since(cursor.contents, self._noted_in(ledger))
+        changes = self.corpus.inventory.changes_since(cursor.contents, self._ledger_folder(ledger))
         if changes:
             raise CheckpointError(
                 "files have changed since this checkpoint",
@@ -148,11 +156,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             hint="the same data.* and hfdist, or checkpoint.allow_changes=true to begin the new data",
         )
 
-    def _noted_in(self, ledger: Path | None) -> Path | None:
+    def _ledger_folder(self, ledger: Path | None) -> Path | None:
         return self.ledger.folder if ledger is None and self.ledger is not None else ledger
 
     def _begin_anew(self, before: Cursor) -> None:
-        """Go on counting the run's sequences, from the next at which a step and a round of lanes begin."""
+        """Continue to count the run's sequences, from the next one at which a step and a round of lanes begin."""
         logger.warning("the data, the tokenizer or data.* have changed since the checkpoint: they are read anew")
         whole = math.lcm(self.config.lanes, self._global_batch_size or 1)
         self._num_sequences = -(-before.samples // whole) * whole // self._data_size
@@ -160,9 +168,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             self.ledger.set_aside(self.lanes, before.samples)
 
     def cut_ledger(self) -> None:
-        """Cut off what a run that was killed has written into the ledger behind where this stream stands."""
+        """Truncate the ledger to where this stream stands: a run that was killed has written more."""
         if self.ledger is not None:
-            self.ledger.go_back({lane: self._count(lane) for lane in self.lanes})
+            full_rounds, rest = divmod(self._num_sequences, len(self.lanes))
+            self.ledger.go_back({lane: full_rounds + (turn < rest) for turn, lane in enumerate(self.lanes)})
 
     def _check(self, lane: int, state: LaneState | None) -> None:
         places = [] if state is None else [progress.place for progress in state.pools]
@@ -172,51 +181,52 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             for place, order in zip(places, self.plan.orders, strict=True)
         )
         if not fits:
-            raise CheckpointError(
-                "the data cursor is damaged", where=f"cursor.places, lane {lane}", found=places or "no place"
-            )
+            where = f"cursor.places, lane {lane}"
+            raise CheckpointError("the data cursor is damaged", where=where, found=places or "no place")
 
     def _with_documents(self, lane: int, state: LaneState) -> LaneState:
-        """Fill in, by the places, what an older cursor does not count."""
-        return state._replace(
-            pools=tuple(
-                progress._replace(
-                    documents=progress.place.position
-                    + sum(order.lane_length(epoch, lane) for epoch in range(progress.place.epoch))
-                )
-                for progress, order in zip(state.pools, self.plan.orders, strict=True)
-            )
-        )
-
-    def _count(self, lane: int) -> int:
-        """Sequences that a lane has handed out."""
-        full_rounds, rest = divmod(self._num_sequences, len(self.lanes))
-        return full_rounds + (self.lanes.index(lane) < rest)
+        """Compute the number of documents, which a cursor of format 2 does not have."""
+        pools = []
+        for progress, order in zip(state.pools, self.plan.orders, strict=True):
+            before = sum(order.lane_length(epoch, lane) for epoch in range(progress.place.epoch))
+            pools.append(progress._replace(documents=before + progress.place.position))
+        return state._replace(pools=tuple(pools))
 
     @property
     def may_lack_targets(self) -> bool:
-        """Whether a whole batch may have no target: a source ends, documents are taken out, or pieces are context."""
+        """Whether a batch may have no target: a source ends, documents are quarantined, or pieces are context."""
         has_limit = any(pool.epochs is not None for pool in self.corpus.pools)
         return self.corpus.has_examples or bool(self.corpus.quarantined) or has_limit
 
     @property
     def has_ended(self) -> bool:
-        """Whether all lanes of this rank have handed out their last sequence."""
+        """Whether all lanes of this rank have given their last sequence."""
         return all(
             self.plan.is_finished(pool, lane, progress.place)
             for lane, state in self._states.items()
             for pool, progress in enumerate(state.pools)
         )
 
-    def loader(self, *, micro_batch_size: int) -> StreamLoader:
-        """Give micro batches, read ahead by `data.workers` processes."""
-        return StreamLoader(self, micro_batch_size)
+    def loader(self, *, batch_size: int | None = None, micro_batch_size: int | None = None) -> StreamLoader:
+        """Give batches, read ahead by `data.workers` processes.
+
+        Args:
+            batch_size: sequences in each. In a run, a forward and backward pass of this data rank takes one batch: a
+                micro batch, or under a pipeline all micro batches of a step.
+            micro_batch_size: the older name of `batch_size`.
+        """
+        if micro_batch_size is not None:
+            message = (
+                "micro_batch_size of TokenStream.loader is now batch_size; the old name goes with the next release"
+            )
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        size = batch_size or micro_batch_size
+        if size is None:
+            raise TypeError("TokenStream.loader needs batch_size")
+        return StreamLoader(self, size)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Give one sequence after the other, read in this process.
-
-        In a worker of a torch DataLoader: that worker's share.
-        """
+        """Give one sequence after the other, read in this process; a worker of a torch DataLoader gives its share."""
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if len(self.lanes) % num_workers != 0:
@@ -224,11 +234,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 "the workers of the DataLoader do not divide the lanes of this data rank",
                 where="num_workers",
                 found=f"{num_workers}, with {len(self.lanes)} lanes",
-                hint="stream.loader(micro_batch_size=...), which reads ahead with data.workers processes",
+                hint="stream.loader(batch_size=...), which reads ahead with data.workers processes",
             )
         num_ended = 0
         for packed in self.packed(worker, num_workers):
-            # Workers of a DataLoader know only of their own lanes, so that `has_ended` would never come.
+            # A worker of a DataLoader knows only its own lanes, so that `has_ended` would stay false.
             num_ended = 0 if packed[1] is not None else num_ended + 1
             if num_ended == len(self.lanes) // num_workers:
                 return
@@ -237,19 +247,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 yield {name: rows[0] for name, rows in batch.items()}
 
     def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
-        """Lanes that a worker owns from here on, in the order of their turns."""
+        """Lanes that a worker reads from here on, in the order of their turns."""
         number = self._num_sequences + worker
         return [self.lanes[turn % len(self.lanes)] for turn in range(number, number + len(self.lanes), num_workers)]
 
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
-        """The share of one worker, which owns whole lanes: sequences worker, worker + num_workers, ... from here on.
-
-        Args:
-            worker: number of this one.
-            num_workers: divides the lanes of this rank.
-        """
-        cache = open_token_cache(self.config)
-        documents = Documents(self.corpus, self._encoders, cache, self.config)
+        """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
+        documents = Documents(self.corpus, self._encoders, open_token_cache(self.config), self.config)
         number = self._num_sequences + worker
         turns = self.lanes_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, documents, {lane: self._states[lane].pools for lane in turns})
@@ -258,7 +262,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             number += num_workers
 
     def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
-        """Stack sequences to a micro batch, and remember that they are gone."""
+        """Stack sequences to a batch, and advance the cursor and the ledger."""
         for lane, pool, sequence in packed:
             if pool is not None:
                 self._note(lane, pool, sequence)
@@ -276,6 +280,114 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._states[lane] = LaneState(chain(digest, records), pools)
         if self.ledger is not None:
             self.ledger.add(lane, records, sequence.problems)
+
+
+class StreamLoader:
+    """Iterate over batches of a stream: tensors of shape [batch_size, sequence_length], int64.
+
+    Never ends, so that ranks whose lanes end earlier keep in step with the others: a sequence of a lane that has ended
+    has no targets. The data end when `stream.has_ended` on all ranks: a batch without targets may also be of lanes that
+    ended early, or of rows taken out.
+    """
+
+    def __init__(self, stream: TokenStream, batch_size: int) -> None:
+        self.dataset, self._batch_size = stream, batch_size
+
+    def __iter__(self) -> Generator[dict[str, torch.Tensor]]:
+        """Start the workers, which end with the iterator."""
+        sequences = self._sequences()
+        try:
+            while True:
+                yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
+        finally:
+            # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
+            sequences.close()
+
+    def _sequences(self) -> Generator[Packed]:
+        """All sequences of this data rank, in order."""
+        config = self.dataset.config
+        num_workers = workers_that_fit(config.workers, len(self.dataset.lanes))
+        if num_workers == 0:
+            yield from self.dataset.packed(0, 1)
+        lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
+        vitals = Vitals(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
+        loader = DataLoader(
+            _Worker(self.dataset, vitals),
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=-(-config.prefetch // _most_in_item(config.prefetch)),
+            collate_fn=keep_arrays,
+            # A generator of its own, so that dropout's random state is not touched.
+            generator=torch.Generator(),
+            multiprocessing_context="fork",
+        )
+        items = iter(loader)
+        try:
+            with vitals.explain_deaths():
+                for item_size in _item_sizes(config.prefetch):
+                    # Workers take turns sequence by sequence, and an item holds several sequences.
+                    turns = [_unpack(next(items)) for _ in range(num_workers)]
+                    for _ in range(item_size):
+                        for turn in turns:
+                            yield next(turn)
+        finally:
+            del items
+
+
+class _Worker(IterableDataset[Any]):
+    """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
+
+    def __init__(self, stream: TokenStream, vitals: Vitals) -> None:
+        self._stream, self._vitals = stream, vitals
+
+    def __iter__(self) -> Iterator[_Item]:
+        info = get_worker_info()
+        assert info is not None
+        forward_to_rank(each_second=lambda: self._vitals.note(info.id))
+        # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
+        gc.freeze()
+        item: list[Packed] = []
+        sequences = self._stream.packed(info.id, info.num_workers)
+        try:
+            for item_size in _item_sizes(self._stream.config.prefetch):
+                item = []
+                for _ in range(item_size):
+                    item.append(next(sequences))
+                self._vitals.note(info.id)
+                yield _pack(item), None
+        except HfdistError as error:
+            yield _pack(item) if item else None, error
+
+
+def _most_in_item(prefetch: int) -> int:
+    """No more than half of what is read ahead, so that one item is made while another is used."""
+    return min(max(prefetch // 2, _FIRST_ITEM), _LARGEST_ITEM)
+
+
+def _item_sizes(prefetch: int) -> Iterator[int]:
+    size, most = _FIRST_ITEM, _most_in_item(prefetch)
+    while True:
+        yield size
+        size = min(2 * size, most)
+
+
+def _pack(item: list[Packed]) -> _Sent:
+    # Only tokens travel, in their narrow type: the rank makes positions and labels of them.
+    return [(lane, pool) for lane, pool, _ in item], bundle([sequence for _, _, sequence in item])
+
+
+def _unpack(item: _Item) -> Iterator[Packed]:
+    """Give what a worker sent; raises its error where the worker met it."""
+    sent, error = item
+    if sent is not None:
+        for (lane, pool), sequence in zip(sent[0], unbundle(sent[1]), strict=True):
+            yield lane, pool, sequence
+    if error is not None:
+        raise error
+
+
+def _shown(lanes: list[int]) -> str:
+    return ", ".join([*map(str, lanes[:_SHOWN_LANES]), *(["..."] if len(lanes) > _SHOWN_LANES else [])])
 
 
 def _make_plan(
@@ -310,7 +422,6 @@ def _make_plan(
 
 
 def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_batch_size: int | None) -> str:
-    """Hash of all that decides which token stands where."""
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)

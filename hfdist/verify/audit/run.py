@@ -1,12 +1,13 @@
-"""A run's folder opened for an audit: its data as the run opened them, its ledger, and what its checkpoints count."""
+"""A run's folder opened for an audit: the data as the run opened them, its ledger, and what its checkpoints count."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.checkpoint import read_state
@@ -15,16 +16,18 @@ from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, cache_dir, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.order.records import Records
+from hfdist.data.order.records import Records, Status
+from hfdist.data.packing.sequence import ids_and_labels
+from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.errors import DataError
+from hfdist.errors import ConfigError, DataError, printable
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.reporting.logs import set_up_logging
-from hfdist.verify.audit.exactly_once import Audited, audit
-from hfdist.verify.audit.ledger import batches_of_steps, read_ledger
-from hfdist.verify.audit.steps import StepReader
+from hfdist.verify.audit.exactly_once import Audit, first_sample
+
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class PastRun:
     folder: Path
     config: RunConfig
     ledger: list[Records]
+    """Records of all lanes."""
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     cursors: dict[int, Cursor]
@@ -49,34 +53,52 @@ def open_past_run(folder: Path, config: RunConfig) -> PastRun:
     """
     set_up_logging(Topology())
     ledger = read_ledger(folder / LEDGER, config.data.lanes)
-    cursors = read_cursors(folder / CHECKPOINTS)
+    cursors = {
+        int(match[1]): Cursor.from_json(read_state(path.parent).get("cursor"))
+        for path in sorted((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        if (match := STEP_NAME.fullmatch(path.parent.name)) is not None
+    }
     corpus = open_corpus(config.data)
     changes = corpus.inventory.changes_since(cursors[max(cursors)].contents, folder / LEDGER) if cursors else []
     if changes:
-        raise DataError(
-            "files have changed since the run",
-            where="; ".join(changes),
-            hint="an audit needs the data as the run read them",
-        )
+        hint = "an audit needs the data as the run read them"
+        raise DataError("files have changed since the run", where="; ".join(changes), hint=hint)
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )
     return PastRun(folder=folder, config=config, ledger=ledger, corpus=corpus, tokenizer=tokenizer, cursors=cursors)
 
 
-def read_cursors(folder: Path) -> dict[int, Cursor]:
-    """Read where the stream stood at each finished checkpoint of a run.
+def read_ledger(folder: Path, lanes: int) -> list[Records]:
+    """Open the records of all lanes.
 
     Raises:
-        CheckpointError: one is damaged.
+        DataError: there are none.
     """
-    cursors = {}
-    for path in sorted(folder.glob(f"*/{MANIFEST}")):
-        match = STEP_NAME.fullmatch(path.parent.name)
-        if match is None:
-            continue
-        cursors[int(match[1])] = Cursor.from_json(read_state(path.parent).get("cursor"))
-    return cursors
+    records = [np.asarray(read_records(folder, lane)) for lane in range(lanes)]
+    if not any(len(own) for own in records):
+        raise DataError(
+            "the run has no ledger",
+            where=str(folder),
+            allowed="lane-*.records, which are written with each checkpoint and at the end",
+            hint="an audit once the run has saved or ended",
+        )
+    return records
+
+
+def batches_of_steps(ledger: Sequence[Records], global_batch_size: int) -> tuple[int, NDArray[np.int64]]:
+    """Find the global batch of each step: the next one with a target, since a batch without takes no step.
+
+    Returns:
+        First step of the ledger, and the batches from there on, both counted from 0; what a ledger that begins inside a
+        run does not hold is taken to have been steps.
+    """
+    with_target = []
+    for lane, own in enumerate(ledger):
+        # The first token of each piece is no target.
+        own = own[(own["fate"] == Status.trained) & (own["num_tokens"] > 1)]
+        with_target.append(np.unique((own["sequence"] * len(ledger) + lane) // global_batch_size))
+    return first_sample(ledger) // global_batch_size, np.unique(np.concatenate(with_target))
 
 
 def prove_once(run: PastRun) -> Iterator[str]:
@@ -85,55 +107,92 @@ def prove_once(run: PastRun) -> Iterator[str]:
     Raises:
         DataError: not every document was read as planned, once all of it is told; or the data have changed.
     """
-    data, batch = run.config.data, run.config.train.global_batch_size
-    stream = TokenStream(run.corpus, run.tokenizer, data, global_batch_size=batch)
-    audited = audit(
-        run.ledger,
-        run.corpus,
-        stream.plan,
-        run.cursors,
-        identity=stream.state_dict()["identity"],
-        global_batch_size=batch,
-    )
-    yield from _summarize(run, audited)
-    if audited.passed:
+    batch = run.config.train.global_batch_size
+    stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch)
+    audit = Audit(run.ledger, run.corpus, stream.plan, run.cursors, identity=stream.identity, global_batch_size=batch)
+    yield from _summarize(run, audit)
+    if audit.passed:
         yield "AUDIT: passed: every document was seen exactly as often as planned"
         return
-    yield str(audited.findings)
+    yield str(audit.findings)
     yield "AUDIT: failed"
-    raise DataError(
-        "the ledger is not what the run was to read",
-        where=str(run.folder / LEDGER),
-        found="; ".join(f"{kind.value}: {count:,}" for kind, count in audited.findings.counts.items()),
-    )
+    found = "; ".join(f"{kind.value}: {count:,}" for kind, count in audit.findings.counts.items())
+    raise DataError("the ledger is not what the run was to read", where=str(run.folder / LEDGER), found=found)
 
 
-def _summarize(run: PastRun, audited: Audited) -> Iterator[str]:
+def _summarize(run: PastRun, audit: Audit) -> Iterator[str]:
     batch = run.config.train.global_batch_size
-    num_sequences = audited.samples - audited.first_sample
     first_step, batches = batches_of_steps(run.ledger, batch)
-    num_steps = int(np.searchsorted(batches, -(-audited.samples // batch)))
+    num_steps = int(np.searchsorted(batches, -(-audit.samples // batch)))
     steps = f"steps {first_step + 1} to {first_step + num_steps}"
-    lanes = f"{num_sequences:,} sequences of {run.config.data.lanes} lanes"
-    yield f"{run.folder}: {steps}, {lanes}, {audited.totals.tokens:,} tokens"
+    lanes = f"{audit.samples - audit.first_sample:,} sequences of {run.config.data.lanes} lanes"
+    yield f"{run.folder}: {steps}, {lanes}, {audit.totals.tokens:,} tokens"
     if first_step:
         yield f"the run began from another run's checkpoint of step {first_step}; what came before is in its ledger"
     if run.cursors:
         yield f"checkpoints compared: steps {', '.join(map(str, sorted(run.cursors)))}"
     else:
         yield "there is no checkpoint to compare with: the last documents of each lane may be missing unnoticed"
-    yield str(audited.totals)
+    yield str(audit.totals)
 
 
 def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[str]:
-    """Say what a step read; gives lines for a terminal.
+    """Describe what the sequences of an optimizer step were made of; gives lines for a terminal.
+
+    Args:
+        run: that took the step.
+        step: the first is 1.
+        shows_all_text: of each piece; else how it begins.
 
     Raises:
-        ConfigError: the ledger does not hold it.
-        DataError: a row cannot be read any more.
+        ConfigError: the ledger does not hold that step.
+        DataError: a row cannot be read, or has changed.
     """
-    data = run.config.data
+    data, batch = run.config.data, run.config.train.global_batch_size
     documents = Documents(run.corpus, Encoders(run.tokenizer, data.chat), open_token_cache(data), data)
-    pools = [pool.name for pool in run.corpus.pools]
-    reader = StepReader(run.ledger, pools, run.config.train.global_batch_size, documents, run.tokenizer)
-    yield from reader.describe(step, shows_all_text=shows_all_text)
+    num_before, batches = batches_of_steps(run.ledger, batch)
+    first, last = num_before + 1, num_before + len(batches)
+    if not first <= step <= last:
+        raise ConfigError(
+            "the ledger does not hold this step",
+            where="step (command line)",
+            found=step,
+            allowed=f"{first} to {last}; the ledger is written with each checkpoint and at the end",
+        )
+    row = None
+    begin = int(batches[step - first]) * batch
+    for sample in range(begin, begin + batch):
+        number, lane = divmod(sample, len(run.ledger))
+        start, stop = np.searchsorted(run.ledger[lane]["sequence"], [number, number + 1]).tolist()
+        records = run.ledger[lane][start:stop]
+        pool = run.corpus.pools[records["pool"][0]].name if len(records) else "nothing: the lane had come to its end"
+        yield f"sequence {sample} of the run: lane {lane}, sequence {number} of it, from {pool}"
+        for record in records:
+            row = printable(str(run.corpus.origin(int(record["document"]))))
+            yield from _describe(record, row, documents, run.tokenizer, shows_all_text)
+    if row is not None:
+        yield f"to take a row out and leave all else where it is: 'data.quarantine=[\"{row}\"]'"
+
+
+def _describe(
+    record: np.void, row: str, documents: Documents, tokenizer: PreTrainedTokenizerBase, shows_all_text: bool
+) -> Iterator[str]:
+    status = Status(record["fate"])
+    if not record["num_tokens"]:
+        yield f"  {row}  passed over: {status.name.replace('_', ' ')}"
+        return
+    first, total = int(record["first_token"]), int(record["of_tokens"])
+    end = first + int(record["num_tokens"])
+    note = ", quarantined" if status is Status.quarantined else ""
+    yield f"  {row}  tokens {first}..{end - 1} of {total}{note}"
+    (document,) = next(documents.read([int(record["document"])]))
+    found = len(document.tokens) + document.cut_tokens
+    if found != total:
+        raise DataError("the row has changed since the run", where=row, found=f"{found} tokens")
+    # What the model saw: the piece, through the tokenizer and back.
+    ids, _ = ids_and_labels(document.tokens[first:end])
+    text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    if shows_all_text:
+        yield from (f"      {printable(line)}" for line in text.split("\n"))
+    else:
+        yield f"      {printable(text[:_SHOWN_CHARACTERS])}{' ...' if len(text) > _SHOWN_CHARACTERS else ''}"

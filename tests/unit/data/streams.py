@@ -47,7 +47,7 @@ class Run:
             stream.ledger = ledger() if ledger is not None else None
             if state is not None:
                 stream.load_state_dict(state)
-        self.batches = [iter(stream.loader(micro_batch_size=global_batch // data_size)) for stream in self.streams]
+        self.batches = [iter(stream.loader(batch_size=global_batch // data_size)) for stream in self.streams]
 
     def step(self):
         """One global batch, its sequences in the order of the run."""

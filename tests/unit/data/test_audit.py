@@ -12,18 +12,12 @@ import pytest
 from hfdist.config.cli.audit import parse_request
 from hfdist.config.data import BadRows, Packing, TooLong, WeightChange
 from hfdist.data import Cursor, Ledger
-from hfdist.data.documents.token_cache import TokenCache
-from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.shuffle import LaneOrder
-from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit.documents import PoolAudit, Rules
-from hfdist.verify.audit.exactly_once import audit
-from hfdist.verify.audit.findings import Kind
-from hfdist.verify.audit.ledger import read_ledger
-from hfdist.verify.audit.steps import StepReader
+from hfdist.verify.audit.exactly_once import Audit, Kind, PoolAudit
+from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
 
@@ -76,7 +70,7 @@ class Past:
         return 0 if start is None else start["samples"] // GLOBAL_BATCH
 
     def audit(self, ledger=None, cursors=None):
-        return audit(
+        return Audit(
             self.ledger if ledger is None else ledger,
             self.corpus,
             self.plan,
@@ -256,19 +250,32 @@ class TestDamage:
 
     def test_order_is_free_inside_a_window_only(self, packing):
         order = LaneOrder([[5000]], lanes=1, key=(0,))
-        rules = Rules(packing, TooLong.split, length=64, epochs=None, begins_inside=False)
+        plan = SimpleNamespace(
+            orders=[order],
+            pools=[SimpleNamespace(epochs=None)],
+            packing=packing,
+            too_long=TooLong.split,
+            shape=SimpleNamespace(length=64),
+        )
+
+        def found(records):
+            findings = SimpleNamespace(add_documents=lambda *args: len(args[1]) and noted.append(args))
+            noted = []
+            PoolAudit(records, plan, 0, 0, Place(0, 4096, 0), begins_inside=False).check(findings)
+            return noted
+
         window = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}[packing]
         records = np.zeros(4096, dtype=RECORD)
         records["sequence"] = np.arange(4096)
         records["num_tokens"] = records["of_tokens"] = 10
-        plan = order.documents(0, 0)[:4096]
-        records["document"] = plan.reshape(-1, window)[:, ::-1].ravel()
-        assert PoolAudit(records, order, 0, rules, Place(0, 4096, 0)).check() == []
-        records["document"] = plan
-        records["document"][[100, 100 + window]] = plan[[100 + window, 100]]
-        (spots,) = PoolAudit(records, order, 0, rules, Place(0, 4096, 0)).check()
-        assert (spots.kind, sorted(spots.documents)) == (Kind.misplaced, sorted(plan[[100, 100 + window]]))
-        assert sorted(spots.sequences) == [100, 100 + window]
+        documents = order.documents(0, 0)[:4096]
+        records["document"] = documents.reshape(-1, window)[:, ::-1].ravel()
+        assert found(records) == []
+        records["document"] = documents
+        records["document"][[100, 100 + window]] = documents[[100 + window, 100]]
+        ((kind, named, _, sequences),) = found(records)
+        assert (kind, sorted(named)) == (Kind.misplaced, sorted(documents[[100, 100 + window]]))
+        assert sorted(sequences) == [100, 100 + window]
 
     def test_a_changed_digest_or_place_of_a_checkpoint_is_named(self, past, packing):
         run = past(packing, "one")
@@ -318,18 +325,17 @@ def test_a_run_without_a_ledger_is_refused(tmp_path):
 
 class TestSteps:
     @pytest.fixture
-    def reader(self, past, tmp_path):
+    def run(self, past, tmp_path):
         run = past(Packing.best_fit, "weights")
-        documents = Documents(
-            run.corpus, Encoders(tokenizer(), run.config.chat), TokenCache(tmp_path / "tokens", max_bytes=0), run.config
+        config = SimpleNamespace(data=run.config, train=SimpleNamespace(global_batch_size=GLOBAL_BATCH))
+        return PastRun(
+            folder=tmp_path, config=config, ledger=run.ledger, corpus=run.corpus, tokenizer=tokenizer(), cursors={}
         )
-        return StepReader(run.ledger, ["a", "b"], GLOBAL_BATCH, documents, tokenizer())
 
-    def test_a_step_is_what_its_batch_held(self, past, reader, tmp_path):
-        run = past(Packing.best_fit, "weights")
-        again = Run(run.corpus, run.config, 1)
+    def test_a_step_is_what_its_batch_held(self, run):
+        again = Run(run.corpus, run.config.data, 1)
         batch = [again.step() for _ in range(7)][6]
-        lines = list(reader.describe(7, shows_all_text=True))
+        lines = list(describe_step(run, 7, shows_all_text=True))
         heads = [line for line in lines if line.startswith("sequence ")]
         assert [line.split()[1] for line in heads] == [str(n) for n in range(72, 84)]
         shown = "".join(line.removeprefix("      ") for line in lines if line.startswith("      "))
@@ -338,16 +344,16 @@ class TestSteps:
         assert shown.replace("<|endoftext|>", "") == "".join(read)
         assert "data.quarantine=[" in lines[-1]
 
-    def test_text_is_shortened_to_a_line(self, reader):
-        lines = list(reader.describe(7, shows_all_text=False))
+    def test_text_is_shortened_to_a_line(self, run):
+        lines = list(describe_step(run, 7, shows_all_text=False))
         texts = [line for line in lines if line.startswith("      ")]
         assert texts
         assert all(len(line) <= 6 + 80 + 4 for line in texts)
 
     @pytest.mark.parametrize("step", [0, 33])
-    def test_steps_that_are_not_there_are_refused(self, reader, step):
+    def test_steps_that_are_not_there_are_refused(self, run, step):
         with pytest.raises(ConfigError, match="does not hold this step") as caught:
-            list(reader.describe(step, shows_all_text=False))
+            list(describe_step(run, step, shows_all_text=False))
         assert caught.value.allowed.startswith("1 to 30;")
 
 

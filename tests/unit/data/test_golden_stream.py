@@ -145,7 +145,7 @@ def digest_of(config, ledger_folder, rows_folder):
             stream.ledger = Ledger(ledger_folder, corpus, config.on_bad_rows)
             if state is not None:
                 stream.load_state_dict(state)
-        batches = [iter(stream.loader(micro_batch_size=GLOBAL_BATCH_SIZE // num_ranks)) for stream in streams]
+        batches = [iter(stream.loader(batch_size=GLOBAL_BATCH_SIZE // num_ranks)) for stream in streams]
         for _ in range(4):
             shares = [next(share) for share in batches]
             for name in sorted(shares[0]):

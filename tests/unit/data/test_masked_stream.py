@@ -168,7 +168,7 @@ def test_packed_and_alone_the_losses_are_the_same(tmp_path):
     for packing in (Packing.best_fit, Packing.none):
         stream = stream_of(config_of(tmp_path, packing=packing))
         total, num_targets = 0.0, 0
-        loader = iter(stream.loader(micro_batch_size=4))
+        loader = iter(stream.loader(batch_size=4))
         while not stream.has_ended:
             batch = next(loader)
             count = int((batch["labels"] >= 0).sum())

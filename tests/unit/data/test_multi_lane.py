@@ -19,9 +19,7 @@ from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.pretokenize.pretokenize import pretokenize
 from hfdist.data.sources.document_batch import DocumentBatch
-from hfdist.data.stream.document_iterator import DocumentIterator
-from hfdist.data.stream.lane import open_lanes
-from hfdist.data.stream.multi_lane import MultiLaneReader
+from hfdist.data.stream.lane import DocumentIterator, MultiLaneReader, open_lanes
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import DataError, HfdistError
 from tests.unit.data.corpora import texts, tokenizer
@@ -151,18 +149,18 @@ def test_when_a_lane_is_barren(num_epochs, num_documents):
     """After 10 epochs and 1,000 documents at the least."""
     per_epoch = -(-num_documents // num_epochs)
     pool = Pool("a", 0, (), None)
-    walk = DocumentIterator(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
+    iterator = DocumentIterator(pool, LaneOrder([[per_epoch]], lanes=1, key=("a",)), 0, Place())
     seen = 0
     with pytest.raises(DataError, match="no training documents"):
         while True:
-            count = len(walk.next_documents(1000))
-            walk.go_on(count, count)
+            count = len(iterator.next_documents(1000))
+            iterator.advance(count, count)
             seen += count
     assert seen >= 1000
     assert seen >= 10 * per_epoch
     assert seen - per_epoch < 1000 or seen == 10 * per_epoch
     with pytest.raises(DataError, match="no training documents"):
-        walk.next_documents(1)
+        iterator.next_documents(1)
 
 
 def test_short_documents_behind_long_ones_are_read_in_few_passes():

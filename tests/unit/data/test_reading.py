@@ -263,7 +263,7 @@ class TestCursor:
 def test_a_killed_worker_is_told_in_one_message(folders):
     data, cache = folders
     config = files_config(write_txt(data), cache, workers=1, prefetch=2)
-    batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(micro_batch_size=2))
+    batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(batch_size=2))
     others = set(multiprocessing.active_children())
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others

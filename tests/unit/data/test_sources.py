@@ -175,7 +175,7 @@ class TestWhatIsNotThere:
         data, cache = folders
         (data / "rows.jsonl").write_bytes(jsonl_bytes() + b'{"text": 3}\n')
         config = files_config(str(data), cache, workers=1)
-        batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(micro_batch_size=4))
+        batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(batch_size=4))
         with pytest.raises(DataError, match="row 90"):
             for _ in range(10_000):
                 next(batches)

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, report
 from hfdist.data.order.records import Status
-from hfdist.data.stream import loader
+from hfdist.data.stream import token_stream
 from hfdist.data.tokenization.tokenize import encode, text_digest
 from hfdist.errors import CheckpointError, ConfigError
-from hfdist.verify.audit.totals import Totals
+from hfdist.verify.audit.exactly_once import Totals
 from tests.unit.data.corpora import texts, tokenizer
 from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 
@@ -172,7 +172,7 @@ def test_targets_restart_with_documents(reference):
 
 def test_single_documents_come_with_a_mask_and_are_filled_up_to_the_longest_of_their_batch(tmp_path):
     config = memory_config(tmp_path, packing=Packing.none, sequence_length=4096, lanes=4)
-    batch = next(iter(TokenStream(memory_corpus(config), tokenizer(), config).loader(micro_batch_size=4)))
+    batch = next(iter(TokenStream(memory_corpus(config), tokenizer(), config).loader(batch_size=4)))
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     lengths = (batch["labels"] != -100).sum(dim=1) + 1
     assert lengths.max() <= batch["input_ids"].shape[1] < lengths.max() + 8
@@ -184,11 +184,11 @@ def test_what_loader_processes_inherit_is_kept_out_of_their_garbage_collections(
         return item
 
     # torch calls it in the loader process.
-    monkeypatch.setattr(loader, "keep_arrays", count)
+    monkeypatch.setattr(token_stream, "keep_arrays", count)
     config = memory_config(tmp_path, workers=1)
     # Whatever other tests have done in this process.
     gc.unfreeze()
-    next(iter(TokenStream(memory_corpus(config), tokenizer(), config).loader(micro_batch_size=1)))
+    next(iter(TokenStream(memory_corpus(config), tokenizer(), config).loader(batch_size=1)))
     assert int((tmp_path / "frozen").read_text()) > 0
 
 

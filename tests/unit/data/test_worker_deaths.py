@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.data.stream.worker_deaths import Vitals, system_memory
+from hfdist.data.stream.workers import Vitals, system_memory
 from hfdist.errors import ResourceError
 from tests.unit.data.streams import memory_config, memory_corpus
 from tests.unit.data.test_stream import TokenStream, tokenizer
@@ -22,7 +22,7 @@ def workers_of_this_process():
 def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_is):
     config = memory_config(tmp_path, workers=2, lanes=4)
     stream = TokenStream(memory_corpus(config), tokenizer(), config)
-    batches = iter(stream.loader(micro_batch_size=4))
+    batches = iter(stream.loader(batch_size=4))
     next(batches)
     _, second = workers_of_this_process()[-2:]
     with pytest.raises(ResourceError) as caught:
@@ -45,29 +45,24 @@ def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_i
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).told():
+    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).explain_deaths():
         raise RuntimeError("another")
 
 
 def test_control_groups_of_both_kinds_are_read(tmp_path, monkeypatch):
-    for name, text in {
-        "memory.max": "1048576000",
-        "memory.current": "524288000",
-        "memory.events": "oom 3\noom_kill 2",
-    }.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr("hfdist.data.stream.worker_deaths._CGROUPS", tmp_path)
-    monkeypatch.setattr("hfdist.data.stream.worker_deaths._own_groups", lambda: ["1:name=x:/", "0::/"])
+    def write(folder, **texts):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / f"memory.{name}").write_text(text)
+
+    own = tmp_path / "own"
+    own.write_text("1:name=x:/\n0::/\n")
+    write(tmp_path, max="1048576000", current="524288000", events="oom 3\noom_kill 2")
+    monkeypatch.setattr("hfdist.data.stream.workers._CGROUPS", tmp_path)
+    monkeypatch.setattr("hfdist.data.stream.workers._OWN_CGROUPS", own)
     assert "uses 500 MiB of 1,000 MiB, its processes killed for memory so far: 2" in system_memory()
-    (tmp_path / "memory.max").write_text("max")
+    write(tmp_path, max="max")
     assert "group" not in system_memory()
-    (tmp_path / "memory" / "job").mkdir(parents=True)
-    texts = {
-        "memory.limit_in_bytes": "1048576000",
-        "memory.usage_in_bytes": "1048576",
-        "memory.oom_control": "oom_kill 1",
-    }
-    for name, text in texts.items():
-        (tmp_path / "memory" / "job" / name).write_text(text)
-    monkeypatch.setattr("hfdist.data.stream.worker_deaths._own_groups", lambda: ["4:memory:/job", "0::/"])
+    write(tmp_path / "memory" / "job", limit_in_bytes="1048576000", usage_in_bytes="1048576", oom_control="oom_kill 1")
+    own.write_text("4:memory:/job\n0::/\n")
     assert "uses 1 MiB of 1,000 MiB, its processes killed for memory so far: 1" in system_memory()

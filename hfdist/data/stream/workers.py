@@ -1,6 +1,6 @@
-"""What is said when a process that reads data ahead is killed: which one, what it was for, and how much memory it had.
+"""The loader processes that read data ahead: what is said when one is killed, and the signals that they pass on.
 
-torch tells of it wherever the rank happens to be: its handler of SIGCHLD raises a RuntimeError there.
+torch reports the death of one wherever the rank happens to be: its handler of SIGCHLD raises a RuntimeError there.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
 from hfdist.errors import ResourceError
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Vitals:
-    """What loader processes note of themselves, where their rank can read it after their end. Make it before the fork.
+    """Process ids and memory of loader processes, in shared memory that outlives them. Make it before the fork.
 
     Args:
         num_workers: how many there are.
@@ -37,19 +39,19 @@ class Vitals:
         self._notes = np.frombuffer(mmap.mmap(-1, 16 * max(num_workers, 1)), dtype=np.int64).reshape(-1, 2)
 
     def note(self, worker: int) -> None:
-        """Write down the id of this process, and its memory of now."""
+        """Write down the id of this process, and the memory that it has now."""
         self._notes[worker] = os.getpid(), _resident_bytes()
 
-    def of(self, pid: int) -> str | None:
-        """Say what is known of a process; None: it is none of these."""
+    def describe(self, pid: int) -> str | None:
+        """Describe a process; None: it is none of these."""
         for worker, (noted_pid, num_bytes) in enumerate(self._notes.tolist()):
             if noted_pid == pid:
                 return f"worker {worker} of {len(self._notes)}, {self._task(worker)}, {_mib(num_bytes)} when last seen"
         return None
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Tell of a death here, and wherever the main thread is meanwhile.
+    def explain_deaths(self) -> Iterator[None]:
+        """Explain the death of a worker here, and wherever the main thread is meanwhile.
 
         Raises:
             ResourceError: one of the processes has died.
@@ -63,7 +65,7 @@ class Vitals:
             yield
 
 
-# As the handler is, of the process: several loaders may be open, and end in any order.
+# Of the process, as the handler is: several loaders may be open, and end in any order.
 _alive: weakref.WeakSet[Vitals] = weakref.WeakSet()
 
 
@@ -92,7 +94,7 @@ def _explained() -> Iterator[None]:
 
 def _describe(error: RuntimeError) -> ResourceError:
     pid = re.search(r"pid\S* (\d+)", str(error))
-    known = [text for vitals in list(_alive) if pid and (text := vitals.of(int(pid[1]))) is not None]
+    known = [text for vitals in list(_alive) if pid and (text := vitals.describe(int(pid[1]))) is not None]
     what = str(error).splitlines()[0].rstrip(". ")
     return ResourceError(
         "a process that reads data ahead has died, often because memory ran out",
@@ -103,49 +105,40 @@ def _describe(error: RuntimeError) -> ResourceError:
 
 
 def system_memory() -> str:
-    """What is left to the machine, and to its control group where that has a limit."""
+    """Describe what is left to the machine, and to its control group where that has a limit."""
     parts = []
     with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
         values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        left, whole = (int(values[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-        parts.append(f"the machine has {_mib(left)} left of {_mib(whole)}")
+        left, total = (int(values[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+        parts.append(f"the machine has {_mib(left)} left of {_mib(total)}")
     with contextlib.suppress(OSError, ValueError, IndexError):
-        parts.append(_control_group())
-    return "; ".join(part for part in parts if part) or "what the machine has left is not known"
+        parts += _control_group()
+    return "; ".join(parts) or "what the machine has left is not known"
 
 
-def _control_group() -> str:
-    """Limit, use and kills of the group of this process, of either version; nothing where it has no limit.
-
-    Raises:
-        OSError, ValueError, IndexError: they cannot be read.
-    """
-    for line in _own_groups():
+def _control_group() -> Iterator[str]:
+    """Limit, use and kills of the group of this process, in cgroup version 1 or 2; nothing where it has no limit."""
+    for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            folder, names = _CGROUPS / path.lstrip("/"), ("memory.max", "memory.current", "memory.events")
+            top, names = _CGROUPS, ("memory.max", "memory.current", "memory.events")
         elif "memory" in controllers.split(","):
-            folder = _CGROUPS / "memory" / path.lstrip("/")
+            top = _CGROUPS / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
         else:
             continue
-        if not (folder / names[0]).is_file():
-            # Inside a container its own group is at the top.
-            folder = _CGROUPS if not controllers else _CGROUPS / "memory"
-        if not (folder / names[0]).is_file():
+        # Inside a container its own group is at the top.
+        folders = [folder for folder in (top / path.lstrip("/"), top) if (folder / names[0]).is_file()]
+        if not folders:
             continue
-        limit, used = ((folder / name).read_text().strip() for name in names[:2])
+        limit, used = ((folders[0] / name).read_text().strip() for name in names[:2])
         # Version 1 has a number for "none".
         if limit == "max" or int(limit) >= 1 << 60:
             continue
-        events = dict(line.split() for line in (folder / names[2]).read_text().splitlines())
+        events = dict(line.split() for line in (folders[0] / names[2]).read_text().splitlines())
         kills = f", its processes killed for memory so far: {events['oom_kill']}" if "oom_kill" in events else ""
-        return f"its control group uses {_mib(int(used))} of {_mib(int(limit))}{kills}"
-    return ""
-
-
-def _own_groups() -> list[str]:
-    return Path("/proc/self/cgroup").read_text().splitlines()
+        yield f"its control group uses {_mib(int(used))} of {_mib(int(limit))}{kills}"
+        return
 
 
 def _resident_bytes() -> int:
@@ -157,3 +150,35 @@ def _resident_bytes() -> int:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def forward_to_rank(each_second: Callable[[], None]) -> None:
+    """Forward what others send to this process to its rank; a SIGTERM of the rank itself ends it.
+
+    Call it in a loader process: by itself that must not end before the rank has saved. A thread waits for signals,
+    because it sees who has sent one, and handlers do not. It also ends the process some seconds after a rank that was
+    killed: else a loader process of torch waits for ever until what it has read ahead is taken.
+
+    Args:
+        each_second: called meanwhile, about so often.
+    """
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+
+    def wait() -> None:
+        while os.getppid() == rank:
+            each_second()
+            received = signal.sigtimedwait(_FORWARDED, 1)
+            if received is None:
+                continue
+            if received.si_pid == rank:
+                os._exit(0)
+            os.kill(rank, received.si_signo)
+        os._exit(0)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def keep_arrays(item: Any) -> Any:
+    """Collate nothing: numpy arrays travel through a pipe as they are; tensors would each hold a file open."""
+    return item
