@@ -1,12 +1,11 @@
 """Checkpoints by parameter name: plain safetensors and JSON that any layout can write and read."""
 
 from hfdist.checkpoint.async_saver import Saver
-from hfdist.checkpoint.folder import find_newest
+from hfdist.checkpoint.folder import Keep, find_newest, prune
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
-from hfdist.checkpoint.retention import Keep, prune
-from hfdist.checkpoint.write import export_model, write_checkpoint
+from hfdist.checkpoint.write import export_model
 
 __all__ = [
     "Keep",
@@ -18,5 +17,4 @@ __all__ = [
     "read_state",
     "restore_random_state",
     "verify",
-    "write_checkpoint",
 ]

@@ -7,25 +7,27 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from hfdist.checkpoint.folder import Keep, prune
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.retention import Keep, prune
 from hfdist.checkpoint.save_plan import MODEL_STEM, Planner
-from hfdist.checkpoint.shard_writer import HostCopy
 from hfdist.checkpoint.write import PreparedSave, complete, prepare
 from hfdist.collectives import on_all_ranks, on_rank_zero, world_size
 
 _LAST_SECONDS = 3.0
 """For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
 while the interpreter ends would abort the process."""
+
+_ALIGNMENT_BYTES = 64
 
 _Job = Callable[[], None]
 
@@ -42,6 +44,42 @@ class SaveReport:
     """For which training stood still, as long as a save before was not done included."""
     total_seconds: float
     """From the wish to save until the checkpoint had its name."""
+
+
+class _HostCopy:
+    """Memory of the host where a save keeps what training is about to change. Made once: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[int, torch.dtype]] = []
+        """Bytes and type of each copy."""
+        self._copies: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy 1-D tensors, in one buffer. The copies before are gone."""
+        layout = [(elements.nbytes, elements.dtype) for elements in live]
+        if layout != self._layout:
+            # Freed first: two would not always fit.
+            self._layout, self._copies = [], []
+            self._copies = _allocate(layout)
+            self._layout = layout
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
+        with torch.cuda.stream(self._stream):
+            for copy, elements in zip(self._copies, live, strict=True):
+                copy.copy_(elements, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._copies
+
+
+def _allocate(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Views of one new buffer."""
+    sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
+    # Page-locked, so that a device copies at full speed.
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]
 
 
 class Saver:
@@ -64,7 +102,7 @@ class Saver:
     ) -> None:
         self._write_first = write_first
         self._planner = Planner(stem=stem)
-        self._copy = HostCopy() if in_background else None
+        self._copy = _HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_done = threading.Event()
@@ -88,11 +126,11 @@ class Saver:
         keep: Keep | None,
         begin_seconds: float,
     ) -> None:
-        """Write the checkpoint `path` as `write_checkpoint` does, then remove what `keep` does not name. A collective.
+        """Write the checkpoint `path`, then remove what `keep` does not name. A collective.
 
         Args:
             path: in the run's folder of checkpoints, with a name that `folder.STEP_NAME` matches.
-            step: as of `write_checkpoint`.
+            step: as of `prepare`.
             pieces: as there.
             state: as there.
             write_model_files: as there; may be called while training goes on.
@@ -141,16 +179,16 @@ class Saver:
     ) -> None:
         try:
             on_all_ranks(self._write_first, self._group)
-            path = complete(prepared, self._group)
+            complete(prepared, self._group)
             if keep is not None:
                 # Awaited by all: a rank that ends takes the others along under most launchers.
-                on_rank_zero(partial(prune, path.parent, keep), self._group)
+                on_rank_zero(partial(prune, prepared.final.parent, keep), self._group)
         except Exception as error:
             self._error = error
             return
         total_seconds = time.monotonic() - begin_seconds
         stalled = total_seconds if stall_seconds is None else stall_seconds
-        self._reports.append(SaveReport(path, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))
+        self._reports.append(SaveReport(prepared.final, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))
 
 
 def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, commit by rename, finding the newest good one."""
+"""The folder of a run's checkpoints: names, commit by rename, finding the newest good one, removing old ones."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ import re
 import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfdist.checkpoint.manifest import (
-    NO_MANIFEST,
-    DamagedError,
-    Manifest,
-    Part,
-    check_hashes,
-    check_sizes,
-    read_manifest,
-)
-from hfdist.checkpoint.save_plan import TRAINING_STATE
-from hfdist.checkpoint.save_planner import share_out
+from hfdist.checkpoint.manifest import MANIFEST, NO_MANIFEST, DamagedError, check_files, read_manifest
+from hfdist.checkpoint.read import read_state
+from hfdist.checkpoint.save_plan import TRAINING_STATE, share_out
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError
 
@@ -29,10 +22,27 @@ logger = logging.getLogger(__name__)
 
 _NAME = r"(?:step-(?=\d{8})|checkpoint-)(\d+)"
 STEP_NAME = re.compile(_NAME)
-_SYNCED_TOGETHER = 8
-
-UNFINISHED_NAME = re.compile(rf"{_NAME}\.tmp-[0-9a-f]{{8}}")
+_UNFINISHED_NAME = re.compile(rf"{_NAME}\.tmp-[0-9a-f]{{8}}")
 _REPLACED_NAME = re.compile(rf"({_NAME})\.hfdist-replaced-[0-9a-f]{{8}}")
+
+HELD_OUT_LOSS = "held_out_loss"
+"""Key of a checkpoint's state: as evaluated at its step; null where it was not."""
+
+_SYNC_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay; one reason is enough."""
+
+    newest: int
+    """So many, at least 1."""
+    every: int | None = None
+    """Those of steps that this divides."""
+    best: bool = False
+    """The one with the lowest held-out loss."""
+    named: frozenset[str] = frozenset()
+    """Those with these names, which count among the newest."""
 
 
 def step_name(step: int) -> str:
@@ -56,10 +66,10 @@ def temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Remove a folder, or what was put in its place; of a symbolic link the link alone.
 
-    What cannot be removed is told, and stays: it has no name of a checkpoint, and the next save tries again.
+    If that fails there is a warning, and the next save tries again: what is removed has no name of a checkpoint.
     """
     try:
         if path.is_symlink() or not path.is_dir():
@@ -74,8 +84,8 @@ def remove_unfinished(folder: Path) -> None:
     """Remove what saves that were killed left behind, which is never complete, and give back what they replaced."""
     _give_back_replaced(folder)
     for path in folder.iterdir():
-        if UNFINISHED_NAME.fullmatch(path.name):
-            remove(path)
+        if _UNFINISHED_NAME.fullmatch(path.name):
+            _remove(path)
 
 
 def sync(path: Path) -> None:
@@ -91,7 +101,7 @@ def sync_tree(folder: Path) -> None:
     """`sync` for everything in a folder, files first and the folder last."""
     folders = [path for path in sorted(folder.rglob("*"), reverse=True) if path.is_dir()]
     # Together: a file system's journal takes many small files at once as fast as one.
-    with ThreadPoolExecutor(_SYNCED_TOGETHER) as pool:
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         list(pool.map(sync, [path for path in folder.rglob("*") if path.is_file()]))
     for path in [*folders, folder]:
         sync(path)
@@ -108,7 +118,7 @@ def commit(unfinished: Path, final: Path) -> None:
     unfinished.rename(final)
     sync(final.parent)
     if replaced is not None:
-        remove(replaced)
+        _remove(replaced)
 
 
 def _give_back_replaced(folder: Path) -> None:
@@ -117,7 +127,7 @@ def _give_back_replaced(folder: Path) -> None:
         if match := _REPLACED_NAME.fullmatch(path.name):
             final = folder / match[1]
             if os.path.lexists(final):
-                remove(path)
+                _remove(path)
             else:
                 path.rename(final)
 
@@ -171,11 +181,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def _damage(path: Path) -> dict[str, Any] | None:
-    """Verify one checkpoint, its files dealt over the ranks, and say what is wrong with it. A collective."""
-    reports = on_all_ranks(lambda: _report(path))
-    first = next((report for report in reports if report is not None), None)
-    if first is None:
-        return None
+    """Verify one checkpoint, its files shared among the ranks, and say what is wrong with it. A collective."""
+    reports = on_all_ranks(lambda: _damage_of_share(path))
+    damage = next((report for report in reports if report is not None), None)
     lacking = [number for number, report in enumerate(reports) if report and report["reason"] == NO_MANIFEST]
     if 0 < len(lacking) < len(reports):
         raise CheckpointError(
@@ -184,23 +192,20 @@ def _damage(path: Path) -> dict[str, Any] | None:
             found=f"no manifest on rank {', '.join(map(str, lacking))}",
             hint="all processes need the same folder, on a file system that all machines share",
         )
-    return first
+    return damage
 
 
-def _report(path: Path) -> dict[str, Any] | None:
+def _damage_of_share(path: Path) -> dict[str, Any] | None:
     try:
         manifest = read_manifest(path)
         if manifest.step != step_of(path.name):
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
-        check_sizes(path, manifest)
-        check_hashes(path, _share(manifest))
+        all_ranks = range(world_size())
+        shares = share_out([(part, part.num_bytes, all_ranks) for part in manifest.parts()], len(all_ranks))
+        check_files(path, manifest, shares[rank()])
     except DamagedError as error:
         return {"reason": error.reason, "what": error.what, "message": str(error)}
     return None
-
-
-def _share(manifest: Manifest) -> list[Part]:
-    return share_out({part: part.num_bytes for part in manifest.parts()}, world_size())[rank()]
 
 
 def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
@@ -214,3 +219,50 @@ def _move_aside(damaged: dict[Path, dict[str, Any]]) -> None:
             logger.warning("the damaged checkpoint %s cannot be renamed: %s\n%s", path, error, report["message"])
         else:
             logger.warning("a damaged checkpoint was passed over and renamed to %s\n%s", target, report["message"])
+
+
+def prune(folder: Path, keep: Keep) -> None:
+    """Remove the complete checkpoints that nothing keeps. Any rank may call it; rank 0 acts."""
+    if rank() != 0:
+        return
+    try:
+        complete = _list_complete(folder)
+        best = {path for path, _ in by_held_out_loss(folder)[:1]} if keep.best else set()
+    except OSError as error:
+        # The checkpoint that was just saved is whole, and the next save tries again.
+        logger.warning("the checkpoints in %s cannot be listed, and none is removed: %s", folder, error)
+        return
+    kept = {path for path in complete if path.name in keep.named}
+    # As many as there is room for beside them, and the newest in any case: the run goes on from it.
+    newest_first = [path for path in reversed(complete) if path not in kept]
+    kept |= set(newest_first[: max(keep.newest - len(kept), 0)]) | set(complete[-1:]) | best
+    if keep.every is not None:
+        kept |= {path for path in complete if step_of(path.name) % keep.every == 0}
+    for path in complete:
+        if path in kept:
+            continue
+        try:
+            # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
+            going = path.rename(temporary(path))
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+        else:
+            _remove(going)
+
+
+def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:
+    """Give the complete checkpoints that were evaluated, each with its held-out loss, the lowest first."""
+    losses = []
+    for path in _list_complete(folder):
+        try:
+            loss = read_state(path).get(HELD_OUT_LOSS)
+        except (CheckpointError, OSError) as error:
+            logger.warning("the held-out loss of %s cannot be read: %s", path, error)
+            continue
+        if isinstance(loss, int | float):
+            losses.append((path, float(loss)))
+    return sorted(losses, key=lambda item: item[1])
+
+
+def _list_complete(folder: Path) -> list[Path]:
+    return [path for path in list_checkpoints(folder) if (path / MANIFEST).is_file()]

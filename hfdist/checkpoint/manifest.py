@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -24,7 +24,7 @@ NO_MANIFEST = "no-manifest"
 FORMAT = 2
 """Version of the folder's layout; a reader refuses any other. `format` stays in all of them."""
 
-MAX_JSON_BYTES = 64 * 2**20
+_MAX_JSON_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 _MAX_NAME_BYTES = 255
 
@@ -57,8 +57,7 @@ class FormatError(CheckpointError):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A run of bytes of a file, hashed by itself."""
 
     file: str
@@ -69,18 +68,8 @@ class Part:
 
     @classmethod
     def first(cls, file: str, content: bytes) -> Part:
-        """Of bytes with which a file begins, from memory."""
-        return cls(file=file, begin=0, num_bytes=len(content), xxh128=xxhash.xxh3_128(content).hexdigest())
-
-    def to_json(self) -> list[Any]:
-        """As a list for the exchange."""
-        return [self.file, self.begin, self.num_bytes, self.xxh128]
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> Part:
-        """From the list of another rank."""
-        file, begin, num_bytes, xxh128 = values
-        return cls(file=file, begin=begin, num_bytes=num_bytes, xxh128=xxh128)
+        """Hash the bytes with which a file begins, from memory."""
+        return cls(file, 0, len(content), xxhash.xxh3_128(content).hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +77,23 @@ class Manifest:
     """What the files of a checkpoint must be."""
 
     step: int
-    files: dict[str, tuple[Part, ...]]
+    files: dict[str, list[Part]]
     """Parts by file, in order, without gaps."""
 
     @classmethod
     def of_parts(cls, step: int, parts: Iterable[Part]) -> Manifest:
         """Put the parts of all ranks together."""
         files: dict[str, list[Part]] = {}
-        for part in sorted(parts, key=lambda part: (part.file, part.begin)):
+        for part in sorted(parts):
             files.setdefault(part.file, []).append(part)
-        return cls(step=step, files={name: tuple(of_file) for name, of_file in files.items()})
+        return cls(step=step, files=files)
 
     def parts(self) -> list[Part]:
-        """Of all files."""
+        """Give those of all files."""
         return [part for of_file in self.files.values() for part in of_file]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """Give the content of the file."""
         files = {
             name: {"bytes": _size(parts), "parts": [[part.num_bytes, part.xxh128] for part in parts]}
             for name, parts in self.files.items()
@@ -113,22 +102,13 @@ class Manifest:
         return content | {"xxh128": hash_of_content(content)}
 
 
-def _size(parts: tuple[Part, ...]) -> int:
+def _size(parts: list[Part]) -> int:
     return parts[-1].begin + parts[-1].num_bytes if parts else 0
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
     """The manifest's hash of itself."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def list_files(folder: Path) -> dict[str, int]:
-    """Sizes in bytes of all files below `folder`, by relative path."""
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -165,15 +145,13 @@ def _count(value: Any) -> int:
     return value
 
 
-def _parse_parts(file: str, record: dict[str, Any]) -> tuple[Part, ...]:
-    parts = []
-    begin = 0
+def _parse_parts(file: str, record: dict[str, Any]) -> list[Part]:
+    parts: list[Part] = []
     for num_bytes, xxh128 in record["parts"]:
-        parts.append(Part(file=file, begin=begin, num_bytes=_count(num_bytes), xxh128=str(xxh128)))
-        begin += num_bytes
-    if _count(record["bytes"]) != begin:
-        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {begin}")
-    return tuple(parts)
+        parts.append(Part(file, _size(parts), _count(num_bytes), str(xxh128)))
+    if _count(record["bytes"]) != _size(parts):
+        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_size(parts)}")
+    return parts
 
 
 def read_json(path: Path) -> Any:
@@ -183,8 +161,8 @@ def read_json(path: Path) -> Any:
         DamagedError: it is not JSON, or far too large.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"larger than {_MAX_JSON_BYTES} bytes")
         return json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise DamagedError("bad-json", "a JSON file of the checkpoint is damaged", where=path, found=error) from error
@@ -213,38 +191,26 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there with its size: cheap, and finds a torn write.
+def check_files(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> None:
+    """Check that every file is there with its size, which is cheap, and the hashes of `parts`.
 
     Raises:
-        DamagedError: a file is missing, shorter or longer, or outside of the folder.
+        DamagedError: a file is missing, shorter, longer or outside of the folder, or the content of a part has changed.
     """
-    for name, parts in manifest.files.items():
+    for name, of_file in manifest.files.items():
         path = inside(folder, name)
         if not path.is_file():
             raise DamagedError("missing-file", "a file of the checkpoint is missing", where=path)
-        found, wanted = path.stat().st_size, _size(parts)
-        if found != wanted:
-            raise DamagedError(
-                "size", "a file of the checkpoint was cut or grew", where=path, found=f"{found} of {wanted} B"
-            )
-
-
-def check_hashes(folder: Path, parts: Iterable[Part]) -> None:
-    """Read parts of files whole and compare their hashes.
-
-    Raises:
-        DamagedError: the content has changed.
-    """
+        size = path.stat().st_size
+        if size != _size(of_file):
+            found = f"{size} of {_size(of_file)} B"
+            raise DamagedError("size", "a file of the checkpoint was cut or grew", where=path, found=found)
     for part in parts:
         path = inside(folder, part.file)
-        if hash_part(path, part.begin, part.num_bytes) != part.xxh128:
-            raise DamagedError(
-                "hash",
-                "the content of a file of the checkpoint has changed",
-                where=path,
-                found=f"other bytes between {part.begin} and {part.begin + part.num_bytes}",
-            )
+        if _hash(path, part.begin, part.num_bytes) != part.xxh128:
+            what = "the content of a file of the checkpoint has changed"
+            found = f"other bytes between {part.begin} and {part.begin + part.num_bytes}"
+            raise DamagedError("hash", what, where=path, found=found)
 
 
 def verify(path: Path) -> None:
@@ -254,11 +220,16 @@ def verify(path: Path) -> None:
         CheckpointError: it is unfinished, damaged, or of another format.
     """
     manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    check_hashes(path, manifest.parts())
+    check_files(path, manifest, manifest.parts())
 
 
-def hash_part(path: Path, begin: int, num_bytes: int) -> str:
+def hash_file(folder: Path, name: str) -> Part:
+    """Give a small file as one part."""
+    size = (folder / name).stat().st_size
+    return Part(name, 0, size, _hash(folder / name, 0, size))
+
+
+def _hash(path: Path, begin: int, num_bytes: int) -> str:
     """The XXH3 hash of a run of bytes in 128 bits; of a whole file it is what `xxhsum -H2` prints."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
@@ -267,9 +238,3 @@ def hash_part(path: Path, begin: int, num_bytes: int) -> str:
             digest.update(data)
             num_bytes -= len(data)
     return digest.hexdigest()
-
-
-def hash_file(folder: Path, name: str) -> Part:
-    """Give a small file as one part."""
-    size = (folder / name).stat().st_size
-    return Part(file=name, begin=0, num_bytes=size, xxh128=hash_part(folder / name, 0, size))

@@ -14,10 +14,18 @@ import torch
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.safetensors_io import DTYPES, Entry
-from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, declare
-from hfdist.checkpoint.save_planner import Region, TensorId, TensorSpec, merge_specs, shorten
-from hfdist.checkpoint.write import INDEX_FILE, STATE_FILE
+from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
+from hfdist.checkpoint.save_plan import (
+    ADAPTER_STEM,
+    INDEX_FILE,
+    MODEL_STEM,
+    OPTIMIZER_STEM,
+    STATE_FILE,
+    Region,
+    declare,
+    merge_specs,
+    shorten,
+)
 from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
 
@@ -49,15 +57,14 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     numbers: list[Piece] = []
     saved: list[_Saved] = []
 
-    def open_and_list() -> list[list[object]]:
+    def open_and_declare() -> list[Region]:
         saved.append(_open(path))
         for piece in pieces:
             (numbers if is_number(piece.key) else own).append(piece)
-        return [region.to_json() for region in declare([*own, *numbers])]
+        return declare([*own, *numbers])
 
-    declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_list)]
-    wanted = merge_specs(declared)
-    sources = _match(path, saved[0], wanted)
+    declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_declare)]
+    sources = _match(path, saved[0], merge_specs(declared))
     on_all_ranks(lambda: _fill(own, sources))
     _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
@@ -126,15 +133,12 @@ def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):
         entries |= safetensors_io.read_header(_listed(path, manifest, file_name))
-    wrong = [
-        name
-        for name in sorted(weight_map.keys() | entries.keys())
-        if name not in entries or entries[name].path != path / weight_map.get(name, "")
-    ]
+    found_in = {name: entry.path for name, entry in entries.items()}
+    wrong = found_in.items() ^ {(name, path / file_name) for name, file_name in weight_map.items()}
     if wrong:
-        raise DamagedError(
-            "index", "the index does not fit the files of weights", where=path / INDEX_FILE, found=shorten(wrong)
-        )
+        names = shorten(sorted({name for name, _ in wrong}))
+        what = "the index does not fit the files of weights"
+        raise DamagedError("index", what, where=path / INDEX_FILE, found=names)
     return entries
 
 
@@ -159,7 +163,8 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
         if entry is None:
             missing.append(f"{name}/{key}")
         elif entry.shape != spec.shape or not _fits(wanted, trained, spec, entry.dtype):
-            mismatched.append(f"{name}/{key}: {_show(entry)}, not {spec.dtype}{list(spec.shape)}")
+            found = f"{DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
+            mismatched.append(f"{name}/{key}: {found}, not {spec.dtype}{list(spec.shape)}")
         else:
             sources[name, key] = entry
     unwanted = [
@@ -181,9 +186,7 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
 
 
 def _source(saved: _Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
-    if key == MASTER:
-        return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
-    if key == WEIGHT and (name, MASTER) not in wanted:
+    if key == MASTER or (key == WEIGHT and (name, MASTER) not in wanted):
         return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
     return saved.entries.get((name, key))
 
@@ -196,13 +199,8 @@ def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpe
     if not (saved.is_floating_point and own.is_floating_point):
         return False
     is_trained_as_it_is = (spec.name, MASTER) not in wanted and spec.name in trained
-    if spec.key == WEIGHT and not is_trained_as_it_is:
-        return True
-    return torch.promote_types(saved, own) == own
-
-
-def _show(entry: Entry) -> str:
-    return f"{safetensors_io.DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
+    is_rounded = spec.key == WEIGHT and not is_trained_as_it_is
+    return is_rounded or torch.promote_types(saved, own) == own
 
 
 @torch.no_grad()

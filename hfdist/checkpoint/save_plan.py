@@ -1,23 +1,31 @@
-"""What a save writes where, and which rank writes it: found from what all ranks hold, without gathering it."""
+"""What a save writes where: which file holds each tensor, and which rank writes which of its elements.
+
+It is found from what all ranks hold, without gathering it:
+
+declared by rank 0:  a [0, 6)            a: |--0--|--0 or 1--|--1--|     every segment gets one writer,
+declared by rank 1:  a [3, 9)               0     3          6     9     and no element is left without one
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, FilePlan
-from hfdist.checkpoint.save_planner import Assignment, Region, TensorId, TensorSpec, assign_writers, pack_files
+from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.errors import CheckpointError
 
 TRAINING_STATE = "training_state"
+STATE_FILE = f"{TRAINING_STATE}/state.json"
 OPTIMIZER_STEM = f"{TRAINING_STATE}/optimizer"
+INDEX_FILE = "model.safetensors.index.json"
 MODEL_STEM = "model"
 ADAPTER_STEM = "adapter_model"
 """Of the weights where they are an adapter's alone. PEFT reads one file, whatever its size."""
@@ -25,53 +33,37 @@ ADAPTER_STEM = "adapter_model"
 MAX_FILE_BYTES = 2_000_000_000
 """Of one tensor file."""
 
+CHUNK_BYTES = 64 * 2**20
+"""The ranks share replicas in runs of at most this size, so that one huge embedding has many writers."""
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Equal on all ranks."""
+_SHOWN = 5
+"""How many names an error lists."""
 
-    files: dict[str, FilePlan]
-    """By path relative to the checkpoint."""
-    places: dict[TensorId, tuple[str, int]]
-    """File and byte offset of each tensor."""
-    assignments: list[Assignment]
-    numbers: dict[str, dict[str, float]]
-    """Those of the optimizer, such as step counts: by key, and then by parameter."""
-    index: dict[str, Any] | None
-    """Content of the Hub's index, where the weights take several files."""
+_T = TypeVar("_T")
+_Numbers = dict[str, dict[str, float]]
+"""Of the optimizer, such as step counts: by key, and then by parameter."""
+
+
+class Region(NamedTuple):
+    """Elements [start, stop) of a flattened tensor."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Region:
+        """Give what another rank has sent: JSON has lists in place of named tuples."""
+        (name, key, shape, dtype), start, stop = values
+        return cls(TensorSpec(name, key, tuple(shape), dtype), start, stop)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensor files."""
-        return sum(file.num_bytes for file in self.files.values())
+        """Size in a file."""
+        return (self.stop - self.start) * self.spec.itemsize_bytes
 
-    def numbers_as_json(self) -> dict[str, Any]:
-        """Step counts, and other numbers where the optimizer has some."""
-        others = {key.removeprefix(NUMBER): of_key for key, of_key in self.numbers.items() if key != STEP}
-        return {"steps": self.numbers.get(STEP, {})} | ({"numbers": others} if others else {})
-
-
-def declare(pieces: Iterable[Piece]) -> list[Region]:
-    """Describe pieces without their tensors.
-
-    Raises:
-        CheckpointError: a type that safetensors does not know.
-    """
-    regions = []
-    for piece in pieces:
-        if piece.view.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                "a type that a checkpoint cannot hold", where=f"{piece.name}/{piece.key}", found=piece.view.dtype
-            )
-        spec = TensorSpec(
-            name=piece.name,
-            key=piece.key,
-            shape=tuple(piece.shape),
-            dtype=DTYPE_NAMES[piece.view.dtype],
-            itemsize_bytes=piece.view.element_size(),
-        )
-        regions.append(Region(spec=spec, start=piece.start, stop=piece.stop))
-    return regions
+    def __str__(self) -> str:
+        return f"{'/'.join(self.spec.id)}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +79,42 @@ class WriteItem:
     """One past the last byte in the file."""
     is_trained: bool
     piece: int
-    """Which of this rank's pieces in the plan holds them."""
-    elements_of_piece: slice
+    """Which of this rank's pieces holds them."""
+    elements: slice
+    """Of the flattened piece."""
 
-    def elements(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Give the live elements, 1-D."""
-        return pieces[self.piece].view.detach().reshape(-1)[self.elements_of_piece]
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a save writes; equal on all ranks but for `items`."""
+
+    files: dict[str, FilePlan]
+    """By path relative to the checkpoint."""
+    index: dict[str, Any] | None
+    """Content of the Hub's index, where the weights take several files."""
+    items: list[WriteItem]
+    """What this rank writes, in order of the files."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensor files."""
+        return sum(file.num_bytes for file in self.files.values())
+
+
+def declare(pieces: Iterable[Piece]) -> list[Region]:
+    """Describe pieces without their tensors.
+
+    Raises:
+        CheckpointError: a type that safetensors does not know.
+    """
+    regions = []
+    for piece in pieces:
+        dtype = DTYPE_NAMES.get(piece.view.dtype)
+        if dtype is None:
+            where = f"{piece.name}/{piece.key}"
+            raise CheckpointError("a type that a checkpoint cannot hold", where=where, found=piece.view.dtype)
+        regions.append(Region(TensorSpec(piece.name, piece.key, tuple(piece.shape), dtype), piece.start, piece.stop))
+    return regions
 
 
 class Planner:
@@ -108,85 +130,71 @@ class Planner:
     def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM) -> None:
         self._weights_only = weights_only
         self._stem = stem
-        self._held: list[Any] | None = None
-        """What this rank held at the last plan: elements, and names with a number, by key."""
+        self._plan: Plan | None = None
+        self._held: tuple[list[Region], dict[str, list[str]]] | None = None
+        """What this rank held when the plan was made: elements, and names with a number, by key."""
         self._numbered: list[dict[str, list[str]]] = []
         """Those names, of each rank."""
-        self._plan: Plan | None = None
-        self._slots: list[WriteItem] = []
 
-    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[WriteItem], list[torch.Tensor]]:
-        """Give the plan, equal on all ranks, and what this rank writes: places in files, and live elements for each.
+    def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[torch.Tensor], _Numbers]:
+        """Give the plan, the live elements of each of its items, and the optimizer's numbers. A collective.
 
-        The places are in the order of the files, and the same list as before where nothing has changed. A collective.
+        The plan is the same object as before where nothing has changed. The numbers are equal on all ranks.
 
         Raises:
             CheckpointError: elements that no rank holds, or ranks that contradict each other; on all ranks alike.
         """
         own: list[Piece] = []
-        held: list[Any] = []
+        regions: list[Region] = []
+        numbers: dict[str, dict[str, torch.Tensor]] = {}
 
         def look() -> list[Any]:
-            numbers: dict[str, dict[str, torch.Tensor]] = {}
             for piece in pieces:
                 if is_number(piece.key):
                     numbers.setdefault(piece.key, {})[piece.name] = piece.view
                 elif piece.key == WEIGHT or not self._weights_only:
                     own.append(piece)
-            held.extend(_sketch(piece) for piece in own)
-            held.append({key: list(by_name) for key, by_name in numbers.items()})
-            is_as_before = self._held == held
-            if not is_as_before:
-                declare(own)  # here, so that a type that cannot be saved is raised on all ranks
-            return [is_as_before, _read_numbers(numbers)]
+            regions.extend(declare(own))
+            return [self._held == (regions, _names(numbers)), _read_numbers(numbers)]
 
         looked = on_all_ranks(look)
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
-            regions = declare(own)
-            self._plan = self._make([region.to_json() for region in regions], held[-1])
-            self._slots = self._list_slots(self._plan, regions)
-            self._held = held
-        plan = replace(self._plan, numbers=self._merge_numbers([values for _, values in looked]))
-        return plan, self._slots, [slot.elements(own) for slot in self._slots]
+            self._plan = self._make(regions, _names(numbers))
+            self._held = (regions, _names(numbers))
+        elements = [own[item.piece].view.detach().reshape(-1)[item.elements] for item in self._plan.items]
+        return self._plan, elements, self._merge_numbers([values for _, values in looked])
 
-    def _make(self, own_regions: list[list[object]], own_numbered: dict[str, list[str]]) -> Plan:
-        declared = gather_json([own_regions, own_numbered])
-        regions = [[Region.from_json(values) for values in of_rank] for of_rank, _ in declared]
-        self._numbered = [names for _, names in declared]
-        assignments = assign_writers(regions)
-        specs = {region.spec.id: region.spec for rank_regions in regions for region in rank_regions}
-        return _make_plan(list(specs.values()), assignments, self._stem)
-
-    def _list_slots(self, plan: Plan, regions: list[Region]) -> list[WriteItem]:
-        """What the plan wants this rank to write, from its own pieces, in order of the places."""
+    def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> Plan:
+        gathered = gather_json([own, own_numbered])
+        declared = [[Region.from_json(values) for values in regions] for regions, _ in gathered]
+        self._numbered = [names for _, names in gathered]
+        writes = assign_writers(declared)[rank()]
+        files, index, places = _plan_files(merge_specs(declared).values(), self._stem)
         held: dict[TensorId, list[int]] = {}
-        for number, region in enumerate(regions):
+        for number, region in enumerate(own):
             held.setdefault(region.spec.id, []).append(number)
         trained = {name for by_key in self._numbered for names in by_key.values() for name in names}
-        slots = []
-        for assignment in plan.assignments:
-            if assignment.writer != rank():
-                continue
-            spec, start, stop = assignment.spec, assignment.start, assignment.stop
-            number = next(n for n in held[spec.id] if regions[n].start <= start and stop <= regions[n].stop)
-            first = regions[number].start
-            file, begin = plan.places[spec.id]
+        items = []
+        for write in writes:
+            spec, start, stop = write
+            number = next(n for n in held[spec.id] if own[n].start <= start and stop <= own[n].stop)
+            file, begin = places[spec.id]
             begin += start * spec.itemsize_bytes
-            slots.append(
+            items.append(
                 WriteItem(
                     id=spec.id,
                     file=file,
                     begin=begin,
-                    end=begin + assignment.num_bytes,
+                    end=begin + write.num_bytes,
                     is_trained=spec.name in trained,
                     piece=number,
-                    elements_of_piece=slice(start - first, stop - first),
+                    elements=slice(start - own[number].start, stop - own[number].start),
                 )
             )
-        return sorted(slots, key=lambda slot: (slot.file, slot.begin))
+        return Plan(files=files, index=index, items=sorted(items, key=lambda item: (item.file, item.begin)))
 
-    def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-        merged: dict[str, dict[str, float]] = {}
+    def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
+        merged: _Numbers = {}
         for numbered, by_key in zip(self._numbered, values_by_rank, strict=True):
             for key, names in numbered.items():
                 of_key, values = merged.setdefault(key, {}), by_key[key]
@@ -202,38 +210,42 @@ class Planner:
         return {key: dict(sorted(of_key.items())) for key, of_key in sorted(merged.items())}
 
 
-def _sketch(piece: Piece) -> list[Any]:
-    """What a plan depends on."""
-    return [piece.name, piece.key, piece.shape, piece.start, piece.view.numel(), piece.view.dtype]
+def numbers_as_json(numbers: _Numbers) -> dict[str, Any]:
+    """Step counts, and other numbers where the optimizer has some, as `STATE_FILE` has them."""
+    others = {key.removeprefix(NUMBER): of_key for key, of_key in numbers.items() if key != STEP}
+    return {"steps": numbers.get(STEP, {})} | ({"numbers": others} if others else {})
+
+
+def _names(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[str]]:
+    return {key: list(by_name) for key, by_name in numbers.items()}
 
 
 def _read_numbers(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[float]]:
     """By key, in order; only one where all are the same, as they mostly are."""
     read = {}
     for key, by_name in numbers.items():
-        values = _read_together(list(by_name.values()))
+        # Stacked: on a GPU each read waits for all that runs there.
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for view in by_name.values():
+            by_device.setdefault(view.device, []).append(view.detach().reshape(()))
+        lists = {device: iter(torch.stack(views).tolist()) for device, views in by_device.items()}
+        values = [next(lists[view.device]) for view in by_name.values()]
         if key == STEP:
             values = [int(value) for value in values]
         read[key] = values[:1] if len(set(values)) == 1 else values
     return read
 
 
-def _read_together(views: Sequence[torch.Tensor]) -> list[float]:
-    """Numbers of one kind: on a GPU each read waits for all that runs there."""
-    read: list[float] = [0] * len(views)
-    for device in {view.device for view in views}:
-        places = [place for place, view in enumerate(views) if view.device == device]
-        values = torch.stack([views[place].detach().reshape(()) for place in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            read[place] = value
-    return read
-
-
-def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_stem: str) -> Plan:
+def _plan_files(
+    specs: Iterable[TensorSpec], weights_stem: str
+) -> tuple[dict[str, FilePlan], dict[str, Any] | None, dict[TensorId, tuple[str, int]]]:
+    """Give the files by path, the Hub's index, and the file and byte offset of each tensor."""
+    specs = list(specs)
     files: dict[str, FilePlan] = {}
     places: dict[TensorId, tuple[str, int]] = {}
-    limit_bytes = MAX_FILE_BYTES if weights_stem == MODEL_STEM else sys.maxsize
-    weights = pack_files([spec for spec in specs if spec.key == WEIGHT], limit_bytes)
+    weights = pack_files(
+        [spec for spec in specs if spec.key == WEIGHT], MAX_FILE_BYTES if weights_stem == MODEL_STEM else sys.maxsize
+    )
     optimizer = pack_files([spec for spec in specs if spec.key != WEIGHT], MAX_FILE_BYTES)
     for stem, packed in ((weights_stem, weights), (OPTIMIZER_STEM, optimizer)):
         for number, members in enumerate(packed, start=1):
@@ -242,15 +254,120 @@ def _make_plan(specs: list[TensorSpec], assignments: list[Assignment], weights_s
             is_all_weights = stem == weights_stem and len(packed) == 1
             part = "" if is_all_weights else f"-{number:05d}-of-{len(packed):05d}"
             path = f"{stem}{part}.safetensors"
-            files[path] = safetensors_io.plan_file({_name_in_file(spec): spec for spec in members})
-            places |= {spec.id: (path, files[path].begins[_name_in_file(spec)]) for spec in members}
+            names = {spec.id: spec.name if spec.key == WEIGHT else "/".join(spec.id) for spec in members}
+            files[path] = safetensors_io.plan_file({names[spec.id]: spec for spec in members})
+            places |= {tensor_id: (path, files[path].begins[name]) for tensor_id, name in names.items()}
     index = None
     if len(weights) > 1:
         by_name = {spec.name: places[spec.id][0] for members in weights for spec in members}
         total = sum(spec.num_bytes for members in weights for spec in members)
         index = {"metadata": {"total_size": total}, "weight_map": by_name}
-    return Plan(files=files, places=places, assignments=assignments, numbers={}, index=index)
+    return files, index, places
 
 
-def _name_in_file(spec: TensorSpec) -> str:
-    return spec.name if spec.key == WEIGHT else f"{spec.name}/{spec.key}"
+# ---- pure functions of what all ranks declare: no tensors, no files, no processes ----
+
+
+def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSpec]:
+    """Give the tensors that all ranks speak of, by id.
+
+    Raises:
+        CheckpointError: ranks that disagree about a tensor, or a region outside of its tensor.
+    """
+    specs: dict[TensorId, TensorSpec] = {}
+    for region in (region for regions in declared for region in regions):
+        spec = specs.setdefault(region.spec.id, region.spec)
+        if spec != region.spec:
+            raise CheckpointError(
+                "the ranks disagree about a tensor",
+                where="/".join(spec.id),
+                found=f"{spec.dtype}{list(spec.shape)} and {region.spec.dtype}{list(region.spec.shape)}",
+            )
+        if not 0 <= region.start <= region.stop <= spec.total:
+            raise CheckpointError(
+                "a rank holds elements that the tensor does not have",
+                where="/".join(spec.id),
+                found=f"[{region.start}, {region.stop}) of {spec.total}",
+            )
+    return specs
+
+
+def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Region]]:
+    """Give every element of every tensor exactly one writer, balanced by bytes; equal on all ranks.
+
+    Args:
+        declared: what each rank holds, in order of rank; regions may overlap anyhow.
+
+    Returns:
+        What each rank writes, in order of rank.
+
+    Raises:
+        CheckpointError: elements that no rank holds, and what `merge_specs` raises.
+    """
+    segments = list(_segments(declared))
+    gaps = [str(region) for region, holders in segments if not holders]
+    if gaps:
+        raise CheckpointError(
+            "no rank holds some elements of the model's state: nothing was saved", found=shorten(gaps)
+        )
+    return share_out([(region, region.num_bytes, holders) for region, holders in segments], len(declared))
+
+
+def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
+    """Give each item to one rank, so that each gets about as many bytes; equal on all ranks if the order is.
+
+    Args:
+        items: each with its bytes and the ranks that may get it.
+        world_size: number of ranks.
+    """
+    shares: list[list[_T]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    # First what only one rank may get; then the largest, each to the rank with the least so far.
+    for item, num_bytes, candidates in sorted(items, key=lambda item: (len(item[2]) > 1, -item[1])):
+        least = min(candidates, key=lambda rank: (load[rank], rank))
+        shares[least].append(item)
+        load[least] += num_bytes
+    return shares
+
+
+def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:
+    """Pack tensors into files of at most `limit_bytes` each (a larger tensor gets its own), by name.
+
+    Depends on names and sizes alone, so every layout writes the same files. There is at least one file.
+    """
+    files: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in sorted(specs, key=lambda spec: spec.id):
+        if files[-1] and size + spec.num_bytes > limit_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(spec)
+        size += spec.num_bytes
+    return files
+
+
+def shorten(names: Sequence[str]) -> str:
+    """List the first few names."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _segments(declared: Sequence[Sequence[Region]]) -> Iterator[tuple[Region, Sequence[int]]]:
+    """Split each tensor wherever a region starts or stops, and give the ranks that hold each segment."""
+    specs = merge_specs(declared)
+    edges: dict[TensorId, list[tuple[int, int, int]]] = {tensor_id: [] for tensor_id in specs}
+    for holder, regions in enumerate(declared):
+        for region in regions:
+            if region.start < region.stop:
+                edges[region.spec.id] += [(region.start, +1, holder), (region.stop, -1, holder)]
+    for tensor_id, spec in sorted(specs.items()):
+        held: Counter[int] = Counter()
+        position = 0
+        for element, change, holder in [*sorted(edges[tensor_id]), (spec.total, 0, 0)]:
+            if element > position:
+                holders = tuple(sorted(+held))
+                length = max(1, CHUNK_BYTES // spec.itemsize_bytes) if len(holders) > 1 else element - position
+                for start in range(position, element, length):
+                    yield Region(spec, start, min(start + length, element)), holders
+                position = element
+            held[holder] += change

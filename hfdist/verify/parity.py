@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
-from hfdist.checkpoint.save_planner import shorten
+from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, shorten
 from hfdist.config.train import Precision
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics

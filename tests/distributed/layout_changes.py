@@ -18,16 +18,16 @@ from safetensors.torch import load_file
 
 import hfdist.strategies.select
 import hfdist.trainer.run.builder  # noqa: F401  # as above
-from hfdist.checkpoint import read_checkpoint, write_checkpoint
+from hfdist.checkpoint import read_checkpoint
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.checkpoint.save_plan import OPTIMIZER_STEM
-from hfdist.checkpoint.write import STATE_FILE
+from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import eval_losses, losses, pretrain
 from tests.distributed.save_costs import NUM_RANKS, REPEATS, describe_costs, num_parameters
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 HALF, END = 3, 6
 BOUND = 1e-6

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hfdist
-from hfdist.checkpoint import read_checkpoint, verify, write_checkpoint
+from hfdist.checkpoint import read_checkpoint, verify
 from hfdist.checkpoint.piece import STEP, Piece
 from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 NUM_RANKS = 4
 REPEATS = 3

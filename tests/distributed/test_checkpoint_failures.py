@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, restore_random_state, verify, write_checkpoint
+from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, restore_random_state, verify
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.collectives import gather_json, on_all_ranks
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.testing import RankFailed, run_ranks
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hfdist.checkpoint import read_checkpoint, verify, write_checkpoint
+from hfdist.checkpoint import read_checkpoint, verify
 from hfdist.testing import run_ranks
 from tests.distributed.checkpoint_engines import LAYOUTS, Replicated, Zero, write_config
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 pytestmark = pytest.mark.distributed
 

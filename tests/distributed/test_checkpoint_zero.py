@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from hfdist.checkpoint import read_checkpoint, write_checkpoint
+from hfdist.checkpoint import read_checkpoint
 from hfdist.errors import CheckpointError
 from hfdist.testing import run_ranks
 from tests.distributed.checkpoint_engines import Replicated, Zero, write_config
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 pytestmark = pytest.mark.distributed
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hfdist.checkpoint import write_checkpoint
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
 from hfdist.trainer.reporting.callbacks import METRICS
 from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
+from tests.unit.checkpoint.pieces import write_checkpoint
 
 STEPS = 3
 

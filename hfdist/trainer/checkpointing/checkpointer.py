@@ -26,9 +26,8 @@ from hfdist.checkpoint import (
     restore_random_state,
     verify,
 )
-from hfdist.checkpoint.folder import original_name, remove_unfinished, step_name
+from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_name, remove_unfinished, step_name
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.retention import HELD_OUT_LOSS, by_held_out_loss
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report

@@ -4,9 +4,11 @@ import json
 
 import torch
 
-from hfdist.checkpoint import write_checkpoint
+from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST, hash_of_content
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
+from hfdist.checkpoint.save_plan import Planner
+from hfdist.checkpoint.write import complete, prepare
 
 
 def whole(name, key, tensor):
@@ -29,6 +31,13 @@ def blank(pieces):
     return [
         Piece(name=p.name, key=p.key, shape=p.shape, start=p.start, view=torch.full_like(p.view, -1)) for p in pieces
     ]
+
+
+def write_checkpoint(folder, *, step, pieces, state, write_model_files):
+    """Write a checkpoint and wait for it. A collective."""
+    prepared = prepare(Planner(), folder / step_name(step), step, pieces, state, write_model_files)
+    complete(prepared)
+    return prepared.final
 
 
 def save(folder, step, pieces=None, state=None):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, shard_writer, verify
+from hfdist.checkpoint import Keep, Saver, find_newest, read_checkpoint, verify, write
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
@@ -197,8 +197,8 @@ def test_a_process_that_fails_during_a_save_lets_it_end(tmp_path):
 
 def test_what_is_written_goes_to_the_disk_without_a_gap(tmp_path, monkeypatch):
     sent = []
-    monkeypatch.setattr(shard_writer, "SEND_BYTES", 100)
-    monkeypatch.setattr(shard_writer, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(write, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(write, "CHUNK_BYTES", 40)
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, begin, length, advice: sent.append((begin, length)))
     pieces = [whole("w", WEIGHT, torch.arange(100.0))]
     saver = Saver()

@@ -116,7 +116,7 @@ def test_what_cannot_be_read_is_left_alone(tmp_path, monkeypatch):
         raise OSError(errno.ESTALE, "Stale file handle", str(newest))
 
     with monkeypatch.context() as patched:
-        patched.setattr("hfdist.checkpoint.folder.check_hashes", fail)
+        patched.setattr("hfdist.checkpoint.folder.check_files", fail)
         with pytest.raises(CheckpointError, match="Stale file handle"):
             find_newest(tmp_path)
     assert find_newest(tmp_path) == newest

@@ -9,49 +9,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.piece import WEIGHT
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES
-from hfdist.checkpoint.save_plan import WriteItem
-from hfdist.checkpoint.save_planner import TensorSpec
-from hfdist.checkpoint.shard_writer import write_shard
 from hfdist.errors import CheckpointError
-
-
-def random_tensor(dtype, shape):
-    return torch.randint(0, 2, shape).to(dtype)
-
-
-def write(path, tensors):
-    specs = {
-        name: TensorSpec(
-            name=name, key="weight", shape=tuple(t.shape), dtype=DTYPE_NAMES[t.dtype], itemsize_bytes=t.element_size()
-        )
-        for name, t in tensors.items()
-    }
-    plan = safetensors_io.plan_file(specs)
-    safetensors_io.create(path, plan)
-    slots = [
-        WriteItem(
-            id=(name, "weight"),
-            file=path.name,
-            begin=plan.begins[name],
-            end=plan.begins[name] + tensor.nbytes,
-            is_trained=False,
-            piece=number,
-            elements_of_piece=slice(0, tensor.numel()),
-        )
-        for number, (name, tensor) in enumerate(tensors.items())
-    ]
-    write_shard(path.parent, slots, [tensor.reshape(-1) for tensor in tensors.values()])
+from tests.unit.checkpoint.pieces import save, whole
 
 
 def test_the_format_s_own_library_reads_every_type(tmp_path):
-    tensors = {str(dtype): random_tensor(dtype, (3, 5)) for dtype in DTYPE_NAMES} | {
+    tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPE_NAMES} | {
         "empty": torch.zeros(0, 4),
         "scalar": torch.tensor(3.0),
         "naïve/näme": torch.ones(1),
     }
-    write(tmp_path / "x.safetensors", tensors)
-    loaded = load_file(tmp_path / "x.safetensors")
+    path = save(tmp_path, 1, [whole(name, WEIGHT, tensor) for name, tensor in tensors.items()])
+    loaded = load_file(path / "model.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
@@ -116,24 +87,18 @@ def test_any_bytes_are_refused(tmp_path_factory, content, length):
     assert entries == {}
 
 
+@pytest.mark.parametrize(
+    "content", [b"", (3).to_bytes(8, "little") + b"[1]", (200_000).to_bytes(8, "little") + b"[" * 200_000]
+)
+def test_what_is_no_header_is_refused(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        safetensors_io.read_header(tmp_path / "x")
+
+
 def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path):
-    path = tmp_path / "x"
-    with path.open("wb") as file:
+    with (tmp_path / "x").open("wb") as file:
         file.write((2**40).to_bytes(8, "little"))
         file.truncate(2**41)
     with pytest.raises(CheckpointError):
-        safetensors_io.read_header(path)
-    path.write_bytes(b"")
-    with pytest.raises(CheckpointError):
-        safetensors_io.read_header(path)
-    path.write_bytes((3).to_bytes(8, "little") + b"[1]")
-    with pytest.raises(CheckpointError):
-        safetensors_io.read_header(path)
-
-
-def test_deep_nesting_is_refused(tmp_path):
-    path = tmp_path / "x"
-    text = b"[" * 200_000
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError):
-        safetensors_io.read_header(path)
+        safetensors_io.read_header(tmp_path / "x")

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hfdist.checkpoint import export_model, read_checkpoint, save_plan, write_checkpoint
+from hfdist.checkpoint import export_model, read_checkpoint, save_plan
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError, ResourceError
-from tests.unit.checkpoint.pieces import blank, save, small_pieces, whole
+from tests.unit.checkpoint.pieces import blank, save, small_pieces, whole, write_checkpoint
 
 
 def same(pieces, others):

@@ -1,0 +1,105 @@
+"""Who writes what: every element once, by a rank that has it, evenly, and the same on all ranks."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfdist.checkpoint.safetensors_io import TensorSpec
+from hfdist.checkpoint.save_plan import CHUNK_BYTES, Region, assign_writers, pack_files, share_out, shorten
+from hfdist.errors import CheckpointError
+
+
+def spec(name="w", shape=(10,), dtype="F32"):
+    return TensorSpec(name, "weight", shape, dtype)
+
+
+def region(start, stop, of=None):
+    return Region(of or spec(), start, stop)
+
+
+def loads(declared):
+    return [sum(write.num_bytes for write in writes) for writes in assign_writers(declared)]
+
+
+regions = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(regions, min_size=1, max_size=5))
+def test_every_element_has_one_writer_that_holds_it(by_rank):
+    tensor = spec(shape=(5, 6))
+    declared = [[region(start, stop, tensor) for start, stop in rank] for rank in by_rank]
+    held = [{e for start, stop in rank for e in range(start, stop)} for rank in by_rank]
+    everything = set().union(*held)
+    if not any(declared):
+        assert not any(assign_writers(declared))
+    elif everything != set(range(30)):
+        with pytest.raises(CheckpointError, match="no rank holds"):
+            assign_writers(declared)
+    else:
+        written = Counter()
+        for rank, writes in enumerate(assign_writers(declared)):
+            for _, start, stop in writes:
+                # Within one region of its writer, so that it can be written from one view.
+                assert any(s <= start and stop <= e for s, e in by_rank[rank])
+                written.update(range(start, stop))
+        assert written == Counter(range(30))
+
+
+def test_replicas_are_shared_out_evenly():
+    sizes = [*range(1, 60), 300]
+    load = loads([[region(0, size, spec(name=f"w{i}", shape=(size,))) for i, size in enumerate(sizes)]] * 3)
+    assert max(load) - min(load) < 0.02 * max(load)
+
+
+def test_one_huge_replica_has_many_writers():
+    size = 10 * CHUNK_BYTES
+    load = loads([[region(0, size, spec(shape=(size,), dtype="U8"))]] * 4)
+    assert sum(load) == size
+    assert max(load) == 3 * CHUNK_BYTES
+
+
+def test_those_who_must_write_get_less_of_what_anybody_could():
+    own, shared = spec(name="own", shape=(100,)), spec(name="shared", shape=(100,))
+    declared = [[region(0, 100, own), region(0, 100, shared)], [region(0, 100, shared)]]
+    assert [[write.spec for write in writes] for writes in assign_writers(declared)] == [[own], [shared]]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ([[region(0, 3)], [region(5, 9)]], r"w/weight\[3:5\], w/weight\[9:10\]"),
+        ([[region(0, 10)], [region(0, 10, spec(shape=(11,)))]], r"w/weight.*\n.*F32\[10\] and F32\[11\]"),
+        ([[region(5, 11)]], r"\[5, 11\) of 10"),
+    ],
+)
+def test_gaps_and_ranks_that_disagree_are_named(declared, message):
+    with pytest.raises(CheckpointError, match=message):
+        assign_writers(declared)
+
+
+def test_regions_travel_as_lists():
+    original = region(2, 7, spec(shape=(2, 5)))
+    assert Region.from_json(json.loads(json.dumps(original))) == original
+
+
+def test_files_depend_on_names_and_sizes_alone():
+    tensors = [spec(name=name, shape=(size,)) for name, size in (("c", 3), ("a", 5), ("b", 100), ("d", 2))]
+    for order in (tensors, tensors[::-1]):
+        assert [[t.name for t in file] for file in pack_files(order, limit_bytes=20)] == [["a"], ["b"], ["c", "d"]]
+    assert pack_files([], limit_bytes=20) == [[]]
+
+
+def test_items_are_shared_out_by_size():
+    sizes = {"large": 100, "b": 60, "c": 50, "d": 1}
+    shares = share_out([(name, size, range(2)) for name, size in sizes.items()], 2)
+    assert [sorted(share) for share in shares] == [["d", "large"], ["b", "c"]]
+    assert share_out([("only", 1, range(3))], 3) == [["only"], [], []]
+
+
+def test_long_lists_are_shortened():
+    assert shorten("a b c d e f g".split()) == "a, b, c, d, e, and 2 more"
+    assert shorten(["a", "b"]) == "a, b"
