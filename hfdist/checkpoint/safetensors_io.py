@@ -32,6 +32,9 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format."""
+
 COPY_BYTES = 64 * 2**20
 """Largest staging buffer between a device and a file."""
 
@@ -116,16 +119,20 @@ def read_header(path: Path) -> dict[str, Entry]:
         DamagedError: not a safetensors file, or one whose offsets do not cover it exactly.
     """
     try:
-        # The library checks the header against the size of the file. It does not give the offsets.
-        with safe_open(path, framework="np"), path.open("rb") as file:
+        with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            description = json.loads(file.read(length))
+            if length > _MAX_HEADER_BYTES:
+                # Before the library maps a file that may be as long as it says.
+                raise ValueError(f"a header of {length} bytes")
+            # The library checks the header against the size of the file. It does not give the offsets.
+            with safe_open(path, framework="np"):
+                description = json.loads(file.read(length))
         description.pop("__metadata__", None)
         return {
             name: Entry(path, DTYPES[fields["dtype"]], tuple(fields["shape"]), 8 + length + fields["data_offsets"][0])
             for name, fields in description.items()
         }
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise DamagedError("safetensors", "not a whole safetensors file", where=path, found=found) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.watch.heartbeat import ENDING, EVALUATING, SAVING, STARTING, Progress
+from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Progress
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
@@ -25,6 +25,17 @@ FOLDER = "watch"
 _VERDICT_SECONDS = 5.0
 """Behind the heartbeat: until then the watch has said who is missing, and has ended the process."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
+
+
+def _mark(name: str) -> Callable[..., None]:
+    """Make an event of the Trainer that marks progress and nothing else."""
+
+    def on_event(
+        self: Watch, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        self.progress.mark(name)
+
+    return on_event
 
 
 class Watch(TrainerCallback):
@@ -85,17 +96,8 @@ class Watch(TrainerCallback):
         if self.progress.exempt == SAVING:
             self.progress.exempt = None
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Mark it."""
-        self.progress.mark("a micro batch")
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Mark it."""
-        self.progress.mark("the last micro batch")
+    on_substep_end = _mark("a micro batch")
+    on_pre_optimizer_step = _mark("the last micro batch")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -53,49 +52,37 @@ def waits_in() -> str | None:
         if code.co_filename.endswith(_COLLECTIVES):
             name = code.co_name
         elif name is not None and not code.co_filename.startswith(_TORCH):
-            return f"{name} of {_short(code.co_filename)}:{frame.f_lineno}"
+            return f"{name} of {os.sep.join(code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
     # Those that C++ calls in a backward have no frame.
-    return ", ".join(_describe(entry) for entry in _recorded() if not entry["retired"]) or None
+    return ", ".join(text for is_done, text in _recorded() if not is_done) or None
 
 
 def last_collectives() -> str:
     """Describe those that have not finished, or else the last, by torch's flight recorder."""
     recorded = _recorded()
-    unfinished = [entry for entry in recorded if not entry["retired"]]
-    return ", ".join(_describe(entry) for entry in unfinished or recorded[-1:])
+    return ", ".join([text for is_done, text in recorded if not is_done] or [text for _, text in recorded[-1:]])
 
 
-def _recorded() -> list[dict[str, Any]]:
-    """Read torch's flight recorder, which is on by default (TORCH_FR_BUFFER_SIZE=0 switches it off).
+def _recorded() -> list[tuple[bool, str]]:
+    """Read torch's flight recorder: whether each collective has finished, and its description, the oldest first.
 
-    Private and without documentation: in torch 2.13 `_dump_fr_trace_json` gives gloo's collectives, and
-    `_dump_nccl_trace_json` those of NCCL; each is missing where torch was built without it.
+    It is on by default (TORCH_FR_BUFFER_SIZE=0 switches it off), private and without documentation: in torch 2.13
+    `_dump_fr_trace_json` gives gloo's collectives, and `_dump_nccl_trace_json` those of NCCL; each is missing where
+    torch was built without it.
     """
-    entries: list[dict[str, Any]] = []
+    entries: list[tuple[int, bool, str]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         # Whatever another version gives: a watch that fails here would be taken for a dead rank.
         with contextlib.suppress(Exception):
             if dump is not None and dist.is_initialized():
-                entries += map(_known_fields, json.loads(dump(includeCollectives=True, onlyActive=False))["entries"])
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])
-
-
-def _known_fields(entry: dict[str, Any]) -> dict[str, Any]:
-    """Give those that are used here.
-
-    Raises:
-        KeyError: one is missing.
-    """
-    names = ("time_created_ns", "process_group", "is_p2p", "p2p_seq_id", "collective_seq_id", "retired")
-    return {name: entry[name] for name in (*names, "profiling_name", "input_sizes")}
-
-
-def _describe(entry: dict[str, Any]) -> str:
-    group = entry["process_group"][-1]
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    state = "finished" if entry["retired"] else "not finished"
-    return f"{entry['profiling_name']} {entry['input_sizes']} (number {number} of {group or 'its group'}, {state})"
+                for entry in json.loads(dump(includeCollectives=True, onlyActive=False))["entries"]:
+                    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+                    place = f"number {number} of {entry['process_group'][-1] or 'its group'}"
+                    state = "finished" if entry["retired"] else "not finished"
+                    text = f"{entry['profiling_name']} {entry['input_sizes']} ({place}, {state})"
+                    entries.append((entry["time_created_ns"], entry["retired"], text))
+    return [(is_done, text) for _, is_done, text in sorted(entries)]
 
 
 def _main_frames() -> Iterator[FrameType]:
@@ -104,7 +91,3 @@ def _main_frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _short(path: str) -> str:
-    return os.sep.join(path.split(os.sep)[-2:])

@@ -16,36 +16,19 @@ import os
 import secrets
 import socket
 import threading
-from typing import Protocol
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.watch.diagnosis import Diagnosis
-from hfdist.watch.heartbeat import Heartbeat
+from hfdist.watch.diagnosis import Diagnosis, Heartbeat
 
 _CONNECT_SECONDS = 30
 _MOST_BYTES = 2**16
 """Of a line: one message."""
 
 Exchanged = tuple[dict[int, Heartbeat], Diagnosis | None]
+"""The last heartbeats of the ranks that this rank follows, and the verdict of rank 0."""
 
 
-class HeartbeatStore(Protocol):
-    """Every rank's last beat, and the verdict of rank 0. Rank 0 reads all of them, the others only those of rank 0."""
-
-    rank: int
-    world_size: int
-
-    def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
-        """Publish one's beat (rank 0: and the verdict), and give the beats that this rank follows, and the verdict.
-
-        Not bound to return before `close`: rank 0 may be stopped. Whoever calls it must not be the one that judges.
-        """
-
-    def close(self) -> None:
-        """End whatever waits in `exchange`, there with an OSError."""
-
-
-def open_store() -> HeartbeatStore:
+def open_store() -> HostedStore | JoinedStore:
     """Connect all ranks with rank 0. A collective.
 
     Raises:
@@ -54,7 +37,7 @@ def open_store() -> HeartbeatStore:
     own, size = rank(), world_size()
     host = HostedStore(size) if own == 0 else None
     address, port, token = gather_json(None if host is None else [_own_address(), host.port, host.token])[0]
-    store: HeartbeatStore | None = host
+    store: HostedStore | JoinedStore | None = host
     problem = None
     if store is None:
         try:
@@ -79,7 +62,7 @@ class HostedStore:
         self.world_size = world_size
         self.token = secrets.token_hex(16)
         """The first word of whoever is a rank of this run."""
-        self._beats = {other: Heartbeat(number=0).to_json().encode() for other in range(world_size)}
+        self._beats = dict.fromkeys(range(world_size), json.dumps(Heartbeat(number=0)).encode())
         self._verdict: Diagnosis | None = None
         self._answer = b""
         self.exchange(Heartbeat(number=0), None)
@@ -93,12 +76,11 @@ class HostedStore:
         self._thread.start()
 
     def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
-        """Never waits."""
+        """Publish rank 0's heartbeat and verdict, and give the heartbeats of all ranks. Never waits."""
         self._verdict = verdict or self._verdict
-        self._beats[0] = own.to_json().encode()
-        published = None if self._verdict is None else self._verdict.to_json()
-        self._answer = json.dumps([own.to_json(), published]).encode() + b"\n"
-        return {other: Heartbeat.from_json(text) for other, text in list(self._beats.items())}, self._verdict
+        self._beats[0] = json.dumps(own).encode()
+        self._answer = json.dumps([own, self._verdict]).encode() + b"\n"
+        return {other: Heartbeat(*json.loads(text)) for other, text in list(self._beats.items())}, self._verdict
 
     def close(self) -> None:
         """Serve no more."""
@@ -145,17 +127,19 @@ class JoinedStore:
         self._answers = self._connection.makefile("rb")
 
     def exchange(self, own: Heartbeat, verdict: Diagnosis | None) -> Exchanged:
-        """Send one's beat, and wait for the answer.
+        """Send a heartbeat, and wait for that of rank 0 and its verdict.
+
+        It may not return before `close`, as rank 0 may be stopped: the thread that judges must not call it.
 
         Raises:
             OSError: the connection has ended.
         """
-        self._connection.sendall(own.to_json().encode() + b"\n")
+        self._connection.sendall(json.dumps(own).encode() + b"\n")
         answer = self._answers.readline(_MOST_BYTES)
         if not answer.endswith(b"\n"):
             raise ConnectionResetError("rank 0 has ended the connection")
         beat, published = json.loads(answer)
-        return {0: Heartbeat.from_json(beat)}, verdict if published is None else Diagnosis.from_json(published)
+        return {0: Heartbeat(*beat)}, verdict if published is None else Diagnosis(*published)
 
     def close(self) -> None:
         """End the connection, and with it whatever waits for it."""

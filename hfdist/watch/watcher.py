@@ -11,9 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfdist.watch import stacks
-from hfdist.watch.diagnosis import Diagnosis, PeerState, beat_seconds, find_left, find_lost, find_stalled
-from hfdist.watch.heartbeat import Heartbeat, Progress
-from hfdist.watch.store import HeartbeatStore
+from hfdist.watch.diagnosis import (
+    Diagnosis,
+    Heartbeat,
+    PeerState,
+    Progress,
+    beat_seconds,
+    find_left,
+    find_lost,
+    find_stalled,
+)
+from hfdist.watch.store import HostedStore, JoinedStore
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +41,9 @@ class Watcher:
         heartbeat_seconds: how long a rank may be silent or without progress.
     """
 
-    def __init__(self, progress: Progress, store: HeartbeatStore, folder: Path, heartbeat_seconds: float) -> None:
+    def __init__(
+        self, progress: Progress, store: HostedStore | JoinedStore, folder: Path, heartbeat_seconds: float
+    ) -> None:
         self._progress, self._store, self._folder = progress, store, folder
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
@@ -183,7 +193,7 @@ class Watcher:
         return all(beat.left is not None for beat in self._others())
 
     def _others(self) -> list[Heartbeat]:
-        """Of those whose beats this rank follows, the last beats of those that still beat."""
+        """Give the latest heartbeats of the other ranks that this rank follows and that are not silent."""
         return [beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent)]
 
     def _write_stacks(self) -> None:

@@ -9,10 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.watch import heartbeat, stacks
+from hfdist.watch import diagnosis, stacks
 from hfdist.watch.callback import is_broken_connection
-from hfdist.watch.diagnosis import Diagnosis, PeerState, find_left, find_lost, find_stalled, name_ranks
-from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Heartbeat, Progress
+from hfdist.watch.diagnosis import (
+    EVALUATING,
+    SAVING,
+    STARTING,
+    Diagnosis,
+    Heartbeat,
+    PeerState,
+    Progress,
+    find_left,
+    find_lost,
+    find_stalled,
+    name_ranks,
+)
 from hfdist.watch.store import HostedStore, JoinedStore, open_store
 from hfdist.watch.watcher import Watcher
 
@@ -118,7 +129,7 @@ def test_progress_does_not_measure_what_may_take_long():
 def test_slow_steps_are_a_measure_for_the_first_step_behind_the_warm_up(monkeypatch):
     """A pipeline makes one mark a step, and steps may take longer than a heartbeat may."""
     now = 0.0
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    monkeypatch.setattr(diagnosis.time, "monotonic", lambda: now)
     progress = Progress()
     for step, seconds in enumerate((300, 100, 90), start=1):
         now += seconds
@@ -206,13 +217,6 @@ def test_who_leaves_during_an_exchange_says_so_in_the_next(tmp_path):
     store.may_end.set()
     leaving.join(HEARTBEAT_SECONDS)
     assert [beat.left for beat in store.sent] == [None, 3]
-
-
-def test_what_travels_comes_back():
-    beat = Heartbeat(number=3, marks=7, exempt=SAVING, left=0)
-    assert Heartbeat.from_json(beat.to_json().encode()) == beat
-    verdict = Diagnosis("rank 1 has ended", 3)
-    assert Diagnosis.from_json(verdict.to_json().encode()) == verdict
 
 
 def test_many_ranks_are_named_shortly():

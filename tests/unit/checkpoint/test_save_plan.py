@@ -101,5 +101,5 @@ def test_items_are_shared_out_by_size():
 
 
 def test_long_lists_are_shortened():
-    assert shorten("a b c d e f g".split()) == "a, b, c, d, e, and 2 more"
+    assert shorten(["a", "b", "c", "d", "e", "f", "g"]) == "a, b, c, d, e, and 2 more"
     assert shorten(["a", "b"]) == "a, b"
