@@ -40,7 +40,7 @@ from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave
 from benchmarks.table import Measure, add_options, publish
 from hfdist.collectives import gather_json
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 
 NUM_RANKS = 2
 LIMITS = (LIMIT_COPY, LIMIT_WRITE, LIMIT_WRITE_UNSYNCED)

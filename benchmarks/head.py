@@ -28,7 +28,7 @@ from benchmarks.table import Measure, add_options, publish
 from hfdist.models.loss.chunked import ChunkedLoss
 from hfdist.models.loss.kernels import cut_cross_entropy, liger
 from hfdist.models.loss.lazy_logits import SumOfLosses, deferring
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 
 OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch's chunks", "the three products"
 LIGER, CUT = "liger-kernel", "cut-cross-entropy"

@@ -22,7 +22,7 @@ from benchmarks.rounds import interleave, median_fields
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 8

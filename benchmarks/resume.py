@@ -29,7 +29,7 @@ from benchmarks.rounds import median_fields
 from benchmarks.table import Measure, add_options, publish
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 
 GOAL_MILLISECONDS = 10
 OURS = "hfdist"

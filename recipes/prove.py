@@ -15,7 +15,7 @@ def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
     # Imported here, so that --help and what the command has checked by now need no torch.
     with quick_imports():
-        from hfdist.verify.parity_runs import conclude, prepare_proof
+        from hfdist.verify.parity import conclude, prepare_proof
 
     proof = prepare_proof(config)
     train_small(proof.layout)
@@ -25,7 +25,7 @@ def main(config: RunConfig) -> None:
 
 def train_small(config: RunConfig) -> None:
     """Do what pretraining does, with a small model of the same architecture and without an export."""
-    from hfdist.verify.parity_runs import use_small_model
+    from hfdist.verify.parity import use_small_model
 
     run = prepare_run(config)
     run.find_model()

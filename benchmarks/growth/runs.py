@@ -12,7 +12,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 import hfdist.trainer.trainer  # noqa: F401
 from benchmarks.growth import corpora, training
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 
 GLOBAL_BATCH_SIZE, SEQUENCE_TOKENS = 8, 32
 RANKS, LAYERS, TIMES = (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 10, 100)

@@ -30,7 +30,7 @@ from benchmarks.overlay import UnavailableError, peer_environment
 from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, add_options, publish
-from hfdist.testing.launch import forget_parent
+from hfdist.testing import forget_parent
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
                          "num_key_value_heads": 4, "max_position_embeddings": SEQUENCE_LENGTH}  # fmt: skip

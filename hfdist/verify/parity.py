@@ -1,39 +1,80 @@
-"""Compare by name what two runs left behind, and say whether they trained the same.
+"""The proof that a layout trains as one process does: small runs of both, and what they left behind compared by name.
 
-Of a tensor the difference is  max |ours - reference| / max |reference|  over its elements, where the divisor is at
-least a hundredth of the largest element of all tensors of its kind: a gradient that is zero but for rounding (that of
-a key's bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
+There are three runs: the asked layout in small, its second part again from a checkpoint, and one process. Of a tensor
+the difference is  max |ours - reference| / max |reference|  over its elements, where the divisor is at least a
+hundredth of the largest element of all tensors of its kind: a gradient that is zero but for rounding (that of a key's
+bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedConfig
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, shorten
+from hfdist.collectives import on_rank_zero, rank
+from hfdist.config.batch import BatchPlan, num_warmup_steps
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.composition.compose import to_yaml
+from hfdist.config.model import Dtype, Init
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName
+from hfdist.config.run import EvaluateConfig, ExportConfig, LaunchConfig, RunConfig
+from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
+from hfdist.errors import ConfigError, HfdistError, NumericsError
+from hfdist.models import fit_vocabulary
+from hfdist.models.probing.tiny_config import shrink
+from hfdist.optim.fit import describe
+from hfdist.optim.registry import make_small
+from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.trainer.run.builder import Run
+
+logger = logging.getLogger(__name__)
+
+_NUM_STEPS = 5
+_ARCHITECTURE = "architecture"
+"""Beside the runs: the config of the small model, from which the run on one process makes it again."""
+_STOPPED_STEP = 3
+"""The checkpoint from which the second part is trained again."""
+_MOST_SEQUENCE_TOKENS = 128
+_MOST_MICROBATCHES = 4
+"""Of a data rank; a pipeline keeps up to two for each stage."""
+_FEW_BLOCKS = 4
+_MOST_HELD_OUT_SEQUENCES = 16
+_LEAST_EPS = 1e-4
+"""Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
+rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
+
+_SINGLE_SECONDS = 1500
+"""For the run on one process: less than the half hour that a process group waits for a rank."""
 
 FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""
 
-NORM_ERROR = 3e-10
+_NORM_ERROR = 3e-10
 """Of a norm on a CPU, for each element of the largest tensor. torch adds up squares in float32 there, and DeepSpeed in
 float64: the norms of half a million elements differed by up to 8e-5, of ten million by 4e-4."""
 
 Named = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Largest relative differences that rounding explains."""
 
     loss: float
@@ -45,8 +86,8 @@ class Bounds:
 
     def on_cpu(self, num_elements: int) -> Bounds:
         """For norms on a CPU, and gradients that are clipped by them, of tensors of up to so many elements."""
-        error = NORM_ERROR * num_elements
-        return replace(self, grad_norm=max(self.grad_norm, error), gradient=max(self.gradient, error))
+        error = _NORM_ERROR * num_elements
+        return self._replace(grad_norm=max(self.grad_norm, error), gradient=max(self.gradient, error))
 
 
 BOUNDS = {
@@ -58,8 +99,7 @@ BOUNDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One comparison: the largest relative difference and where it is."""
 
     what: str
@@ -73,8 +113,7 @@ class Row:
         return self.difference <= self.bound
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
+class Certificate(NamedTuple):
     """All comparisons of a layout with one process."""
 
     layout: str
@@ -122,7 +161,7 @@ def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: 
     held_out = _metric(reference, "eval_loss")
     if held_out:
         rows.append(compare("held-out loss", _metric(ours, "eval_loss"), held_out, bounds.loss))
-    return Certificate(layout=layout, rows=tuple(rows))
+    return Certificate(layout, tuple(rows))
 
 
 def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]:
@@ -157,12 +196,12 @@ def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:
     )
     if unpaired or not reference:
         worst = f"only in one, or of another shape: {shorten(unpaired)}" if unpaired else "there is nothing to compare"
-        return Row(what=what, difference=math.inf, worst=worst, bound=bound)
+        return Row(what, math.inf, worst, bound)
     floor = FLOOR * max(_largest(tensor) for tensor in reference.values())
     differences = {name: _difference(ours[name], tensor, floor) for name, tensor in reference.items()}
     # What is not a number is worse than any number.
     worst = max(differences, key=lambda name: (math.isnan(differences[name]), differences[name]))
-    return Row(what=what, difference=differences[worst], worst=worst, bound=bound)
+    return Row(what, differences[worst], worst, bound)
 
 
 def _difference(ours: torch.Tensor, reference: torch.Tensor, floor: float) -> float:
@@ -203,3 +242,227 @@ def _saved(run_dir: Path, step: str, pattern: str) -> dict[str, torch.Tensor]:
     for path in sorted((run_dir / CHECKPOINTS / step).glob(pattern)):
         tensors |= load_file(path)
     return tensors
+
+
+# ---- the runs ----
+
+
+class Proof(NamedTuple):
+    """Three configs that differ in layout, start and folder alone."""
+
+    folder: Path
+    layout: RunConfig
+    resumed: RunConfig
+    single: RunConfig
+    description: str
+
+
+def prepare_proof(config: RunConfig) -> Proof:
+    """Make the asked run small, and empty `<run.dir>/prove`.
+
+    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, data and seeds. The model is made
+    small by `small_architecture`; steps, sequences and the number of micro batches are fewer.
+
+    Raises:
+        ConfigError: sizes that do not divide, too few processes, or a saved adapter.
+    """
+    if config.adapter.path is not None:
+        raise ConfigError(
+            "a saved adapter does not fit the small model that a proof trains",
+            where="adapter.path",
+            found=config.adapter.path,
+            hint="adapter=lora, with the keys of the saved one",
+        )
+    topology, asked = plan_run(config)
+    folder = Path(config.run.dir) / "prove"
+    if topology.is_main:
+        # The others first look into it when the process group is up, which is not before this rank has joined.
+        shutil.rmtree(folder, ignore_errors=True)
+    layout = _small_run(config, asked, folder / "layout")
+    checkpoints = folder / "layout" / CHECKPOINTS
+    resumed = replace(
+        layout,
+        run=replace(layout.run, dir=str(folder / "resumed")),
+        checkpoint=replace(layout.checkpoint, resume=str(checkpoints / step_name(_STOPPED_STEP))),
+    )
+    model, tokenizer = layout.model, layout.model.tokenizer
+    if model.gguf_file is not None:
+        # It was found by the model's name, and lies in a checkpoint.
+        tokenizer = replace(tokenizer, name=str(checkpoints / step_name(1)), revision=None)
+    single = replace(
+        layout,
+        run=replace(layout.run, dir=str(folder / "single")),
+        launch=LaunchConfig(),
+        strategy=StrategyConfig(data=1),
+        model=replace(
+            model,
+            name=str(folder / _ARCHITECTURE),
+            revision=None,
+            gguf_file=None,
+            type=None,
+            config={},
+            tokenizer=tokenizer,
+        ),
+    )
+    description = (
+        f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
+        f"{describe(make_small(config.optimizer))}; "
+        f"{_NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
+    )
+    return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
+
+
+def use_small_model(run: Run) -> None:
+    """Let a run whose data are open train a small model; rank 0 writes its config down for the run on one process."""
+    config, tokenizer = run.config, run.data.tokenizer
+    run.architecture = small_architecture(run.architecture, config.strategy, vocab_size=len(tokenizer))
+    fit_vocabulary(run.architecture, tokenizer, config.model)
+    if run.topology.is_main:
+        run.architecture.save_pretrained(Path(config.run.dir).with_name(_ARCHITECTURE))
+
+
+def small_architecture(
+    architecture: PreTrainedConfig, strategy: StrategyConfig, *, vocab_size: int
+) -> PreTrainedConfig:
+    """Give the same architecture with few and narrow blocks (at least one a stage of a pipeline), without dropout.
+
+    Dropout is the one thing in which layouts do differ: each rank draws its own.
+    """
+    num_blocks = None if strategy.pipeline == 1 else max(_FEW_BLOCKS, _most_stages(strategy))
+    small = shrink(architecture, num_blocks=num_blocks, vocab_size=vocab_size)
+    small._attn_implementation = architecture._attn_implementation
+    small.use_cache = False
+    for part in (small, small.get_text_config()):
+        for name, value in list(vars(part).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return small
+
+
+def conclude(proof: Proof, recipe: Path) -> None:
+    """Train on one process, compare, and report on rank 0. Call on all ranks, after both runs in the layout.
+
+    The folder of a proof that passed is removed.
+
+    Args:
+        proof: from `prepare_proof`.
+        recipe: the script that pretrains.
+
+    Raises:
+        NumericsError: on rank 0, a difference beyond its bound.
+        HfdistError: the run on one process failed.
+    """
+    failed = on_rank_zero(lambda: _certify(proof, recipe))
+    if failed and rank() == 0:
+        raise NumericsError(
+            "the layout does not train as one process does",
+            where=", ".join(failed),
+            found="differences beyond their bounds: see the certificate",
+            hint=f"compare the runs in {proof.folder}",
+        )
+
+
+def _certify(proof: Proof, recipe: Path) -> list[str]:
+    """Give the names of the comparisons that failed."""
+    _train_single(proof.single, recipe)
+    config = proof.layout
+    # Muon makes matrices orthogonal in bfloat16, whatever their type.
+    rounds = config.model.dtype is Dtype.bfloat16 or config.optimizer.name is OptimizerName.muon
+    certificate = certify(
+        proof.description,
+        ours=Path(config.run.dir),
+        resumed=Path(proof.resumed.run.dir),
+        reference=Path(proof.single.run.dir),
+        bounds=BOUNDS[Precision.bf16 if rounds else config.train.precision],
+    )
+    logger.info("%s", certificate)
+    if certificate.passed:
+        shutil.rmtree(proof.folder)
+    return [row.what for row in certificate.rows if not row.passed]
+
+
+def _train_single(config: RunConfig, recipe: Path) -> None:
+    """Train in a fresh process that knows of no launcher."""
+    folder = Path(config.run.dir)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    command = [sys.executable, str(recipe), "--config-dir", str(folder), "--config-name", "config"]
+    if config.model.trust_remote_code:
+        command.append("model.trust_remote_code=true")
+    environment = without_launcher(os.environ)
+    # One device: with several, transformers would make replicas of the model.
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_SINGLE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HfdistError(f"the run on one process did not end in {_SINGLE_SECONDS} s", where=str(folder)) from error
+    if done.returncode != 0:
+        logger.error("the run on one process says:\n%s", done.stdout[-4000:])
+        raise HfdistError(
+            "the run on one process failed",
+            where=str(folder),
+            found=f"exit code {done.returncode}",
+            hint=" ".join(command),
+        )
+
+
+def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
+    most = _MOST_MICROBATCHES
+    if config.strategy.pipeline > 1:
+        most = max(most, 2 * _most_stages(config.strategy))
+    num_microbatches = min(asked.num_microbatches, most)
+    data = config.data
+    return replace(
+        config,
+        run=replace(config.run, dir=str(folder)),
+        # Pretrained weights do not fit a small model; the architecture and the tokenizer stay.
+        model=replace(config.model, init=Init.random),
+        adapter=replace(config.adapter, merge=False, dropout=0.0),
+        data=replace(
+            data,
+            sequence_length=min(data.sequence_length, _MOST_SEQUENCE_TOKENS),
+            eval_sequences=min(data.eval_sequences, _MOST_HELD_OUT_SEQUENCES),
+        ),
+        # Numbers of blocks of the asked model do not fit the small one.
+        strategy=replace(config.strategy, blocks_per_stage=None),
+        optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps or _NUM_STEPS),
+        train=replace(
+            config.train,
+            max_steps=_NUM_STEPS,
+            epochs=None,
+            global_batch_size=asked.micro_batch_size * num_microbatches * asked.data_size,
+            eval_every=None,
+        ),
+        evaluate=EvaluateConfig(),
+        checkpoint=replace(
+            config.checkpoint, every=1, keep=_NUM_STEPS, keep_every=None, keep_best=False, resume="auto"
+        ),
+        report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_prompt=None),
+        export=ExportConfig(),
+    )
+
+
+def _most_stages(strategy: StrategyConfig) -> int:
+    """No schedule has more than two stages a rank unless asked."""
+    return strategy.pipeline * (strategy.stages_per_rank or 2)
+
+
+def _short_schedule(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> OptimizerConfig:
+    """The same shape over `_NUM_STEPS`."""
+    asked = num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps)
+    warmup_steps = max(1, _NUM_STEPS * asked // max_steps) if asked > 0 else 0
+    return replace(
+        optimizer,
+        warmup_steps=warmup_steps,
+        warmup_tokens=None,
+        warmup_fraction=None,
+        eps=max(optimizer.eps, _LEAST_EPS),
+    )

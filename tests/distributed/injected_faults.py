@@ -18,7 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by ev
 import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
-from hfdist.testing.launch import forget_parent
+from hfdist.testing import forget_parent
 from hfdist.trainer.checkpointing import checkpointer
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.trainer.trainer import Trainer

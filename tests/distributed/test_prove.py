@@ -164,12 +164,12 @@ def test_the_run_on_one_process_says_why_it_failed(tmp_path, cache_dir, capfd):
 
 
 def break_the_other_process():
-    from hfdist.verify import parity_runs
+    from hfdist.verify import parity
 
-    original = parity_runs._train_single
+    original = parity._train_single
 
     def with_a_missing_checkpoint(config, recipe):
         config.checkpoint.resume = str(recipe)
         original(config, recipe)
 
-    parity_runs._train_single = with_a_missing_checkpoint
+    parity._train_single = with_a_missing_checkpoint

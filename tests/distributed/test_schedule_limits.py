@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import check_microbatches, rank_of_stage
-from hfdist.testing.launch import run_ranks
+from hfdist.testing import run_ranks
 from tests.unit.pipeline.torch_actions import build
 
 pytestmark = pytest.mark.distributed

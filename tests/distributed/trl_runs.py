@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import hfdist
 from hfdist.models.initialize import initialize_by_name
-from hfdist.testing.launch import forget_parent
+from hfdist.testing import forget_parent
 
 WORDS = ["the", "a", "red", "blue", "big", "small", "cat", "dog", "bird", "sees", "likes", "eats", "and", "then", "now"]
 MARKS = ["<pad>", "<end>", "<user>", "<assistant>", "<unknown>"]

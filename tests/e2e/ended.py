@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hfdist.config.cli.command import recipe
 from hfdist.errors import NumericsError
-from hfdist.testing.launch import _serve_store, _store
+from hfdist.testing import _serve_store, _store
 
 ENDS = {"well": None, "told": NumericsError("the loss is not finite"), "untold": ZeroDivisionError("by zero")}
 

@@ -18,7 +18,7 @@ from subprocess import CompletedProcess
 
 import torch
 
-from hfdist.testing.launch import forget_parent
+from hfdist.testing import forget_parent
 from tests.e2e.test_command_line import RECIPE
 from tests.imports import import_all
 

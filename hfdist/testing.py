@@ -1,4 +1,4 @@
-"""Run one function on N gloo ranks, forked from this process, and give back what each returned.
+"""For tests of distributed training: run one function on N gloo ranks, forked from this process.
 
 Importing torch, transformers and deepspeed costs seconds; a fork of a process that already has them costs
 milliseconds. The ranks meet at a store on a free port.
@@ -50,18 +50,8 @@ def run_ranks(
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank_main,
-            args=(
-                theirs,
-                function,
-                arguments,
-                rank,
-                world_size,
-                port,
-                timeout_seconds,
-            ),
-        )
+        arguments_of_rank = (theirs, function, arguments, rank, world_size, port, timeout_seconds)
+        process = context.Process(target=_rank_main, args=arguments_of_rank)
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -105,17 +95,11 @@ def _rank_main(
     port: int | None,
     timeout_seconds: float,
 ) -> None:
-    launcher = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    for name, value in launcher.items():
+    launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.pop(name, None)
         if port is not None:
-            os.environ[name] = value
+            os.environ[name] = str(value)
     os.environ["OMP_NUM_THREADS"] = "1"
     # What a rank inherits is no garbage: its collections need not look through it.
     gc.freeze()
