@@ -147,6 +147,7 @@ def make_config(run_dir: Path, texts: Path, max_steps: int, strategy: str) -> Ru
             "data.on_bad_rows=quarantine",
             "data.sequence_length=32",
             f"data.lanes={NUM_LANES}",
+            "data.workers=1",
             "data.prefetch=8",
             "data.eval_fraction=0.05",
             f"data.cache_dir={run_dir}-cache",

@@ -64,14 +64,14 @@ def tying(tied: bool) -> tuple[str, ...]:
     return (f"model.config.tie_word_embeddings={str(tied).lower()}",)
 
 
-def run_single(folder: Path, *, tied: bool) -> Path:
+def run_single(folder: Path, *more: str, tied: bool) -> Path:
     """The reference."""
-    return pretrain(folder, 1, "strategy=single", *COMMON, *tying(tied))
+    return pretrain(folder, 1, "strategy=single", *COMMON, *tying(tied), *more)
 
 
-def run_case(folder: Path, case: Case) -> Path:
+def run_case(folder: Path, case: Case, *more: str) -> Path:
     """The same in the layout."""
-    return pretrain(folder, case.num_processes, *COMMON, *case.overrides)
+    return pretrain(folder, case.num_processes, *COMMON, *case.overrides, *more)
 
 
 def all_cases() -> Iterator[Case]:

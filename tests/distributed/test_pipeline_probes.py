@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import hfdist
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, PartitionError
-from hfdist.models.blocks import find_block_parts, find_blocks
+from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
 from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
@@ -97,16 +97,16 @@ CASES = {
     "skipped": (lambda: make_toy(toys.Skips), [plain()]),
     "in place": (lambda: make_toy(toys.WritesInPlace), [plain()]),
 }
+# What is summed over ranks, or travels past a stage, in each kind of schedule; the other cases in one of two by turns.
+RISKY = ("lengths", "tied", "between", "tied embedding", "skipped")
 PAIRS = [
-    *product(("1f1b", "zbv"), CASES),
-    *product(("interleaved_zero_bubble",), ("lengths", "tied", "between", "tied embedding", "skipped")),
+    *product(("1f1b", "zbv", "interleaved_zero_bubble"), RISKY),
+    *((("1f1b", "zbv")[number % 2], case) for number, case in enumerate(case for case in CASES if case not in RISKY)),
 ]
-COMPILED = ("interleaved_zero_bubble", "zbv")
 UNEVEN = (Schedule.interleaved_1f1b, Schedule.interleaved_zero_bubble, Schedule.zbv, Schedule.dualpipev)
-DEEP_SCHEDULES = ("1f1b", "zbv")
 DEEP = {
-    "tied": (lambda: make_llama(tie_word_embeddings=True, num_hidden_layers=8), [plain(), plain(9, 1)]),
-    "u-net": (lambda: make_toy(toys.UNet, num_hidden_layers=8), [plain()]),
+    "zbv": (lambda: make_llama(tie_word_embeddings=True, num_hidden_layers=8), [plain(), plain(9, 1)]),
+    "1f1b": (lambda: make_toy(toys.UNet, num_hidden_layers=8), [plain()]),
 }
 
 
@@ -133,14 +133,10 @@ def make_strategy(**layout):
     return hfdist.make_strategy(global_batch_size=8, micro_batch_size=2, sequence_length=8, **layout)
 
 
-def step_as_engine(case, *, compiles=False, **layout):
+def step_as_engine(case, **layout):
     """Run the case's steps through an engine, and beside it in one piece; give what came of the last."""
     make, batches = case
     model, whole = make(), make()
-    if compiles:
-        for block in find_blocks(model):
-            # The default backend takes minutes on a CPU. What matters to a pipeline is a backward in one piece.
-            block.compile(backend="aot_eager")
     engine = make_strategy(**layout).build(model)
     engine.attach(engine.model, None, None)
     default = SimpleNamespace(loss=scaled_loss)
@@ -188,30 +184,18 @@ def refusal(kind):
 def all_of_two_ranks():
     """One fork for everything on two ranks."""
     results = {(schedule, name): step_as_engine(CASES[name], pipeline=2, schedule=schedule) for schedule, name in PAIRS}
-    for schedule in COMPILED:
-        results[schedule, "compiled"] = step_as_engine(
-            (make_llama, [plain(), plain(9)]), compiles=True, pipeline=2, schedule=schedule
-        )
     for schedule in UNEVEN:
         results[schedule.value, "uneven"] = step_of_uneven_micro_batches(schedule)
     return results, [refusal(kind) for kind in REFUSED]
 
 
 def all_of_four_ranks():
-    return {
-        (schedule, name): step_as_engine(case, pipeline=4, schedule=schedule)
-        for schedule, (name, case) in product(DEEP_SCHEDULES, DEEP.items())
-    }
+    return {schedule: step_as_engine(case, pipeline=4, schedule=schedule) for schedule, case in DEEP.items()}
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
     return run_ranks(all_of_two_ranks, 2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    return run_ranks(all_of_four_ranks, 4)
 
 
 def assert_same(of_ranks):
@@ -228,15 +212,10 @@ def test_same_loss_and_gradients_on_two_ranks(two_ranks, schedule, name):
     assert_same([results[schedule, name] for results, _ in two_ranks])
 
 
-@pytest.mark.parametrize("schedule", DEEP_SCHEDULES)
-@pytest.mark.parametrize("name", DEEP)
-def test_same_loss_and_gradients_on_four_ranks(four_ranks, schedule, name):
-    assert_same([results[schedule, name] for results in four_ranks])
-
-
-@pytest.mark.parametrize("schedule", COMPILED)
-def test_compiled_blocks_under_schedules_that_split_the_backward(two_ranks, schedule):
-    assert_same([results[schedule, "compiled"] for results, _ in two_ranks])
+def test_same_loss_and_gradients_on_four_ranks():
+    results = run_ranks(all_of_four_ranks, 4)
+    for schedule in DEEP:
+        assert_same([result[schedule] for result in results])
 
 
 @pytest.mark.parametrize("schedule", UNEVEN, ids=lambda schedule: schedule.value)

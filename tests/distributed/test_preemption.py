@@ -14,7 +14,8 @@ from tests.distributed.runs import SMALL, losses, pretrain
 pytestmark = pytest.mark.distributed
 
 STEPS = 60
-SETTINGS = ("checkpoint=default", "checkpoint.every=1000", f"train.max_steps={STEPS}", "optimizer.lr=5e-4")
+SETTINGS = ("checkpoint=default", "checkpoint.every=1000", f"train.max_steps={STEPS}", "optimizer.lr=5e-4",
+            "data.workers=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
