@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from benchmarks.emulated import HIDDEN_SIZE, Durations, EmulatedStage, Leg, sleep_seconds
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.p2p import Link
+from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.stage_io import Activations
@@ -128,7 +128,7 @@ def build_hfdist(schedule: Schedule, stages_per_rank: int, work: Work, log: list
     pipeline = Pipeline(
         views,
         schedule,
-        Link(placement, group, CPU),
+        P2PChannel(placement, group, CPU),
         num_microbatches=work.num_microbatches,
         recorder=Recorder(rank=dist.get_rank(), device=CPU),
         splits_backward=True,
