@@ -70,7 +70,7 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
 
     from hfdist.config.data import DataConfig
     from hfdist.data.documents.corpus import cache_dir
-    from hfdist.models.hub.gguf import convert_gguf
+    from hfdist.models.resolve import convert_gguf
     from tests.smollm2 import find_smollm2
 
     converted = convert_gguf(find_smollm2(), cache_dir(DataConfig()), key="model.name")

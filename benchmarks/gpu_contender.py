@@ -17,10 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from hfdist.config.composition.compose import compose_config
-from hfdist.models.blocks import compile_blocks, compiles_blocks
+from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
-from hfdist.models.loss.head import choose_loss
-from hfdist.models.recompute import keep_expensive
+from hfdist.models.loss import choose_loss
 from hfdist.trainer.options import RunOptions
 
 OURS = "hfdist"

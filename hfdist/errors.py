@@ -6,6 +6,9 @@ ends with a documented exit code.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from hfdist.secrets import mask_secrets
 
 _LONGEST_VALUE, _LONGEST = 500, 4000
@@ -124,3 +127,9 @@ def printable(text: str, longest: int | None = None) -> str:
     short = text if longest is None else text[: 2 * longest]
     safe = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in mask_secrets(short))
     return safe if longest is None or len(safe) <= longest else safe[:longest] + " ..."
+
+
+def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: float = 0.5) -> str | None:
+    """Give `template` with the known word that is most like `word` in it; None: no word is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return template.replace("{}", close[0], 1) if close else None

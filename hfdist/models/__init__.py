@@ -3,7 +3,7 @@
 from hfdist.models.architecture import check_fields, find_architecture, fit_vocabulary
 from hfdist.models.build import build_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.models.trainable.parameters import TrainableParameters
+from hfdist.models.trainable import TrainableParameters
 
 __all__ = [
     "TrainableParameters",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfdist.config.model import Attention, Init, ModelConfig
-from hfdist.errors import ConfigError
-from hfdist.models.hub.client import reading_from_hub
+from hfdist.errors import ConfigError, nearest
+from hfdist.models.hub_client import reading_from_hub
 
 
 def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTrainedConfig:
@@ -103,7 +102,7 @@ def _of_type(config: ModelConfig) -> PreTrainedConfig:
             where="model.type",
             found=kind,
             allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
-            hint=_nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "model.type={}"),
+            hint=nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
     # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.
@@ -134,7 +133,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> Non
                 where=key,
                 found=value,
                 allowed=", ".join(sorted(known)),
-                hint=_nearest(name, known, f"model.config.{{}}={value}"),
+                hint=nearest(name, known, f"model.config.{{}}={value}"),
             )
         present = getattr(architecture, name, None)
         if not _same_kind(present, value):
@@ -152,7 +151,8 @@ def _naming_fields(fields: dict[str, Any], kind: str | None = None) -> Iterator[
     try:
         yield
     except (TypeError, ValueError, StrictDataclassError) as error:
-        reason = _reason(error)
+        # Without the names of the check and of Python's exceptions.
+        reason = re.split(r"\b\w+Error: ", " ".join(str(error).split()))[-1] or type(error).__name__
         raise ConfigError(
             f"transformers refuses the fields: {reason}",
             where="model.config",
@@ -185,8 +185,8 @@ def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> No
             where="data.sequence_length",
             found=sequence_length,
             allowed=f"<= {limit} (model.config.max_position_embeddings)",
-            hint=f"data.sequence_length={limit}, or model.config.max_position_embeddings={sequence_length} "
-            "for random weights",
+            hint=f"data.sequence_length={limit}; or, for random weights, "
+            f"model.config.max_position_embeddings={sequence_length}",
         )
 
 
@@ -204,18 +204,6 @@ def check_router_loss(architecture: PreTrainedConfig) -> None:
             allowed="false",
             hint="model.config.output_router_logits=false",
         )
-
-
-def _nearest(name: str, known: Any, template: str) -> str | None:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return template.format(close[0]) if close else None
-
-
-def _reason(error: Exception) -> str:
-    """What a check of transformers says, without the names of the check and of Python's exceptions."""
-    text = " ".join(str(error).split())
-    reason = re.split(r"\b\w+Error: ", text)[-1]
-    return reason or type(error).__name__
 
 
 def _nearest_heads(kind: str, fields: dict[str, Any]) -> str | None:

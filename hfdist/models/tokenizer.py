@@ -5,20 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hfdist.config.model import ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
-from hfdist.models.hub.client import reading_from_hub
-from hfdist.models.hub.resolve import find_tokenizer
+from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.resolve import make_once, resolve_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +37,7 @@ def load_tokenizer(
     """
     if config.tokenizer.name is None:
         return _trained(config.tokenizer, corpus_id=corpus_id, texts=texts, cache_dir=cache_dir)
-    folder = find_tokenizer(config, cache_dir=cache_dir).name
+    folder = resolve_tokenizer(config, cache_dir=cache_dir).name
     with reading_from_hub("model.tokenizer.name", config.tokenizer.name):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     if tokenizer.eos_token_id is None:
@@ -60,13 +56,12 @@ def _trained(
     identity = json.dumps([1, corpus_id, config.vocab_size, config.train_bytes])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     folder = cache_dir / "tokenizers" / f"bpe-{config.vocab_size}-{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # All processes of a machine come here at once: the first trains, the others wait and read.
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "tokenizer.json").is_file():
-            logger.info("training a byte-level BPE of %d tokens, once", config.vocab_size)
-            _save_atomically(train_bpe(texts(config.train_bytes), config.vocab_size), folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def write(temporary: Path) -> None:
+        logger.info("training a byte-level BPE of %d tokens, once", config.vocab_size)
+        train_bpe(texts(config.train_bytes), config.vocab_size).save_pretrained(temporary)
+
+    return PreTrainedTokenizerFast.from_pretrained(make_once(folder, write))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -87,13 +82,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-
-
-def _save_atomically(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        tokenizer.save_pretrained(temporary)
-        temporary.chmod(0o755)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 
 from hfdist.errors import ConfigError
-from hfdist.models.hub.client import reading_from_hub
-from hfdist.models.probing.unused_parameters import uses_all_parameters
+from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.probing import uses_all_parameters
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfdist.checkpoint import Keep
-from hfdist.models.loss.head import LossHead
+from hfdist.models.loss import LossHead
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 
 

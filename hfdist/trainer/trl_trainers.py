@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.models.probing.document_masking import keeps_documents_apart
+from hfdist.models.probing import keeps_documents_apart
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.trainer.step.loss import Convention
 

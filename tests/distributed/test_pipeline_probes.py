@@ -15,7 +15,7 @@ import hfdist
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.initialize import initialize_by_name
+from hfdist.models.build import initialize_by_name
 from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage

@@ -13,7 +13,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.errors import ConfigError
-from hfdist.models.initialize import initialize_by_name
+from hfdist.models.build import initialize_by_name
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.topology import Degrees, Topology

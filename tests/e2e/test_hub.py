@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.models.hub.resolve import find_start
+from hfdist.models.resolve import resolve_model
 from tests.e2e.test_launch import ROOT, lines, run
 from tests.hub_server import User
 from tests.hub_server.fixtures import hub  # noqa: F401
@@ -58,7 +58,7 @@ def test_a_gated_model_is_one_message(hub, tmp_path):  # noqa: F811
 
 def test_offline_opens_no_connection(hub, tmp_path):  # noqa: F811
     hub.store.add("some/model", write_model(tmp_path / "model"))
-    find_start(configure("some/model"), cache_dir=tmp_path / "cache").fetch_weights()
+    resolve_model(configure("some/model"), cache_dir=tmp_path / "cache").fetch_weights()
     hub.requests.clear()
     code, output = run([sys.executable, RECIPE, "--offline", *TUNE], tmp_path, **environment(hub, tmp_path))
     assert code == 0, output

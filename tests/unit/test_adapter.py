@@ -12,8 +12,8 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture
-from hfdist.models.trainable.adapter_config import check_adapter, reads_weights
-from hfdist.models.trainable.freeze import freeze_by_name
+from hfdist.models.adapter import check_adapter, reads_weights
+from hfdist.models.trainable import freeze_by_name
 from hfdist.strategies.pieces_replicated import list_pieces
 from hfdist.trainer.checkpointing.adapter_files import adapter_pieces, write_adapter_config
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from hfdist.models.initialize import initialize_by_name
+from hfdist.models.build import initialize_by_name
 
 TINY = {
     "llama": {

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.loss.lazy_logits import Apply, Cast, DeferredLogits, deferring
+from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
+from hfdist.models.lazy_logits import Apply, Cast, DeferredLogits, deferring
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
-from hfdist.models.loss.head import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.testing import run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
-from hfdist.models.blocks import compile_blocks, find_blocks
+from hfdist.models.blocks import find_blocks
 from hfdist.models.flops import flops_per_token, measure_size, num_parameters
-from hfdist.models.probing.document_masking import keeps_documents_apart
+from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
@@ -166,18 +166,6 @@ def test_blocks_are_found_by_depth_and_size(tokenizer):
     assert find_blocks(model) is model.model.layers
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=32))
     assert find_blocks(gpt2) is gpt2.transformer.h
-
-
-def test_compiled_blocks_keep_names_and_outputs(tokenizer):
-    model = random_model(tokenizer).eval()
-    ids = torch.arange(8)[None]
-    names = list(dict(model.named_parameters()))
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        compile_blocks(model)
-        after = model(input_ids=ids).logits
-    assert list(dict(model.named_parameters())) == names
-    assert torch.allclose(before, after, atol=1e-5)
 
 
 def flops_of(model):

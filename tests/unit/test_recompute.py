@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausa
 
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
-from hfdist.models.blocks import compile_blocks
-from hfdist.models.recompute import _contexts, keep_expensive
+from hfdist.models.blocks import _contexts, compile_blocks, keep_expensive
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = torch.arange(48).view(2, 24)
@@ -57,10 +56,13 @@ def test_keeps_attention_and_half_of_the_products():
     assert repeated * 0.3 <= some.products - once.products <= repeated * 0.6
 
 
-@pytest.mark.parametrize("recompute", [None, Recompute.cheap])
-def test_compiled_blocks_checkpoint_inside(recompute):
+def test_compiled_blocks_keep_names_and_gradients():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    names = list(dict(model.named_parameters()))
+    compile_blocks(model)
+    assert list(dict(model.named_parameters())) == names
     plain, _ = gradients(None)
-    compiled, _ = gradients(recompute, compiled=True)
+    compiled, _ = gradients(None, compiled=True)
     for one, other in zip(plain, compiled, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
@@ -82,7 +84,7 @@ def test_a_block_that_writes_to_what_is_kept_is_refused():
     assert (caught.value.where, caught.value.hint) == ("train.recompute", "train.recompute=all")
 
 
-def test_a_compiled_block_writes_to_nothing():
+def test_a_compiled_block_checkpoints_inside_and_writes_to_nothing():
     plain, compiled = (clipping_gradients(cheap=cheap, compiled=cheap) for cheap in (False, True))
     for one, other in zip(plain, compiled, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

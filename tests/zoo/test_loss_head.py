@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.models.loss.head import refuse_model
+from hfdist.models.loss import refuse_model
 from tests.zoo.models import tiny_model
 
 pytestmark = pytest.mark.zoo

@@ -12,7 +12,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import CheckpointError
-from hfdist.models.trainable.adapter import NAME
+from hfdist.models.adapter import NAME
 
 _PREFIX = "base_model.model."
 """Of PEFT's wrapper around a model, which all names in its files carry."""

@@ -15,7 +15,7 @@ from transformers.integrations import deepspeed
 
 from hfdist.checkpoint.write import replace_model
 from hfdist.config.model import ModelConfig
-from hfdist.models.hub.client import reading_from_hub
+from hfdist.models.hub_client import reading_from_hub
 from hfdist.trainer.checkpointing.model_files import write_hub_files
 
 logger = logging.getLogger(__name__)

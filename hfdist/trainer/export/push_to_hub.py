@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 from hfdist.collectives import gather_json, rank
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError
-from hfdist.models.hub.client import LOG_IN, Patience, ask
+from hfdist.models.hub_client import LOG_IN, ask
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _KEY = "export.push_to"
 _LOOK_SECONDS = 1.0
 
 
-def check_push(export: ExportConfig, patience: Patience | None = None) -> None:
+def check_push(export: ExportConfig) -> None:
     """Make the repository and ask for the right to write to it, so that a run of days does not fail in the end.
 
     Raises:
@@ -45,10 +45,10 @@ def check_push(export: ExportConfig, patience: Patience | None = None) -> None:
         if export.revision is not None:
             api.create_branch(name, branch=export.revision, exist_ok=True)
 
-    ask(action, key=_KEY, name=name, patience=patience)
+    ask(action, key=_KEY, name=name)
 
 
-def push(folder: Path, export: ExportConfig, patience: Patience | None = None) -> HfdistError | None:
+def push(folder: Path, export: ExportConfig) -> HfdistError | None:
     """Upload the folder from rank 0, while the others wait. Call on all ranks.
 
     Files that are there already are not sent again, so an upload that broke off goes on.
@@ -71,7 +71,7 @@ def push(folder: Path, export: ExportConfig, patience: Patience | None = None) -
                 ).commit_url
             )
 
-        return ask(action, key=_KEY, name=name, patience=patience)
+        return ask(action, key=_KEY, name=name)
 
     try:
         url = _while_others_wait(upload)

@@ -47,13 +47,12 @@ from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError, HfdistError
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
-from hfdist.models.blocks import compile_blocks, compiles_blocks
-from hfdist.models.hub.resolve import find_start
-from hfdist.models.loss.head import choose_loss
-from hfdist.models.probing.document_masking import keeps_documents_apart
-from hfdist.models.recompute import keep_expensive
+from hfdist.models.adapter import check_adapter
+from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
+from hfdist.models.loss import choose_loss
+from hfdist.models.probing import keeps_documents_apart
+from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.models.trainable.adapter_config import check_adapter
 from hfdist.optim.registry import check_optimizer, find_optimizer
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
@@ -126,9 +125,9 @@ class Run:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
 
         Raises:
-            ConfigError, ResourceError: see `find_start` and `find_architecture`.
+            ConfigError, ResourceError: see `resolve_model` and `find_architecture`.
         """
-        start = find_start(self.config.model, cache_dir=_make_cache(self.config))
+        start = resolve_model(self.config.model, cache_dir=_make_cache(self.config))
         self._here, self._fetch_weights = replace(self.config, model=start.model), start.fetch_weights
         self.architecture = find_architecture(start.model, sequence_length=self.config.data.sequence_length)
 

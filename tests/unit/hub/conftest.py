@@ -2,8 +2,14 @@
 
 import pytest
 
+from hfdist.models import hub_client
 from tests.hub_server.fixtures import hub  # noqa: F401
 from tests.hub_server.models import write_model
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(hub_client, "FIRST_WAIT_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="session")

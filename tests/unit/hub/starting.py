@@ -6,10 +6,7 @@ from pathlib import Path
 
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.models import build_model, find_architecture, load_tokenizer
-from hfdist.models.hub.client import Patience
-from hfdist.models.hub.resolve import find_start
-
-QUICK = Patience(first_wait_seconds=0.01)
+from hfdist.models.resolve import resolve_model
 
 
 def configure(name, revision=None, **more) -> ModelConfig:
@@ -19,7 +16,7 @@ def configure(name, revision=None, **more) -> ModelConfig:
 
 def begin(name, cache: Path, revision=None, **more):
     """Give the model and the tokenizer."""
-    start = find_start(configure(name, revision, **more), cache_dir=cache, patience=QUICK)
+    start = resolve_model(configure(name, revision, **more), cache_dir=cache)
     architecture = find_architecture(start.model, sequence_length=16)
     tokenizer = load_tokenizer(start.model, corpus_id="", texts=lambda _: [], cache_dir=cache)
     start.fetch_weights()

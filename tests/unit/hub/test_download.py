@@ -10,12 +10,12 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.hub.resolve import find_start
+from hfdist.models.resolve import resolve_model
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology
 from hfdist.trainer.reporting.logs import set_up_logging
 from tests.hub_server import BadBytes, Cut, Slow, Status, User
-from tests.unit.hub.starting import QUICK, assert_same_weights, begin, configure
+from tests.unit.hub.starting import assert_same_weights, begin, configure
 
 NAME = "some/model"
 TOKEN = "hf_SECRETsecretSECRET"
@@ -41,7 +41,7 @@ def test_a_model_comes_once(hub, tmp_path, folder, request):
 def test_config_tokenizer_and_weights_are_of_one_commit(hub, tmp_path, model_folder):
     repository = hub.store.add(NAME, model_folder)
     first = repository.branches["main"]
-    start = find_start(configure(NAME), cache_dir=tmp_path)
+    start = resolve_model(configure(NAME), cache_dir=tmp_path)
     repository.commit({"model.safetensors": b"of another run", "config.json": b"{}"})
     start.fetch_weights()
     assert start.model.name.endswith(first)
@@ -62,7 +62,7 @@ def test_ranks_of_a_machine_fetch_each_file_once(hub, tmp_path, sharded_folder):
     hub.faults.plan("^GET /storage", Slow(0.2), times=3)
 
     def rank():
-        find_start(configure(NAME), cache_dir=tmp_path).fetch_weights()
+        resolve_model(configure(NAME), cache_dir=tmp_path).fetch_weights()
 
     run_ranks(rank, 2, group=False)
     files = [
@@ -101,7 +101,7 @@ class TestWhatIsWrong:
 
     def refused(self, name=NAME, revision=None, cache=None, kind=ConfigError, **more):
         with pytest.raises(kind) as caught:
-            find_start(configure(name, revision, **more), cache_dir=cache, patience=QUICK).fetch_weights()
+            resolve_model(configure(name, revision, **more), cache_dir=cache).fetch_weights()
         error = caught.value
         assert type(error) is kind
         assert error.where.startswith("model.")
@@ -164,7 +164,7 @@ class TestWhatIsWrong:
         assert "Python code of its own, which is not run" in text
         assert "model.trust_remote_code=true" in text
         assert not [line for line, _ in hub.requests if line.endswith(".py")], "it does not even come"
-        start = find_start(configure(NAME, trust_remote_code=True), cache_dir=tmp_path)
+        start = resolve_model(configure(NAME, trust_remote_code=True), cache_dir=tmp_path)
         assert (Path(start.model.name) / "modeling.py").is_file()
 
     @pytest.mark.parametrize("name", ["a/b/c", "https://user:pass@host/x", "name with spaces"])
@@ -182,7 +182,7 @@ class TestWhatIsWrong:
 class TestWhatMayPass:
     def fails(self, cache):
         with pytest.raises(ResourceError) as caught:
-            find_start(configure(NAME), cache_dir=cache, patience=QUICK).fetch_weights()
+            resolve_model(configure(NAME), cache_dir=cache).fetch_weights()
         assert caught.value.exit_code == 7
         assert caught.value.where == "model.name"
         assert "secret-of-the-storage" not in str(caught.value)
@@ -314,7 +314,7 @@ class TestOffline:
 
     def test_half_of_it_is_cached(self, hub, tmp_path, sharded_folder, offline):
         hub.store.add(NAME, sharded_folder)
-        find_start(configure(NAME), cache_dir=tmp_path)
+        resolve_model(configure(NAME), cache_dir=tmp_path)
         offline()
         with pytest.raises(ConfigError, match="switched off, and the files are not all in the local cache"):
             begin(NAME, tmp_path)

@@ -4,11 +4,9 @@ import pytest
 
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, ResourceError
-from hfdist.models.hub.client import Patience
 from hfdist.trainer.export.push_to_hub import check_push, push
 from tests.hub_server import Cut, Status, User
 from tests.hub_server.models import write_model
-from tests.unit.hub.starting import QUICK
 
 NAME, TOKEN = "me/tuned", "hf_SECRETsecretSECRET"
 EXPORT = ExportConfig(push_to=NAME)
@@ -73,7 +71,7 @@ def test_in_parts_to_a_branch_of_a_public_repository(me, exported):
 def test_a_failing_hub_is_asked_again(me, exported, question, fault, times):
     check_push(EXPORT)
     me.faults.plan(question, fault, times)
-    assert push(exported, EXPORT, QUICK) is None
+    assert push(exported, EXPORT) is None
     assert_it_arrived(me, exported)
 
 
@@ -89,7 +87,7 @@ def test_an_upload_that_fails_says_how_to_do_it_later(me, exported, fault, words
     export = ExportConfig(push_to=NAME, revision="v1")
     check_push(export)
     me.faults.plan("^POST .*/commit/", fault, 99)
-    failure = push(exported, export, QUICK)
+    failure = push(exported, export)
     assert isinstance(failure, ResourceError)
     assert failure.exit_code == 7
     text = str(failure)
@@ -101,7 +99,7 @@ def test_an_upload_that_fails_says_how_to_do_it_later(me, exported, fault, words
 class TestBeforeTheTraining:
     def refused(self, kind=ConfigError, export=EXPORT):
         with pytest.raises(kind) as caught:
-            check_push(export, QUICK)
+            check_push(export)
         assert caught.value.where == "export.push_to"
         assert TOKEN not in str(caught.value)
         return str(caught.value)
@@ -128,5 +126,5 @@ class TestBeforeTheTraining:
         assert "the Hub fails (HTTP 503)" in self.refused(ResourceError)
 
     def test_nothing_is_asked_without_an_upload(self, hub):
-        check_push(ExportConfig(), Patience())
+        check_push(ExportConfig())
         assert not hub.requests

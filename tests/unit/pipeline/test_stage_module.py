@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.initialize import initialize_by_name
+from hfdist.models.build import initialize_by_name
 from hfdist.pipeline.stage_io import Activations
 from hfdist.pipeline.stage_module import StageModule
 from tests.unit.pipeline import toys

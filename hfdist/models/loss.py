@@ -1,11 +1,11 @@
-"""`model.loss`: by what a run computes its training loss from hidden states, and whether this model lets it."""
+"""`model.loss`: what computes the training loss from hidden states, and whether this model allows it."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,14 +18,13 @@ from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError
-from hfdist.models.loss import kernels
-from hfdist.models.loss.chunked import ChunkedLoss
-from hfdist.models.loss.lazy_logits import Head, Rows, SumOfLosses, deferring
-from hfdist.models.probing.tiny_config import shrink
+from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
+from hfdist.models.lazy_logits import Apply, Cast, Head, Rows, deferring
+from hfdist.models.probing import run_small, small_model
 
 logger = logging.getLogger(__name__)
 
-_TOKENS, _LOSS_BOUND, _GRADIENT_BOUND = 16, 1e-5, 1e-4
+_LOSS_BOUND, _GRADIENT_BOUND = 1e-5, 1e-4
 
 
 class LossHead:
@@ -41,45 +40,34 @@ class LossHead:
         self._is_over = False
 
     def deferring(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Let the model's losses be computed without whole logits, in this context.
+        """Compute the model's losses without whole logits, in this context.
 
         Args:
             model: as the Trainer calls it, or one stage of it.
         """
         base: Any = model
         while not isinstance(base, PreTrainedModel):
+            # DDP finds unused parameters from the tensors that a model returns; deferred logits are none.
             if isinstance(base, DistributedDataParallel) and base.find_unused_parameters and not base.static_graph:
-                self._say_that_ddp_looks_for_tensors()
+                self._stop("ddp_find_unused_parameters needs them")
             base = base.module
         head = base.get_output_embeddings()
         if self._is_over or head is None or not model.training:
             return nullcontext()
         return self._watched(head)
 
-    def _say_that_ddp_looks_for_tensors(self) -> None:
-        """DDP tells what is unused from the tensors that a model gives; deferred logits are none."""
+    def _stop(self, why: str) -> None:
         if not self._is_over:
             self._is_over = True
-            logger.warning("model.loss: all logits are held, since ddp_find_unused_parameters needs them")
+            logger.warning("model.loss: all logits are held, since %s", why)
 
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[Head]:
-        with deferring(module, _vocabulary(module), self._loss) as head:
+        with deferring(module, _vocabulary(module), _FUSED.get(self.choice, self._by_chunks)) as head:
             yield head
         if head.made_whole:
-            # Right, but slower than to make them at once.
-            self._is_over = True
-            logger.warning("model.loss: all logits are held, since the loss needs them whole (%s)", head.made_whole[0])
-
-    @property
-    def _loss(self) -> SumOfLosses:
-        match self.choice:
-            case Loss.liger:
-                return kernels.liger
-            case Loss.cut_cross_entropy:
-                return kernels.cut_cross_entropy
-            case _:
-                return self._by_chunks
+            # Right, but slower than to make them in the first place.
+            self._stop(f"the loss needs them whole ({head.made_whole[0]})")
 
     def _by_chunks(self, rows: Rows) -> torch.Tensor:
         device = rows.hidden.device
@@ -93,10 +81,10 @@ def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
 
     Args:
         config: of the run.
-        model: whole or cut.
+        model: whole or partitioned.
 
     Raises:
-        ConfigError: what the config asks for cannot be had here.
+        ConfigError: what the config asks for does not work here.
     """
     asked = config.model.loss
     if asked is Loss.full:
@@ -112,22 +100,19 @@ def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
     if reason is None:
         return LossHead(choice)
     if asked is not Loss.auto:
-        raise ConfigError(
-            f"the loss cannot be computed so: {reason}",
-            where="model.loss",
-            found=asked.value,
-            hint="model.loss=auto, which takes what works",
-        )
+        what, hint = f"the loss cannot be computed so: {reason}", "model.loss=auto, which takes what works"
+        raise ConfigError(what, where="model.loss", found=asked.value, hint=hint)
     logger.info("model.loss: the model's own, from all logits, since %s", reason)
     return None
 
 
 def _refuse_package(choice: Loss) -> str | None:
-    if choice not in kernels.PACKAGES:
+    if choice not in _PACKAGES:
         return None
     if not torch.cuda.is_available():
         return "its kernels need a GPU"
-    return None if kernels.is_installed(choice) else f"{kernels.PACKAGES[choice]} is not installed"
+    # Only found, not imported: that takes seconds.
+    return None if find_spec(_PACKAGES[choice]) is not None else f"{_PACKAGES[choice]} is not installed"
 
 
 def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
@@ -146,18 +131,19 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
 
 
 class UntriedError(Exception):
-    """A model cannot be made small, or not be run so."""
+    """A small model of this class cannot be made or run."""
 
 
 def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | None:
-    """Ask a small model of the same class, here and alone: whatever the layout, all ranks find the same.
+    """Try a small model of the same class. Every rank does so by itself, and all ranks find the same.
 
     Returns:
         Why the model needs all its logits; None: it does not.
 
     Raises:
-        UntriedError: that cannot be told without the model itself.
+        UntriedError: the small model cannot be made or run.
     """
+    seen: list[Rows] = []
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)
@@ -166,7 +152,6 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             before = run_small(small)
         except Exception as error:  # whatever a model raises that cannot be made small
             raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {_first_line(error)}") from error
-        seen: list[Rows] = []
         chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
 
         def loss(rows: Rows) -> torch.Tensor:
@@ -177,51 +162,85 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             with deferring(head, vocabulary, loss) as deferred:
                 after = run_small(small)
             used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
-            different = None if used is not None or choice in kernels.PACKAGES else _difference(before, after)
         except Exception as error:  # whatever a model raises that was given no tensor
             used = _first_line(error)
     if used is not None:
         return f"{type(model).__name__} needs them whole ({used})"
-    if choice in kernels.PACKAGES:
-        return next(filter(None, (kernels.refuse_rows(choice, rows) for rows in seen)), None)
-    return different
+    if choice in _PACKAGES:
+        return next(filter(None, (_refuse_rows(choice, rows) for rows in seen)), None)
+    loss_difference = abs(after[0] - before[0]) / abs(before[0])
+    gradient_difference = float((after[1] - before[1]).norm() / before[1].norm())
+    if loss_difference <= _LOSS_BOUND and gradient_difference <= _GRADIENT_BOUND:
+        return None
+    return f"it differs: loss by {loss_difference:.1e}, gradients by {gradient_difference:.1e} of their norm"
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def small_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a small model of the same class, whole and on the CPU."""
-    config = shrink(model.config)
-    # Made on a CPU, where no other implementation needs to be at hand.
-    config._attn_implementation = "eager"
-    # By its constructor: `from_config` would let ZeRO-3 cut it.
-    small = type(model)(copy.deepcopy(config))
-    return small.float().eval()
-
-
 def _vocabulary(head: Any) -> int:
     return int(head.out_features)
 
 
-def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
-    """Loss and all gradients of a few tokens, of which some are no targets."""
-    generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.randint(min(vocab_size, 100), (2, _TOKENS), generator=generator)
-    labels = tokens.clone()
-    labels[0, 4:7] = -100
-    model.zero_grad()
-    loss = model(input_ids=tokens, labels=labels).loss
-    loss.backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return float(loss.detach()), torch.cat(gradients)
+# ---- other packages' kernels for GPUs ----
 
 
-def _difference(before: tuple[float, torch.Tensor], after: tuple[float, torch.Tensor]) -> str | None:
-    loss = abs(after[0] - before[0]) / abs(before[0])
-    gradient = float((after[1] - before[1]).norm() / before[1].norm())
-    if loss <= _LOSS_BOUND and gradient <= _GRADIENT_BOUND:
+def liger(rows: Rows) -> torch.Tensor:
+    """Sum the losses by liger-kernel's own chunks; gradients of the weight are summed in float32."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    hidden, weight, bias = _operands(rows)
+    # Positional, as autograd's functions have it: ... label_smoothing, reduction, softcap, return_z_loss, accum_dtype.
+    smoothing = rows.label_smoothing
+    given = (hidden, weight, rows.targets, bias, None, rows.ignore_index, 0.0, smoothing, "sum", _softcap(rows) or None)
+    total: Any = LigerFusedLinearCrossEntropyFunction.apply(*given, False, torch.float32)
+    return total[0] if isinstance(total, tuple) else total
+
+
+def cut_cross_entropy(rows: Rows) -> torch.Tensor:
+    """Sum the losses without any logits in memory. Keeps the small gradients that the package drops by default."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, weight, _ = _operands(rows)
+    settings: dict[str, Any] = {"ignore_index": rows.ignore_index, "softcap": _softcap(rows) or None}
+    total: torch.Tensor = linear_cross_entropy(
+        hidden, weight, rows.targets, reduction="sum", filter_eps=None, **settings
+    )
+    return total
+
+
+_PACKAGES = {Loss.liger: "liger_kernel", Loss.cut_cross_entropy: "cut_cross_entropy"}
+_FUSED = {Loss.liger: liger, Loss.cut_cross_entropy: cut_cross_entropy}
+
+
+def _refuse_rows(choice: Loss, rows: Rows) -> str | None:
+    """Say what of this loss the package does not compute; None: it computes all."""
+    module: Any = rows.head.module
+    if type(module) is not nn.Linear:
+        return f"the head is a {type(module).__name__}"
+    if _softcap(rows) is None:
+        return "the model does more to its logits than to cap them"
+    if choice is not Loss.cut_cross_entropy:
         return None
-    return f"it differs: loss by {loss:.1e}, gradients by {gradient:.1e} of their norm"
+    if module.bias is not None:
+        return "the head has a bias"
+    return "labels are smoothed" if rows.label_smoothing != 0.0 else None
+
+
+def _operands(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """In the type of the arithmetic; their gradients go back to the parameters' own."""
+    module: Any = rows.head.module
+    dtype = compute_dtype(rows.hidden)
+    bias = None if module.bias is None else module.bias.to(dtype)
+    return rows.hidden.to(dtype), module.weight.to(dtype), bias
+
+
+def _softcap(rows: Rows) -> float | None:
+    """The cap of the logits, 0 where there is none; None: something else is done to them."""
+    match [step for step in rows.per_row if not isinstance(step, Cast)]:
+        case []:
+            return 0.0
+        case [Apply(torch.div, (cap,)), Apply(torch.tanh, ()), Apply(torch.mul, (same,))]:
+            return float(cap) if isinstance(cap, (int, float)) and cap == same else None
+    return None

@@ -1,4 +1,4 @@
-"""Questions to the Hub: asked again where that may help, for a bounded time, then one clear message."""
+"""Requests to the Hub: tried again where that may help, for a bounded time, then one clear message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any, TypeVar
 
@@ -35,22 +34,17 @@ logger = logging.getLogger(__name__)
 
 FETCH_FIRST = "a local folder, or fetch it first with `hf download` on a connected machine"
 LOG_IN = "`hf auth login`, or HF_TOKEN"
+ATTEMPTS = 3
+"""How often the Hub is asked. huggingface_hub itself asks some things six times."""
+FIRST_WAIT_SECONDS = 1.0
+"""Doubles each time, give or take a half."""
+LONGEST_WAIT_SECONDS = 120.0
+"""Where the Hub wants a longer wait, as it may after too many requests, the message says so instead."""
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
 # file, which has the reason as its cause.
 _FAILURES = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, HfHubHTTPError)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How often, and for how long, the Hub is asked again. huggingface_hub itself asks some things six times."""
-
-    attempts: int = 3
-    first_wait_seconds: float = 1.0
-    """Doubles each time, give or take a half."""
-    longest_wait_seconds: float = 120.0
-    """Where the Hub wants a longer wait, as it may after too many requests, that is said instead."""
 
 
 class DamagedError(Exception):
@@ -65,23 +59,21 @@ class _WaitError(Exception):
         self.seconds = seconds
 
 
-def ask(action: Callable[[], T], *, key: str, name: str, patience: Patience | None = None) -> T:
-    """Give what `action` gives; what may pass is tried again.
+def ask(action: Callable[[], T], *, key: str, name: str) -> T:
+    """Call `action`, and again where the failure may pass.
 
     Args:
         action: calls huggingface_hub.
         key: the config key that names the repository, for messages.
         name: the repository, or what else stands in `key`.
-        patience: None: the usual.
 
     Raises:
         ConfigError: what does not pass: no such repository or revision, no access, no token.
         ResourceError: what may: the Hub is not reached, is busy or fails, a cut or damaged download, a full disk.
     """
-    patience = patience or Patience()
     for attempt in itertools.count(1):
         try:
-            with _bounded_waits(patience.longest_wait_seconds):
+            with _bounded_waits():
                 return action()
         except HfdistError:
             raise
@@ -89,14 +81,15 @@ def ask(action: Callable[[], T], *, key: str, name: str, patience: Patience | No
             chain = _chain(error)
             if not _is_of_the_hub(chain):
                 raise
-            if not _may_pass(chain) or attempt >= patience.attempts:
-                raise _explained(chain, key, name) from error
-            wait_seconds = _asked_for(chain)
-            if wait_seconds is None:
-                # The system's generator: the seeded one belongs to the training.
-                wait_seconds = patience.first_wait_seconds * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
-            what = _explained(chain, key, name).what
-        logger.warning("%s: %s; attempt %d of %d", redact(name), what, attempt + 1, patience.attempts)
+            explained = _explained(chain, key, name)
+            if not _may_pass(chain) or attempt >= ATTEMPTS:
+                raise explained from error
+            answer = _first(chain, HfHubHTTPError)
+            wait_seconds = None if answer is None else _wait_in(answer.response)
+        if wait_seconds is None:
+            # The system's generator: the seeded one belongs to the training.
+            wait_seconds = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+        logger.warning("%s: %s; attempt %d of %d", redact(name), explained.what, attempt + 1, ATTEMPTS)
         time.sleep(wait_seconds)
     raise AssertionError("the loop ends by return or raise")
 
@@ -111,18 +104,18 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bounded_waits(longest_seconds: float) -> Iterator[None]:
+def _bounded_waits() -> Iterator[None]:
     """Look at each answer: huggingface_hub waits as long as it is told to, and for some answers without end."""
 
     def look(response: Any) -> None:
         seconds = _wait_in(response)
-        if response.status_code in _TEMPORARY and seconds is not None and seconds > longest_seconds:
+        if response.status_code in _TEMPORARY and seconds is not None and seconds > LONGEST_WAIT_SECONDS:
             raise _WaitError(seconds)
 
     session = get_session()
     hooks, timeout = session.event_hooks, session.timeout
     session.event_hooks = {**hooks, "response": [*hooks["response"], look]}
-    session.timeout = longest_seconds
+    session.timeout = LONGEST_WAIT_SECONDS
     try:
         yield
     finally:
@@ -151,11 +144,6 @@ def _first(chain: list[BaseException], kind: type[T]) -> T | None:
     return next((cause for cause in chain if isinstance(cause, kind)), None)
 
 
-def _answer(chain: list[BaseException]) -> HfHubHTTPError | None:
-    """The Hub's own answer behind an error, if there was one."""
-    return _first(chain, HfHubHTTPError)
-
-
 def _is_network(error: BaseException) -> bool:
     if isinstance(error, OfflineModeIsEnabled):
         return False
@@ -176,15 +164,10 @@ def _is_of_the_hub(chain: list[BaseException]) -> bool:
 def _may_pass(chain: list[BaseException]) -> bool:
     if _first(chain, _WaitError) is not None or _first(chain, OfflineModeIsEnabled) is not None:
         return False
-    answer = _answer(chain)
+    answer = _first(chain, HfHubHTTPError)
     if answer is not None:
         return answer.response.status_code in _TEMPORARY
     return any(_is_network(cause) or _is_cut(cause) or isinstance(cause, DamagedError) for cause in chain)
-
-
-def _asked_for(chain: list[BaseException]) -> float | None:
-    answer = _answer(chain)
-    return None if answer is None else _wait_in(answer.response)
 
 
 def _explained(chain: list[BaseException], key: str, name: str) -> HfdistError:
@@ -201,16 +184,12 @@ def _reason(chain: list[BaseException]) -> tuple[type[HfdistError], str, str | N
     if wait is not None:
         what = f"the Hub's rate limit is used up, and it wants a wait of {wait.seconds} s"
         return ResourceError, what, "start again then; a token raises the limit: " + LOG_IN
-    answer = _answer(chain)
+    answer = _first(chain, HfHubHTTPError)
     if answer is not None:
         return _reason_of_answer(answer)
-    if any(isinstance(error, DamagedError) for error in chain):
-        what = f"what the Hub sent is damaged: {chain[-1]}"
-        return (
-            ResourceError,
-            what,
-            "start again; if that does not help, a proxy between here and the Hub may be at fault",
-        )
+    if _first(chain, DamagedError) is not None:
+        hint = "start again; if that does not help, a proxy between here and the Hub may be at fault"
+        return ResourceError, f"what the Hub sent is damaged: {chain[-1]}", hint
     if any(_is_cut(error) for error in chain):
         return ResourceError, "the download breaks off again and again", "check the network, then start again"
     network = next((error for error in chain if _is_network(error)), None)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models.compiler import why_not_compiled
-from hfdist.models.loss.lazy_logits import Cast, Rows
+from hfdist.models.blocks import why_not_compiled
+from hfdist.models.lazy_logits import Cast, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ChunkedLoss:
-    """Sums token losses of deferred rows; see `deferred.SumOfLosses`.
+    """Sums token losses of deferred rows; see `lazy_logits.SumOfLosses`.
 
     Args:
         device: where it runs.
@@ -84,9 +84,8 @@ class ChunkedLoss:
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
         """A weight and perhaps a bias: their gradients are summed in place, in float32."""
         module: Any = rows.head.module
-        kind = rows.hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.hidden.dtype
-        with torch.autocast(kind, enabled=False):
+        dtype = compute_dtype(rows.hidden)
+        with torch.autocast(rows.hidden.device.type, enabled=False):
             weight = module.weight.to(dtype)
             bias = None if module.bias is None else module.bias.to(dtype)
             sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
@@ -144,6 +143,12 @@ class ChunkedLoss:
                 elif gradient is not None:
                     sums[place] = gradient.float()
         return total, of_rows, sums
+
+
+def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Give the type in which a head multiplies: autocast's, or that of the hidden states."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Make any architecture small: the same structure in a few narrow blocks, by rules over the names of config fields."""
+"""A small model of the same architecture, and what it and the model itself are asked before the training."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -9,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import ConfigError
 
@@ -286,3 +288,81 @@ class _Rules:
             for new, old in enumerate(self.kept_blocks)
             if old in overrides
         }
+
+
+def small_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a small model of the same class, whole and on the CPU."""
+    config = shrink(model.config)
+    # Made on a CPU, where no other implementation needs to be at hand.
+    config._attn_implementation = "eager"
+    # By its constructor: `from_config` would let ZeRO-3 cut it.
+    small = type(model)(copy.deepcopy(config))
+    return small.float().eval()
+
+
+def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
+    """Loss and all gradients of a few tokens, of which some are no targets."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(min(vocab_size, 100), (2, 16), generator=generator)
+    labels = tokens.clone()
+    labels[0, 4:7] = -100
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=labels).loss
+    loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat(gradients)
+
+
+_FIRST, _SECOND = 6, 5
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
+    """Change the first of two packed documents, and see whether the second one's logits move.
+
+    transformers masks across documents where positions restart, but only in models whose attention is masked by
+    positions: recurrent models, and some with positions of their own, see through.
+
+    Args:
+        model: whole, on the CPU.
+
+    Returns:
+        None where the question cannot be asked here: a model that ZeRO-3 has cut, or a kernel that needs a GPU.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return None
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.arange(1, 1 + _FIRST + _SECOND).remainder(vocab_size)[None]
+    changed = ids.clone()
+    changed[:, :_FIRST] = (changed[:, :_FIRST] + vocab_size // 2) % vocab_size
+    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
+    was_training, used_cache = model.training, getattr(model.config, "use_cache", None)
+    model.eval()
+    # As in training: with a cache, restarting positions are not looked at.
+    model.config.use_cache = False
+    try:
+        before, after = (
+            model(input_ids=tokens, position_ids=positions).logits[:, _FIRST:] for tokens in (ids, changed)
+        )
+    except (TypeError, ValueError, RuntimeError, ImportError):
+        return None
+    finally:
+        model.train(was_training)
+        model.config.use_cache = used_cache
+    return torch.allclose(before, after, rtol=1e-3, atol=1e-4 * float(before.abs().max()))
+
+
+def uses_all_parameters(model: PreTrainedModel) -> bool:
+    """Run a small model of the same class on a few tokens, here and alone: all ranks find the same.
+
+    Returns:
+        False also where it cannot be tried.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_model(model)
+            run_small(small)
+        except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
+            return False
+    return all(parameter.grad is not None for parameter in small.parameters() if parameter.requires_grad)

@@ -1,0 +1,340 @@
+"""Adapters of PEFT: the config checked before there is a model, then put into the whole model.
+
+The model keeps its class, and is whole in every layout when the adapter is drawn, layer by layer under one seed. So
+the same weights come out in every layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import cached_file
+
+from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
+from hfdist.config.model import Init, ModelConfig
+from hfdist.errors import ConfigError, nearest
+from hfdist.models.hub_client import reading_from_hub
+
+# PEFT is imported where an adapter is asked for: that takes a second.
+
+WEIGHTS = "adapter_model.safetensors"
+
+_WHOLE_MODEL = "it works on the model as a whole, not in its layers"
+_BETWEEN_STEPS = "it wants to be called between steps, to choose anew what is trained"
+_SHARED = "its layers share weights, which could not be on several ranks"
+_REFUSED = {
+    "ADALORA": _BETWEEN_STEPS,
+    "ADAMSS": _BETWEEN_STEPS,
+    "LILY": _SHARED,
+    "OSF": "it changes gradients by numbers that it keeps outside of the model's state",
+    "POLY": "it needs the number of a task with each batch",
+    "RANDLORA": _SHARED,
+    "SHIRA": "PEFT packs its weights anew when it saves them",
+    "SHADOW": _WHOLE_MODEL,
+    "XLORA": _WHOLE_MODEL,
+}
+
+# Our keys, and what PEFT's classes call them.
+_FIELDS = {
+    "rank": ("r",),
+    "alpha": ("lora_alpha", "alpha", "{type}_alpha"),
+    "dropout": ("lora_dropout", "{type}_dropout", "module_dropout"),
+    "rslora": ("use_rslora",),
+    "dora": ("use_dora",),
+    "modules_to_save": ("modules_to_save",),
+}
+# Values of init_lora_weights; all but the first three look at the model's weights.
+_STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
+# Types that gather the weights they look at under ZeRO-3, layer by layer.
+_GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
+_SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
+
+
+def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
+    """Check `adapter.*` against PEFT, before anything is built; without an adapter, load nothing.
+
+    Raises:
+        ConfigError: a type, an argument or a value that PEFT does not take, or a saved adapter that cannot be read.
+    """
+    if not config.is_used:
+        return
+    if config.merge and model.init is Init.random:
+        raise ConfigError(
+            "an adapter is merged into the weights of a pretrained model, and these are random",
+            where="adapter.merge",
+            found="true, with model.init=random",
+            hint="model=hub model.name=ID, or adapter.merge=false",
+        )
+    make_peft_config(config)
+
+
+def make_peft_config(config: AdapterConfig) -> Any:
+    """Give the `peft.PeftConfig` that the keys ask for.
+
+    Raises:
+        ConfigError: as of `check_adapter`.
+    """
+    if config.path is not None:
+        return _saved_config(config.path)
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = _find_type(str(config.type))
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    fields = {field.name for field in dataclasses.fields(config_class) if field.init}
+    _check_arguments(config, config_class.__name__, fields)
+    values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
+    is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
+    if not (is_all and "feedforward_modules" in fields):
+        # IA3 must be told which layers are feed-forward ones, and has PEFT's table of models for that.
+        values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
+    try:
+        return config_class(task_type="CAUSAL_LM", **values)
+    except (ValueError, TypeError, ImportError) as error:
+        raise refusal(error, "adapter.*") from error
+
+
+def reads_weights(config: AdapterConfig) -> bool:
+    """Whether the adapter's first values may depend on the model's weights, which then must have their final type."""
+    if not config.is_used or config.path is not None:
+        return False
+    start = config.arguments.get("init_lora_weights", True)
+    return str(config.type).upper() != "LORA" or config.dora or start not in _STARTS[:3]
+
+
+def refusal(error: Exception, where: str) -> ConfigError:
+    """Say what PEFT has raised about the key `where`."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    hint = None
+    if importlib.util.find_spec("bitsandbytes") is None and "bitsandbytes" in text:
+        hint = "quantized weights are not supported: model.dtype=bfloat16 is the least memory"
+    return ConfigError(f"PEFT refuses the adapter: {text[:300]}", where=where, hint=hint)
+
+
+def _saved_config(path: str) -> Any:
+    from peft import PeftConfig
+
+    with reading_from_hub("adapter.path", path):
+        # The methods of the file, so that a pickle is never taken in its stead.
+        cached_file(path, WEIGHTS)
+        peft_config = PeftConfig.from_pretrained(path)
+    _find_type(peft_config.peft_type.value, where="adapter.path")
+    peft_config.inference_mode = False
+    return peft_config
+
+
+def _find_type(name: str, *, where: str = "adapter.type") -> Any:
+    """Give PEFT's value of a type.
+
+    Raises:
+        ConfigError: PEFT has none of that name, or it cannot be trained here.
+    """
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = {kind.value.lower(): kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+    usable = sorted(word for word, kind in known.items() if _reason_against(kind) is None)
+    kind, allowed = known.get(name.lower()), ", ".join(usable)
+    if kind is None:
+        hint = nearest(name.lower(), usable, "adapter.type={}") or "adapter=lora"
+        raise ConfigError("PEFT has no adapter of this type", where=where, found=name, allowed=allowed, hint=hint)
+    reason = _reason_against(kind)
+    if reason is not None:
+        what = f"this type cannot be trained here: {reason}"
+        raise ConfigError(what, where=where, found=name, allowed=allowed, hint="adapter=lora")
+    return kind
+
+
+def _reason_against(kind: Any) -> str | None:
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PromptLearningConfig
+
+    if kind.value in _REFUSED:
+        return _REFUSED[kind.value]
+    config_class, tuner = PEFT_TYPE_TO_CONFIG_MAPPING[kind], PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    if issubclass(config_class, PromptLearningConfig) or "adapter_layers" in fields:
+        return "it learns a prompt, not weights in the model's layers"
+    if tuner is None or tuner.uses_shared_state:
+        return _SHARED
+    return None
+
+
+def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -> None:
+    ours = {name.format(type=config.type): key for key, names in _FIELDS.items() for name in names}
+    for name, value in config.arguments.items():
+        where = f"adapter.arguments.{name}"
+        if name in ours or name in _SET_HERE:
+            hint = f"set adapter.{ours.get(name, 'targets' if name == 'target_modules' else '*')} instead"
+            raise ConfigError("hfdist sets this field itself, from its own keys", where=where, found=value, hint=hint)
+        if name not in fields:
+            what, hint = (
+                f"PEFT's {class_name} has no such field",
+                nearest(name, fields, f"adapter.arguments.{{}}={value}"),
+            )
+            raise ConfigError(what, where=where, found=value, allowed=f"a field of {class_name}", hint=hint)
+    start = config.arguments.get("init_lora_weights", True)
+    if start not in _STARTS:
+        raise ConfigError(
+            "first weights that need data beforehand, or that could not be made again when the adapter is opened",
+            where="adapter.arguments.init_lora_weights",
+            found=start,
+            allowed=", ".join(str(known).lower() for known in _STARTS),
+        )
+
+
+def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, Any]:
+    default, values = AdapterConfig(), {}
+    for key, names in _FIELDS.items():
+        value = getattr(config, key)
+        if value == getattr(default, key):
+            continue
+        name = next((name for name in (n.format(type=kind) for n in names) if name in fields), None)
+        if name is None:
+            raise ConfigError(
+                "this type of adapter has nothing of the kind",
+                where=f"adapter.{key}",
+                found=f"{value}, with adapter.type={kind}",
+                allowed=str(getattr(default, key)).lower().replace("none", "null"),
+                hint=f"adapter=none adapter.type={kind} sets nothing but the type",
+            )
+        values[name] = value
+    return values
+
+
+# PEFT is imported where an adapter is asked for: that takes a second.
+
+NAME = "default"
+"""PEFT's name of a model's only adapter; in files it is left out."""
+
+
+def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, *, seed: int) -> None:
+    """Put the adapter into a whole model, in place, and freeze the model's own weights.
+
+    Args:
+        model: whole, or cut by ZeRO-3.
+        config: with an adapter.
+        base: where the model's weights come from.
+        seed: of the adapter's weights.
+
+    Raises:
+        ConfigError: targets that the model does not have, or what PEFT refuses.
+    """
+    peft_config = make_peft_config(config)
+    if config.path is None:
+        _check_targets(model, config)
+    _check_tied(model, peft_config)
+    with torch.random.fork_rng(), warnings.catch_warnings(), _shapes_of(model, peft_config):
+        # About an embedding that is saved too, or a transposed weight: nothing that a user could act on.
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(peft_config, NAME)
+        except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
+            raise refusal(error, "adapter.*") from error
+    peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
+    _check_not_shared(model)
+    if config.path is not None:
+        _load(model, config.path)
+
+
+def _shapes_of(model: PreTrainedModel, peft_config: Any) -> AbstractContextManager[object]:
+    """Under ZeRO-3, let all weights be there for types of adapters that look at them and do not gather them."""
+    if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value in _GATHERING:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+def _load(model: PreTrainedModel, path: str) -> None:
+    from peft import set_peft_model_state_dict
+
+    with reading_from_hub("adapter.path", path):
+        weights = load_file(str(cached_file(path, WEIGHTS)))
+    values = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
+    try:
+        found: Any = set_peft_model_state_dict(model, values, adapter_name=NAME)
+    except (RuntimeError, KeyError) as error:
+        raise refusal(error, "adapter.path") from error
+    missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
+    if missing or found.unexpected_keys:
+        raise ConfigError(
+            "the saved adapter is not of this model",
+            where="adapter.path",
+            found=f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown",
+        )
+
+
+def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """PEFT passes over a name that matches nothing, as long as another one matches."""
+    names = [name for name, _ in model.named_modules() if name]
+    wanted = [] if config.target_pattern or config.targets == [ALL_LINEAR] else config.targets
+    for key, name in [*(("targets", n) for n in wanted), *(("modules_to_save", n) for n in config.modules_to_save)]:
+        if not any(module == name or module.endswith(f".{name}") for module in names):
+            raise _no_target(model, f"adapter.{key}", name)
+    pattern = config.target_pattern
+    if pattern is None:
+        return
+    try:
+        matches = any(re.fullmatch(pattern, name) for name in names)
+    except re.error as error:
+        raise ConfigError(f"not a regular expression: {error}", where="adapter.target_pattern", found=pattern) from None
+    if not matches:
+        raise _no_target(model, "adapter.target_pattern", pattern)
+
+
+def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
+    linear = [n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    layers = list(dict.fromkeys(linear))
+    allowed = f"{', '.join(layers)} (its linear layers), {ALL_LINEAR}, or another module's name"
+    hint = nearest(name, layers, f"{key}=[{{}}]")
+    return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
+
+
+def _check_tied(model: PreTrainedModel, peft_config: Any) -> None:
+    """An adapter on one of two names of a weight would, once merged, change both."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
+        return
+    targets = peft_config.target_modules
+    for name, module in model.named_modules():
+        if module is not head and module is not embedding:
+            continue
+        is_target = isinstance(targets, (set, list)) and any(name == t or name.endswith(f".{t}") for t in targets)
+        is_matched = isinstance(targets, str) and targets != ALL_LINEAR and re.fullmatch(targets, name) is not None
+        if is_target or is_matched:
+            raise ConfigError(
+                "the model's head and its input embedding are one weight, to which only one of them would be adapted",
+                where="adapter.targets",
+                found=name,
+                hint=f"adapter.modules_to_save=[{name}], which trains a copy of it whole, or other targets",
+            )
+
+
+def _check_not_shared(model: PreTrainedModel) -> None:
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = name.rpartition(f".{NAME}")[0].rpartition(".")[0]
+        first = owners.setdefault(id(parameter), block)
+        is_tied_copy = ".modules_to_save." in name
+        if parameter.requires_grad and first != block and not is_tied_copy:
+            raise ConfigError(
+                "the adapter's layers share weights, which could not be on several ranks",
+                where="adapter.arguments",
+                found=f"{name} is also a weight of {first}",
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") or "nothing"

@@ -1,1 +1,0 @@
-"""The training loss from hidden states, without all logits in memory."""

@@ -1,1 +1,0 @@
-"""What is found out about a model by asking a small one of its class."""

@@ -1,0 +1,123 @@
+"""Which parameters a run trains: all, an adapter, or those that patterns of names choose."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.config.adapter import AdapterConfig
+from hfdist.config.model import ModelConfig
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError, nearest
+from hfdist.models.adapter import add_adapter, reads_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainableParameters:
+    """`adapter.*`, `train.freeze` and `train.train_only`, as `build_model` needs them."""
+
+    base: ModelConfig = field(default_factory=ModelConfig)
+    """As the user named it, not where it lies on this machine: an adapter says what it belongs to."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> TrainableParameters:
+        """Take the keys out of a config."""
+        freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
+        return cls(base=config.model, adapter=config.adapter, freeze=freeze, train_only=train_only)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the model's weights must have their final values and type when `choose` is called."""
+        return reads_weights(self.adapter)
+
+    def choose(self, model: PreTrainedModel, *, seed: int) -> None:
+        """Put the adapter in, and freeze what is not trained; in place, and before the model is cut.
+
+        Args:
+            model: whole, or cut by ZeRO-3.
+            seed: of the adapter's weights.
+
+        Raises:
+            ConfigError: what the model does not have, or nothing that is left to train.
+        """
+        if self.adapter.is_used:
+            add_adapter(model, self.adapter, self.base, seed=seed)
+        freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
+
+    @contextmanager
+    def kept_in_float32(self, model: nn.Module) -> Iterator[None]:
+        """Let a change of type pass by what an adapter trains: small updates vanish in half precision."""
+        kept = []
+        if self.adapter.is_used:
+            kept = [(p, p.data.float()) for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+        yield
+        for parameter, value in kept:
+            parameter.data = value
+
+
+logger = logging.getLogger(__name__)
+
+
+def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Sequence[str]) -> None:
+    """Leave those parameters trainable that `train_only` names and `freeze` does not, of those that are; in place.
+
+    Args:
+        model: whole, or cut by ZeRO-3.
+        freeze: shell-style patterns of whole names; `*` also stands for dots.
+        train_only: likewise; empty: all.
+
+    Raises:
+        ConfigError: a pattern that no parameter matches, or nothing that is left to train.
+    """
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    chosen = _matches(names, train_only, "train.train_only")
+    frozen = _matches(names, freeze, "train.freeze")
+    for parameter in names:
+        if parameter in frozen or (train_only and parameter not in chosen):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names):
+        raise ConfigError(
+            "nothing is left to train",
+            where="train.freeze, train.train_only",
+            found=f"freeze={list(freeze)}, train_only={list(train_only)}",
+            hint="train.freeze=[] train.train_only=[]",
+        )
+
+
+def _matches(names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str) -> dict[nn.Parameter, list[str]]:
+    """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for pattern in patterns:
+        matching = {p: own for p, own in names.items() if fnmatch.filter(own, pattern)}
+        if not matching:
+            raise _no_match([name for own in names.values() for name in own], pattern, key)
+        found |= matching
+    for own in found.values():
+        others = [name for name in own if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        if others:
+            logger.info("%s: %s is the same weight as %s, so it goes along", key, ", ".join(others), own[0])
+    return found
+
+
+def _no_match(names: list[str], pattern: str, key: str) -> ConfigError:
+    # Blocks have the same names but for their numbers.
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    if any(name.startswith(f"{pattern}.") for name in names):
+        hint: str | None = f"{key}=['{pattern}.*']"
+    else:
+        hint = nearest(re.sub(r"\.\d+\.", ".*.", pattern), kinds, f"{key}=['{{}}']", cutoff=0.4)
+    allowed = f"shell-style patterns of names such as {', '.join(kinds[:4])}"
+    return ConfigError("no parameter has such a name", where=key, found=pattern, allowed=allowed, hint=hint)
