@@ -133,3 +133,8 @@ def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: fl
     """Give `template` with the known word that is most like `word` in it; None: no word is like it."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return template.replace("{}", close[0], 1) if close else None
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an error says, or its kind."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -86,6 +86,8 @@ class OptimizerConfig:
     """Weight decay is applied to matrices only (parameters with two dimensions or more)."""
 
     name: OptimizerName = OptimizerName.adamw
+    plugin: str | None = None
+    """In place of `name`: an optimizer that an installed package offers, by its entry point in `hfdist.optimizers`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further settings of the optimizer's class, such as `momentum` of sgd, checked against it."""
     lr: float = limited(3e-4, above=0)

@@ -174,8 +174,9 @@ def _check_arguments(config: AdapterConfig, class_name: str, fields: set[str]) -
     for name, value in config.arguments.items():
         where = f"adapter.arguments.{name}"
         if name in ours or name in _SET_HERE:
-            hint = f"set adapter.{ours.get(name, 'targets' if name == 'target_modules' else '*')} instead"
-            raise ConfigError("hfdist sets this field itself, from its own keys", where=where, found=value, hint=hint)
+            what, key = "hfdist sets this field itself, from its own keys", ours.get(name, "*")
+            key = "targets" if name == "target_modules" else key
+            raise ConfigError(what, where=where, found=value, hint=f"set adapter.{key} instead")
         if name not in fields:
             what, hint = (
                 f"PEFT's {class_name} has no such field",

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.models.flops import num_parameters
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ def can_compile_blocks(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether the blocks are found and the compiler works; says so if not."""
     try:
         find_blocks(model)
-        reason = why_nothing_is_compiled(device)
+        function = torch.compile(lambda values: (values.sin() + 1).sum())
+        reason = why_not_compiled(lambda: function(torch.zeros(8, device=device)))
     except ConfigError as error:
         reason = error.what
     if reason is not None:
@@ -96,14 +97,8 @@ def why_not_compiled(function: Callable[..., Any], *arguments: Any) -> str | Non
     try:
         function(*arguments)
     except Exception as error:  # whatever the compiler, a C compiler or the driver raises
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return first_line(error)
     return None
-
-
-def why_nothing_is_compiled(device: torch.device) -> str | None:
-    """Compile a sum for a device; give why that fails."""
-    function = torch.compile(lambda values: (values.sin() + 1).sum())
-    return why_not_compiled(lambda: function(torch.zeros(8, device=device)))
 
 
 _PRODUCTS = ("mm", "addmm")

@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
 from hfdist.models.lazy_logits import Apply, Cast, Head, Rows, deferring
 from hfdist.models.probing import run_small, small_model
@@ -151,7 +151,7 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             vocabulary = _vocabulary(head)
             before = run_small(small)
         except Exception as error:  # whatever a model raises that cannot be made small
-            raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {_first_line(error)}") from error
+            raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {first_line(error)}") from error
         chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
 
         def loss(rows: Rows) -> torch.Tensor:
@@ -163,7 +163,7 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
                 after = run_small(small)
             used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
         except Exception as error:  # whatever a model raises that was given no tensor
-            used = _first_line(error)
+            used = first_line(error)
     if used is not None:
         return f"{type(model).__name__} needs them whole ({used})"
     if choice in _PACKAGES:
@@ -173,10 +173,6 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
     if loss_difference <= _LOSS_BOUND and gradient_difference <= _GRADIENT_BOUND:
         return None
     return f"it differs: loss by {loss_difference:.1e}, gradients by {gradient_difference:.1e} of their norm"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _vocabulary(head: Any) -> int:

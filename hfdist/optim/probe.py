@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfdist.optim.joined import of_parts
+from hfdist.errors import ConfigError, first_line
+from hfdist.optim.joined import Joined, of_parts
 
 _SHAPE = (96, 64)
 """Of the tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
@@ -41,6 +42,12 @@ class Reach(IntEnum):
     """On other parameters, too, as a norm over all gradients does."""
 
 
+_LAYOUTS = {
+    Reach.parameter: "a layout that keeps parameters whole: ddp, or a pipeline without ZeRO",
+    Reach.model: "a layout that keeps the model whole: one process, or ddp",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """What an optimizer has shown."""
@@ -50,6 +57,61 @@ class Answer:
     """Why it is not less."""
     not_saved: str = ""
     """Why a checkpoint cannot hold what it keeps, if so."""
+
+
+def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
+    """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
+
+    Args:
+        optimizer: before its first step.
+        sees: what the layout gives it whole.
+        is_saved: whether the run writes checkpoints.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    answer = ask(optimizer)
+    if answer.reach > sees:
+        raise ConfigError(
+            "this optimizer does not train in this layout as it does on one process",
+            where="optimizer.name, optim or optimizers",
+            found=f"{describe(optimizer)}: {answer.why}",
+            allowed=_LAYOUTS[answer.reach],
+            hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
+        )
+    if is_saved and answer.not_saved:
+        raise ConfigError(
+            "no checkpoint can hold what this optimizer keeps",
+            where="optimizer.name, optim or optimizers",
+            found=f"{describe(optimizer)}: {answer.not_saved}",
+            allowed="numbers and tensors for each parameter",
+            hint="save_strategy='no' (checkpoint=none), or another optimizer",
+        )
+
+
+def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that leaves trained parameters out, where gradients of these are not in the norm (ZeRO).
+
+    Raises:
+        ConfigError: it does.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left_out:
+        raise ConfigError(
+            "gradients are clipped by the norm over all trained parameters, and DeepSpeed knows only those that the "
+            "optimizer steps",
+            where="optimizers, or create_optimizer",
+            found=f"{describe(optimizer)} without {len(left_out)} of them, such as {left_out[0]}",
+            hint="parameter.requires_grad_(False) for those that it leaves out, or a strategy without sharding",
+        )
+
+
+def describe(optimizer: Any) -> str:
+    """Name the class, or the classes, that really step."""
+    while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__
 
 
 def over(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -112,7 +174,7 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answe
         other = _updates(optimizer, group, [second], [[g] for _, g in gradients])[0]
         together = _updates(optimizer, group, [first, second], gradients)
     except Exception as error:  # it is the user's class: any
-        why = f"it could not be tried on other tensors: {_first_line(error)}"
+        why = f"it could not be tried on other tensors: {first_line(error)}"
         return Answer(reach=Reach.model, why=why, not_saved=why)
     if not alone.any():
         why = "its step leaves the tensors of its groups as they are"
@@ -133,7 +195,7 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answe
         ]
         state = state_after_step(optimizer, group, torch.zeros(_CUT, device=device, dtype=dtype))
     except Exception as error:
-        why = f"it does not take flat pieces of a parameter: {_first_line(error)}"
+        why = f"it does not take flat pieces of a parameter: {first_line(error)}"
         return Answer(reach=Reach.parameter, why=why, not_saved=not_saved)
     if not _is_close(torch.cat(cut), alone.flatten()):
         why = "the update of an element depends on the rest of its parameter"
@@ -257,7 +319,3 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     largest = float(other.abs().max())
     return math.isfinite(largest) and bool(((one - other).abs() <= _TOLERANCE * largest).all())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,8 +1,7 @@
-"""`optimizer.name` and `optimizer.arguments`: which class steps, with which settings."""
+"""`optimizer.name`, `optimizer.plugin` and `optimizer.arguments`: which class steps, with which settings."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -14,98 +13,76 @@ from torch import nn
 
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError
-from hfdist.optim.fit import check
+from hfdist.errors import ConfigError, first_line, nearest
 from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach, state_after_step
+from hfdist.optim.probe import Reach, check, state_after_step
+from hfdist.plugins import load_plugin
 
 ClassAndSettings = tuple[Any, dict[str, Any]]
 """What `transformers.Trainer` takes as `optimizer_cls_and_kwargs`."""
 
+GROUP = "hfdist.optimizers"
+"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.optimizers"]`."""
+
+# Settings that other keys of `optimizer` stand for.
 _OWN_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
 _OWN_KEYS_OF_ADAM = {"betas": "beta1 and optimizer.beta2", "eps": "eps"}
-"""Settings that other keys of `optimizer` stand for."""
 
 
 def name_for_arguments(config: OptimizerConfig) -> str:
-    """Give what TrainingArguments calls it, or, of what it does not know, the nearest relative."""
-    if config.name in (OptimizerName.adamw, OptimizerName.muon):
+    """Give what TrainingArguments calls it, or the nearest relative of what it does not know."""
+    if config.plugin is not None or config.name in (OptimizerName.adamw, OptimizerName.muon):
         return "adamw_torch_fused" if config.fused else "adamw_torch"
     return config.name.value
 
 
 def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSettings:
-    """Give the class of `optimizer.name` and its settings.
+    """Give the class of `optimizer.name` or `optimizer.plugin` and its settings.
 
     Raises:
         ConfigError: its package is not installed, or `optimizer.arguments` has what the class does not take.
     """
-    package = config.name.package
-    if package is not None and find_spec(package.module) is None:
-        raise ConfigError(
-            "the optimizer's package is not installed",
-            where="optimizer.name",
-            found=config.name.value,
-            hint=f"pip install {package.name}",
-        )
-    kind, settings = _class_and_settings(config, warmup_steps)
-    _check_arguments(config, kind)
+    own_keys = _OWN_KEYS | _OWN_KEYS_OF_ADAM
+    values: dict[str, Any] = {
+        "lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.beta1, config.beta2), "eps": config.eps
+    }  # fmt: skip
+    if config.plugin is not None:
+        kind = _load(config)
+        # A constructor of any arguments is given what every optimizer takes.
+        taken = inspect.signature(kind).parameters
+        own_keys = {name: key for name, key in own_keys.items() if name in taken} if "lr" in taken else _OWN_KEYS
+        settings = {name: values[name] for name in own_keys}
+    elif config.name is OptimizerName.muon:
+        kind, settings = MuonWithAdamW, values
+    else:
+        if "adam" not in config.name.value and "lion" not in config.name.value:
+            own_keys = _OWN_KEYS
+        kind, settings = _of_transformers(config, warmup_steps)
+    _check_arguments(config, kind, own_keys)
     return kind, settings | config.arguments
 
 
-def check_optimizer(config: RunConfig) -> None:
-    """Make the optimizer for a small layer, and check it against the layout, before anything large is made.
-
-    Raises:
-        ConfigError: it is not installed, takes no such settings, or would train otherwise in this layout.
-    """
-    optimizer = config.optimizer
-    if optimizer.name is OptimizerName.adamw and not optimizer.arguments:
-        return
-    check(make_small(optimizer), _seen(config), is_saved=config.checkpoint.every is not None)
-
-
-def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make the optimizer for one small layer.
-
-    Raises:
-        ConfigError: as of `find_optimizer`, or a value that the class refuses.
-    """
-    kind, settings = find_optimizer(config, warmup_steps=0)
-    layer = nn.Linear(4, 4)
-    try:
-        made: torch.optim.Optimizer = (
-            kind()(layer, **settings) if kind is MuonWithAdamW else kind(layer.parameters(), **settings)
-        )
-    except Exception as error:  # of the class, and so of any kind
+def _load(config: OptimizerConfig) -> Any:
+    if config.name is not OptimizerName.adamw:
         raise ConfigError(
-            f"the optimizer refuses its settings: {str(error).splitlines()[0]}",
-            where="optimizer.arguments",
-            found=config.arguments,
-        ) from error
-    return made
+            "the optimizer is given by two keys",
+            where="optimizer.name, optimizer.plugin",
+            found=f"{config.name.value}, {config.plugin}",
+            hint="optimizer.plugin=null, or leave optimizer.name=adamw",
+        )
+    assert config.plugin is not None
+    key, expected = "optimizer.plugin", "a subclass of torch.optim.Optimizer"
+    kind = load_plugin(GROUP, config.plugin, kind="optimizer", expected=expected, where=key, hint=f"{key}={{}}")
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError("the plugin is no optimizer", where=key, found=config.plugin, allowed=expected)
+    return kind
 
 
-def values_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """How many numbers it keeps for each element of a large matrix: two of Adam, next to none of Adafactor."""
-    matrix = torch.zeros(256, 256)
-    state = state_after_step(optimizer, optimizer.param_groups[0], matrix)
-    return sum(value.numel() for value in state.values() if torch.is_tensor(value)) // 256 / 256
-
-
-def _seen(config: RunConfig) -> Reach:
-    """What the layout gives the optimizer whole; the engine says it again, once there is one."""
-    if config.strategy.shards_state:
-        return Reach.element
-    return Reach.parameter if config.strategy.pipeline > 1 else Reach.model
-
-
-def _class_and_settings(config: OptimizerConfig, warmup_steps: int) -> ClassAndSettings:
-    if config.name is OptimizerName.muon:
-        betas = (config.beta1, config.beta2)
-        return MuonWithAdamW, {
-            "lr": config.lr, "weight_decay": config.weight_decay, "betas": betas, "eps": config.eps
-        }  # fmt: skip
+def _of_transformers(config: OptimizerConfig, warmup_steps: int) -> ClassAndSettings:
+    package = config.name.package
+    if package is not None and find_spec(package.module) is None:
+        what, hint = "the optimizer's package is not installed", f"pip install {package.name}"
+        raise ConfigError(what, where="optimizer.name", found=config.name.value, hint=hint)
     # What transformers reads of TrainingArguments to make an optimizer.
     fields: Any = SimpleNamespace(
         optim=name_for_arguments(config),
@@ -121,33 +98,61 @@ def _class_and_settings(config: OptimizerConfig, warmup_steps: int) -> ClassAndS
     return kind, settings
 
 
-def _own_keys(name: OptimizerName) -> dict[str, str]:
-    is_like_adam = "adam" in name.value or "lion" in name.value or name is OptimizerName.muon
-    return _OWN_KEYS | (_OWN_KEYS_OF_ADAM if is_like_adam else {})
-
-
-def _check_arguments(config: OptimizerConfig, kind: Any) -> None:
-    # Muon's maker hands on what it does not know.
+def _check_arguments(config: OptimizerConfig, kind: Any, own_keys: dict[str, str]) -> None:
+    # MuonWithAdamW passes what it does not know to torch's Muon.
     makers = (kind.__call__, torch.optim.Muon) if kind is MuonWithAdamW else (kind,)
     parameters = {name: p for maker in makers for name, p in inspect.signature(maker).parameters.items()}
     takes_any = kind is not MuonWithAdamW and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = sorted(
-        name
-        for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        and name not in ("self", "params", "model", *_own_keys(config.name))
-    )
+    not_settings = ("self", "params", "model", *own_keys)
+    named = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    known = sorted(named.difference(not_settings))
     for name, value in config.arguments.items():
         where = f"optimizer.arguments.{name}"
-        if name in _own_keys(config.name):
-            own_key = f"optimizer.{_own_keys(config.name)[name]}"
-            raise ConfigError("this setting has a key of its own", where=where, found=value, hint=f"{own_key}=...")
+        if name in own_keys:
+            what = "this setting has a key of its own"
+            raise ConfigError(what, where=where, found=value, hint=f"optimizer.{own_keys[name]}=...")
         if name not in known and not takes_any:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{kind.__name__} takes no such argument",
-                where=where,
-                found=value,
-                allowed=", ".join(known),
-                hint=f"optimizer.arguments.{near[0]}={value}" if near else None,
-            )
+            what = f"{kind.__name__} takes no such argument"
+            hint = nearest(name, known, f"optimizer.arguments.{{}}={value}")
+            raise ConfigError(what, where=where, found=value, allowed=", ".join(known), hint=hint)
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Make the optimizer for a small layer, and check it against the layout, before anything large is made.
+
+    Raises:
+        ConfigError: it is not installed, takes no such settings, or would train otherwise in this layout.
+    """
+    optimizer = config.optimizer
+    if optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments:
+        return
+    # What the layout gives the optimizer whole; the engine says it again, once there is one.
+    sees = Reach.parameter if config.strategy.pipeline > 1 else Reach.model
+    if config.strategy.shards_state:
+        sees = Reach.element
+    check(make_small(optimizer), sees, is_saved=config.checkpoint.every is not None)
+
+
+def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make the optimizer for one small layer.
+
+    Raises:
+        ConfigError: as of `find_optimizer`, or a value that the class refuses.
+    """
+    kind, settings = find_optimizer(config, warmup_steps=0)
+    layer = nn.Linear(4, 4)
+    try:
+        made: torch.optim.Optimizer = (
+            kind()(layer, **settings) if kind is MuonWithAdamW else kind(layer.parameters(), **settings)
+        )
+    except Exception as error:  # of the class, and so of any kind
+        what = f"the optimizer refuses its settings: {first_line(error)}"
+        raise ConfigError(what, where="optimizer.arguments", found=config.arguments) from error
+    return made
+
+
+def values_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """How many numbers it keeps for each element of a large matrix: two of Adam, next to none of Adafactor."""
+    matrix = torch.zeros(256, 256)
+    state = state_after_step(optimizer, optimizer.param_groups[0], matrix)
+    return sum(value.numel() for value in state.values() if torch.is_tensor(value)) // 256 / 256

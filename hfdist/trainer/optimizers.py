@@ -11,9 +11,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.optim.fit import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
-from hfdist.optim.probe import Reach
+from hfdist.optim.probe import Reach, check, check_steps_all, describe
 from hfdist.strategies.base import Engine
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
+from hfdist.trainer.evaluation.metrics import GROUP
 from hfdist.trainer.evaluation.samples import SAMPLES
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.trainer.reporting.jsonl import read_lines
 from tests.distributed.runs import SMALL, losses, pretrain, weights
-from tests.packages import install_metrics
+from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
@@ -52,9 +53,8 @@ def measured(tmp_path_factory, cache_dir):
     """One run a layout with all measures, made when first asked for."""
     made = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        install_metrics(
-            tmp_path_factory.mktemp("packages"), monkeypatch, "careless", METRICS_SOURCE, draws="draws", fails="fails"
-        )
+        folder = tmp_path_factory.mktemp("packages")
+        install_package(folder, monkeypatch, "careless", METRICS_SOURCE, GROUP, draws="draws", fails="fails")
 
         def run(strategy, num_processes, *more):
             key = (strategy, *more)

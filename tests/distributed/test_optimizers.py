@@ -1,6 +1,7 @@
 """Any optimizer in every layout, the user's own or by name: as on one process, saved and resumed, or refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hfdist
+from hfdist.optim.registry import GROUP
 from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.runs import losses, pretrain, weights
 from tests.distributed.test_trainer import GLOBAL_BATCH, LENGTH, STEPS, make_model, uneven_items
+from tests.packages import install_package
+from tests.unit.test_optim import PLUGIN
 
 pytestmark = pytest.mark.distributed
 
@@ -226,3 +231,24 @@ def test_metrics_are_of_the_weights_to_be_used_and_checkpoints_of_those_that_tra
     assert with_metrics == pytest.approx(plain, rel=1e-5)
     ours, theirs = (saved(tmp_path / str(has), step=2) for has in (False, True))
     assert_same("with metrics", theirs, ours)
+
+
+def test_an_installed_packages_optimizer_trains_and_resumes_in_another_layout(tmp_path, monkeypatch):
+    install_package(tmp_path / "site", monkeypatch, "toyoptimizers", PLUGIN, GROUP, averaged="Averaged")
+    config = ("optimizer.plugin=averaged", "optimizer.arguments={decay: 0.5}", "optimizer.lr=0.1", "train.max_steps=6",
+              "checkpoint=default", "checkpoint.every=3", "data.workers=0", "data.eval_sequences=2")  # fmt: skip
+    whole = pretrain(tmp_path / "whole", 1, "strategy=single", *config)
+    assert losses(whole)[-1] < losses(whole)[0]
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000006")
+    shutil.rmtree(resumed / "model")
+    pretrain(resumed, 2, "strategy=zero1", *config)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+    for name, weight in weights(whole).items():
+        assert torch.allclose(weights(resumed)[name], weight, atol=1e-6), name
+    for run in (whole, resumed):
+        files = (run / "checkpoints" / "step-00000006" / "training_state").glob("optimizer-*.safetensors")
+        kept = [name for file in files for name in load_file(file)]
+        assert kept
+        assert all(name.endswith("/mean") for name in kept)

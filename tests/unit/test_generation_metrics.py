@@ -8,8 +8,8 @@ import torch
 
 import hfdist
 from hfdist.errors import ConfigError
-from hfdist.trainer.evaluation.metrics import compute, exact_match, load_metrics, word_f1
-from tests.packages import install_metrics
+from hfdist.trainer.evaluation.metrics import GROUP, compute, exact_match, load_metrics, word_f1
+from tests.packages import install_package
 
 SOURCE = """
 import random, numpy, torch
@@ -28,8 +28,8 @@ def generations(*pairs):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    return install_metrics(
-        tmp_path, monkeypatch, "toymetrics", SOURCE, length="length", number="NUMBER", gone="nothing"
+    return install_package(
+        tmp_path, monkeypatch, "toymetrics", SOURCE, GROUP, length="length", number="NUMBER", gone="nothing"
     )
 
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_used_is_said(package, name, what, hint):
 
 
 def test_two_packages_with_one_name_are_told_apart_by_nobody(package, tmp_path, monkeypatch):
-    install_metrics(tmp_path / "other", monkeypatch, "othermetrics", SOURCE, length="length")
+    install_package(tmp_path / "other", monkeypatch, "othermetrics", SOURCE, GROUP, length="length")
     with pytest.raises(ConfigError, match="several installed packages") as caught:
         load_metrics(["length"])
     assert caught.value.found == "length: othermetrics:length, toymetrics:length"

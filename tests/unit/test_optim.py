@@ -12,13 +12,13 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
-from hfdist.optim.fit import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach, ask, moving_options, starts_from_zeros
-from hfdist.optim.registry import check_optimizer, values_per_weight
+from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
+from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
 from hfdist.trainer.optimizers import OwnOptimizer
+from tests.packages import install_package
 
 
 class TrustRatio(torch.optim.SGD):
@@ -226,6 +226,54 @@ def test_settings_are_those_of_the_class():
     assert refusal("optimizer.name=sgd", "optimizer.arguments.lr=0.9").hint == "optimizer.lr=..."
     assert refusal("optimizer.arguments={betas: [0.9, 0.9]}").hint == "optimizer.beta1 and optimizer.beta2=..."
     assert "Invalid momentum value" in refusal("optimizer.name=sgd", "optimizer.arguments.momentum=-1").what
+
+
+PLUGIN = """
+import torch
+class Averaged(torch.optim.Optimizer):
+    \"\"\"Steps along a running mean of the gradients, which it keeps.\"\"\"
+    def __init__(self, params, lr, decay=0.9):
+        super().__init__(params, {"lr": lr, "decay": decay})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 1 - group["decay"])
+                    parameter.add_(mean, alpha=-group["lr"])
+def function(params, lr):
+    pass
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "toyoptimizers", PLUGIN, GROUP, averaged="Averaged", other="function")
+
+
+def test_a_plugins_settings_are_those_that_it_takes(plugin):
+    config = compose_config(["optimizer.plugin=averaged", "optimizer.arguments.decay=0.5", "optimizer.lr=0.25"])
+    kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
+    assert (kind.__module__, settings) == ("toyoptimizers", {"lr": 0.25, "decay": 0.5})
+    check_optimizer(config)
+    assert refusal("optimizer.plugin=averaged", "optimizer.arguments.decai=0.9").hint == "optimizer.arguments.decay=0.9"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "hint"),
+    [
+        (["optimizer.plugin=averagd"], "no installed package offers this optimizer", "optimizer.plugin=averaged"),
+        (["optimizer.plugin=os.system"], "no installed package offers this optimizer", "entry point"),
+        (["optimizer.plugin=other"], "no optimizer", ""),
+        (["optimizer.plugin=averaged", "optimizer.name=sgd"], "given by two keys", "optimizer.name=adamw"),
+    ],
+)
+def test_plugins_that_cannot_be_used_are_refused(plugin, overrides, what, hint):
+    refused = refusal(*overrides)
+    assert what in refused.what
+    assert "optimizer.plugin" in refused.where
+    assert hint in str(refused.hint)
 
 
 def test_a_library_that_is_not_there_is_named(monkeypatch):

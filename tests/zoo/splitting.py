@@ -111,9 +111,13 @@ def split_model(
     *,
     loss: Loss = model_loss,
     schedule: Schedule = Schedule.interleaved_1f1b,
+    whole: Run | None = None,
 ) -> Outcome:
-    """Run one step whole, then in stages, all of them in this process. Needs `group_of_one`."""
-    whole = run_whole(model, batches, loss)
+    """Run one step whole, unless that is given, then in stages, all of them in this process. Needs `group_of_one`.
+
+    The model is afterwards as it was.
+    """
+    whole = whole or run_whole(model, batches, loss)
     cut = split_at_blocks(model, find_block_parts(model), stages, range(len(stages)))
     rank_of_stage = (0,) * len(stages)
     try:

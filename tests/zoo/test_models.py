@@ -14,7 +14,6 @@ from tests.zoo.models import (
     full_config,
     make_model,
     tiny_batch,
-    tiny_config,
     tiny_model,
 )
 
@@ -54,9 +53,15 @@ def is_tied(model):
     return hasattr(head, "weight") and head.weight is getattr(embedding, "weight", None)
 
 
-def test_it_trains(model_type):
+def test_it_is_the_full_model_made_small_and_trains(model_type):
     model = tiny_model(model_type, NUM_BLOCKS)
     assert num_parameters(model) <= 2_000_000
+    assert any(isinstance(module, nn.ModuleList) and len(module) == NUM_BLOCKS for module in model.modules())
+    if model_type != "gemma3n":  # its tower needs timm; gemma3n_text has the same blocks
+        full = shapeless(model_type, full_config(model_type))
+        assert kinds_of_blocks(model) == kinds_of_blocks(full)
+        full.tie_weights()
+        assert is_tied(model) == is_tied(full)
     loss = model(**tiny_batch(model)).loss
     assert torch.isfinite(loss)
     loss.backward()
@@ -64,19 +69,6 @@ def test_it_trains(model_type):
     assert not [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     # The gradient has come down through all blocks.
     assert any(p.grad is not None and p.grad.any() for p in model.get_input_embeddings().parameters())
-
-
-def test_it_is_the_full_model_made_small(model_type):
-    if model_type == "gemma3n":
-        pytest.skip("the full model's tower needs timm; gemma3n_text has the same blocks")
-    tiny, full = (shapeless(model_type, config) for config in (tiny_config(model_type), full_config(model_type)))
-    assert kinds_of_blocks(tiny) == kinds_of_blocks(full)
-    assert any(isinstance(module, nn.ModuleList) and len(module) == NUM_BLOCKS for module in tiny.modules())
-    full.tie_weights()
-    assert is_tied(tiny_model(model_type)) == is_tied(full)
-
-
-def test_a_seed_determines_it(model_type):
-    first, second, other = (list(tiny_model(model_type, seed=seed).parameters()) for seed in (0, 0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    same, other = (list(tiny_model(model_type, NUM_BLOCKS, seed=seed).parameters()) for seed in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), other, strict=True))

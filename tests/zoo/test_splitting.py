@@ -44,63 +44,56 @@ def two_batches(model):
     return [tiny_batch(model, seed=1), tiny_batch(model, seed=2, tokens=24)]
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_a_split_model_trains_as_the_whole(model_type, num_stages):
-    outcome = split_type(model_type, num_stages)
+def test_a_split_model_trains_as_the_whole(model_type):
+    """In two and three stages, with weight gradients apart and with fused attention; ranks agree on what travels."""
+    model = tiny_model(model_type)
+    batches = two_batches(model)
+    whole = run_whole(model, batches)
+    halves = split_model(model, HALVES, batches, whole=whole)
     if model_type in REFUSED:
-        assert outcome.verdict == "refused", outcome
-        assert REFUSED[model_type] in outcome.reason
-    else:
+        assert halves.verdict == "refused", halves
+        assert REFUSED[model_type] in halves.reason
+        return
+    for outcome in (
+        halves,
+        split_model(model, even_stages(NUM_BLOCKS, 3), batches, whole=whole),
+        split_model(model, HALVES, batches, whole=whole, schedule=Schedule.interleaved_zero_bubble),
+    ):
+        assert outcome.verdict == "exact", outcome
+    if model_type not in NEEDS_MORE_THAN_TEXT:
+        cut = split_at_blocks(model, find_block_parts(model), HALVES, range(len(HALVES)))
+        settled = infer_stage_io(cut, (0, 0), Topology(), build_mesh(Topology()))
+        assert settled.carry.describe() == halves.travels
+    if model._supports_sdpa:
+        fused = tiny_model(model_type, attention="sdpa")
+        assert fused.config._attn_implementation == "sdpa"
+        outcome = split_model(fused, HALVES, batches)
         assert outcome.verdict == "exact", outcome
 
 
-def test_ranks_settle_on_the_same(model_type):
-    if model_type in REFUSED or model_type in NEEDS_MORE_THAN_TEXT:
-        pytest.skip("not to be split, or not to be trained on text alone")
-    model = tiny_model(model_type)
-    cut = split_at_blocks(model, find_block_parts(model), HALVES, range(len(HALVES)))
-    settled = infer_stage_io(cut, (0, 0), Topology(), build_mesh(Topology()))
-    assert settled.carry.describe() == split_type(model_type, len(HALVES)).travels
-
-
-def test_with_fused_attention(model_type):
-    if model_type in REFUSED or not type(tiny_model(model_type))._supports_sdpa:
-        pytest.skip("not to be split, or without fused attention")
-    model = tiny_model(model_type, attention="sdpa")
-    assert model.config._attn_implementation == "sdpa"
-    outcome = split_model(model, HALVES, two_batches(model))
-    assert outcome.verdict == "exact", outcome
-
-
-@pytest.mark.parametrize("first_stage", range(1, NUM_BLOCKS))
 @pytest.mark.parametrize("kind", ["llama", "gemma3n_text", "zamba2"])
-def test_at_every_block(kind, first_stage):
+def test_at_every_block(kind):
     model = tiny_model(kind)
-    stages = (range(first_stage), range(first_stage, NUM_BLOCKS))
-    outcome = split_model(model, stages, two_batches(model))
-    assert outcome.verdict == "exact", outcome
-
-
-def test_with_weight_gradients_apart(model_type):
-    if model_type in REFUSED:
-        pytest.skip("not to be split")
-    model = tiny_model(model_type)
-    outcome = split_model(model, HALVES, two_batches(model), schedule=Schedule.interleaved_zero_bubble)
-    assert outcome.verdict == "exact", outcome
+    batches = two_batches(model)
+    whole = run_whole(model, batches)
+    for first_stage in range(1, NUM_BLOCKS):
+        stages = (range(first_stage), range(first_stage, NUM_BLOCKS))
+        outcome = split_model(model, stages, batches, whole=whole)
+        assert outcome.verdict == "exact", outcome
 
 
 @pytest.mark.parametrize("kind", SEVERAL_KINDS)
 def test_with_gradient_checkpointing(kind):
-    calls = {}
-    for is_checkpointing in (False, True):
-        model = tiny_model(kind)
-        if is_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        calls[is_checkpointing] = count_calls(model)
-        outcome = split_model(model, HALVES, two_batches(model))
+    model, found = tiny_model(kind), []
+    batches, calls = two_batches(model), count_calls(model)
+    for _ in range(2):
+        outcome = split_model(model, HALVES, batches)
         assert outcome.verdict == "exact", outcome
+        found.append(calls.copy())
+        calls.clear()
+        model.activation_checkpointing_enable({"use_reentrant": False})
     # What is in a block ran again in the backward.
-    assert all(calls[True][index] > calls[False][index] for index in range(NUM_BLOCKS))
+    assert all(found[1][index] > found[0][index] for index in range(NUM_BLOCKS))
 
 
 def count_calls(model):
@@ -179,8 +172,13 @@ def masked_pair_by_pair(batch):
     return batch | {"attention_mask": mask}
 
 
-@pytest.mark.parametrize("change", [packed, left_padded, masked_pair_by_pair])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(("llama", change) for change in (packed, left_padded, masked_pair_by_pair)),
+        *(("gemma2", masked_pair_by_pair), ("mixtral", packed), ("qwen3", left_padded)),
+    ],
+)
 def test_with_what_the_model_takes_besides_tokens(kind, change):
     model = tiny_model(kind)
     plain = two_batches(model)

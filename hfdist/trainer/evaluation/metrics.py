@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
 
 from hfdist.errors import ConfigError
+from hfdist.plugins import load_plugin
 
 GROUP = "hfdist.metrics"
 """Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
@@ -79,44 +77,9 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 
 def _load(name: str) -> Metric:
-    offered = list(entry_points(group=GROUP))
-    found = {entry.value: entry for entry in offered if entry.name == name}
-    if not found:
-        known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        raise ConfigError(
-            "no installed package offers this metric",
-            where="evaluate.metrics",
-            found=name,
-            allowed=", ".join(known),
-            hint=f"evaluate.metrics=[{near[0]}]" if near else f'an entry point "{GROUP}" in a package of your own',
-        )
-    if len(found) > 1:
-        raise ConfigError(
-            "several installed packages offer a metric of this name",
-            where="evaluate.metrics",
-            found=f"{name}: {', '.join(sorted(found))}",
-            hint="uninstall all but one",
-        )
-    return _import(found.popitem()[1])
-
-
-def _import(entry: EntryPoint) -> Metric:
-    try:
-        metric: Any = entry.load()
-    except Exception as error:  # whatever a package raises when it is imported
-        raise ConfigError(
-            f"the metric cannot be imported: {type(error).__name__}: {error}",
-            where="evaluate.metrics",
-            found=f"{entry.name} = {entry.value}",
-        ) from error
-    if not callable(metric):
-        raise ConfigError(
-            "the metric is no function",
-            where="evaluate.metrics",
-            found=f"{entry.name} = {entry.value}, a {type(metric).__name__}",
-            allowed="a function of a list of hfdist.Generation that gives a number, or numbers by name",
-        )
+    expected = "a function of a list of hfdist.Generation that gives a number, or numbers by name"
+    key, hint = "evaluate.metrics", "evaluate.metrics=[{}]"
+    metric: Metric = load_plugin(GROUP, name, kind="metric", expected=expected, where=key, hint=hint, built_in=BUILT_IN)
     return metric
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
-from hfdist.optim.fit import describe
+from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.trainer.trainer import Trainer
 
