@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from hfdist.models.blocks import why_not_compiled
-from hfdist.models.lazy_logits import Cast, Rows
+from hfdist.models.lazy_logits import Rows, cast
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class ChunkedLoss:
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
-        if rows.label_smoothing == 0.0 and all(step == Cast(torch.float32) for step in rows.per_row):
+        if rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row):
             return self._loss_and_gradient(logits, targets, rows.ignore_index)
         with torch.enable_grad():
             loss = _loss(logits.requires_grad_(), rows, targets)

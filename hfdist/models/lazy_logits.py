@@ -18,30 +18,20 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Cast:
-    """A change of type."""
-
-    dtype: torch.dtype
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of logits [rows, vocabulary]."""
-        return rows.to(self.dtype)
-
-
-@dataclass(frozen=True)
-class Apply:
-    """A function of each element, and perhaps of something that is the same for all rows."""
+class Step:
+    """What a model does to its logits: a function of each row by itself, and of what is the same for all rows."""
 
     function: Callable[..., torch.Tensor]
     others: tuple[Any, ...] = ()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of logits [rows, vocabulary]."""
+        """Apply it to logits [rows, vocabulary]."""
         return self.function(rows, *self.others)
 
 
-PerRow = Cast | Apply
-"""What a model does to its logits, each row by itself."""
+def cast(dtype: torch.dtype) -> Step:
+    """Give the step that changes the type."""
+    return Step(torch.Tensor.to, (dtype,))
 
 
 @dataclass
@@ -66,7 +56,7 @@ class Rows(NamedTuple):
     """[rows, width]."""
     targets: torch.Tensor
     """[rows], class indices."""
-    per_row: tuple[PerRow, ...]
+    per_row: tuple[Step, ...]
     """From the head's output to the logits."""
     ignore_index: int
     label_smoothing: float
@@ -98,7 +88,7 @@ def deferring(module: nn.Module, vocabulary: int, loss: SumOfLosses) -> Iterator
             return args[0].compute(hidden)
         if args or kwargs or not torch.is_grad_enabled() or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
             return head.forward(hidden, *args, **kwargs)
-        return DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
+        return _DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
 
     was_set = "forward" in vars(module)
     # nn.Module calls whatever its attribute is; the class stays as it is.
@@ -129,10 +119,10 @@ class _Autocast(NamedTuple):
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled)
 
 
-class DeferredLogits:
+class _DeferredLogits:
     """In the place of a tensor [..., vocabulary]. Not a tensor, but torch's functions take it."""
 
-    def __init__(self, head: Head, hidden: torch.Tensor, per_row: tuple[PerRow, ...], autocast: _Autocast) -> None:
+    def __init__(self, head: Head, hidden: torch.Tensor, per_row: tuple[Step, ...], autocast: _Autocast) -> None:
         self._head = head
         self._hidden = hidden
         self._per_row = per_row
@@ -147,16 +137,16 @@ class DeferredLogits:
             with self._autocast.again(), torch.inference_mode(False), torch.enable_grad():
                 demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
                 value = _made(self._head.module(self._hidden, *demand), why)
-                for function in self._per_row:
-                    value = function(value)
+                for step in self._per_row:
+                    value = step(value)
             self._whole = value
         return self._whole
 
-    def _then(self, function: PerRow) -> DeferredLogits:
-        return DeferredLogits(self._head, self._hidden, (*self._per_row, function), self._autocast)
+    def _then(self, step: Step) -> _DeferredLogits:
+        return _DeferredLogits(self._head, self._hidden, (*self._per_row, step), self._autocast)
 
-    def _with_rows(self, hidden: torch.Tensor) -> DeferredLogits:
-        return DeferredLogits(self._head, hidden, self._per_row, self._autocast)
+    def _with_rows(self, hidden: torch.Tensor) -> _DeferredLogits:
+        return _DeferredLogits(self._head, hidden, self._per_row, self._autocast)
 
     @property
     def _is_deferred(self) -> bool:
@@ -166,34 +156,17 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
         return torch.Size((*self._hidden.shape[:-1], self._head.vocabulary))
 
     @property
-    def ndim(self) -> int:
-        """Of the logits."""
-        return self._hidden.ndim
-
-    @property
-    def device(self) -> torch.device:
-        """Of the logits."""
-        return self._hidden.device
-
-    @property
     def dtype(self) -> torch.dtype:
-        """What the model's steps so far give."""
         value = self._hidden.new_empty((0,), dtype=self._autocast.dtype if self._autocast.is_enabled else None)
-        for function in self._per_row:
-            value = function(value.new_empty((0, self._head.vocabulary)))
+        for step in self._per_row:
+            value = step(value.new_empty((0, self._head.vocabulary)))
         return value.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the logits."""
         return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Number of axes."""
-        return self.ndim
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -201,24 +174,21 @@ class DeferredLogits:
     # ---- what is noted ----
 
     def float(self) -> Any:
-        """Noted."""
         return self.to(torch.float32)
 
     def contiguous(self) -> Any:
-        """Logits are made so."""
+        # Logits are made so.
         return self if self._is_deferred else self.whole("contiguous").contiguous()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """A type is noted."""
         if self._is_deferred and not kwargs and len(args) == 1:
             if isinstance(args[0], torch.dtype):
-                return self._then(Cast(args[0]))
+                return self._then(cast(args[0]))
             if isinstance(args[0], torch.device) and args[0] == self.device:
                 return self
         return self.whole("to").to(*args, **kwargs)
 
     def view(self, *shape: Any) -> Any:
-        """By rows: noted."""
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)) else shape
         is_by_row = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
         if self._is_deferred and is_by_row and sizes[-1] == self._head.vocabulary:
@@ -228,7 +198,6 @@ class DeferredLogits:
     reshape = view
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """By rows: noted."""
         if self._is_deferred and end_dim % self.ndim < self.ndim - 1:
             return self._with_rows(self._hidden.flatten(start_dim, end_dim))
         return self.whole("flatten").flatten(start_dim, end_dim)
@@ -244,23 +213,20 @@ class DeferredLogits:
     def __mul__(self, other: Any) -> Any:
         return _by_row(torch.mul, self, other)
 
-    __rmul__ = __mul__
-
     def __add__(self, other: Any) -> Any:
         return _by_row(torch.add, self, other)
 
-    __radd__ = __add__
+    __rmul__, __radd__ = __mul__, __add__
 
     def tanh(self) -> Any:
-        """Noted."""
-        return self._then(Apply(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
+        return self._then(Step(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
 
     # ---- all else ----
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.whole(name), name)
+        return getattr(self._hidden if name in ("ndim", "dim", "device") else self.whole(name), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.whole("writing")[index] = value
@@ -272,7 +238,7 @@ class DeferredLogits:
         """Called by torch's functions for an argument that is no tensor, but has this method."""
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, DeferredLogits) and first._is_deferred:
+        if isinstance(first, _DeferredLogits) and first._is_deferred:
             if function is nn.functional.cross_entropy:
                 loss = _cross_entropy(*args, **kwargs)
                 if loss is not None:
@@ -298,16 +264,16 @@ def _by_whole(name: str) -> Callable[..., Any]:
 
 
 for _name in _BY_WHOLE:
-    setattr(DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
+    setattr(_DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
 
 
 def _made(value: Any, why: str) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_made(item, why) for item in value)
-    return value.whole(why) if isinstance(value, DeferredLogits) else value
+    return value.whole(why) if isinstance(value, _DeferredLogits) else value
 
 
-def _by_row(function: Callable[..., torch.Tensor], logits: DeferredLogits, other: Any) -> Any:
+def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: Any) -> Any:
     """Apply a function of logits and something that is the same for all rows."""
     is_constant = isinstance(other, (int, float))
     # What is trained must get its gradient, which a loss of rows would not give it.
@@ -315,7 +281,7 @@ def _by_row(function: Callable[..., torch.Tensor], logits: DeferredLogits, other
         is_constant = all(size == 1 for size in other.shape[:-1])
         other = other.flatten() if other.ndim > 1 else other
     if logits._is_deferred and is_constant:
-        return logits._then(Apply(function, (other,)))
+        return logits._then(Step(function, (other,)))
     return function(logits.whole(function.__name__), other)
 
 
@@ -329,7 +295,7 @@ def _leaves_rows_whole(index: Any, ndim: int) -> bool:
 
 
 def _cross_entropy(
-    logits: DeferredLogits,
+    logits: _DeferredLogits,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: Any = None,

@@ -19,7 +19,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
-from hfdist.models.lazy_logits import Apply, Cast, Head, Rows, deferring
+from hfdist.models.lazy_logits import Head, Rows, Step, deferring
 from hfdist.models.probing import run_small, small_model
 
 logger = logging.getLogger(__name__)
@@ -234,9 +234,9 @@ def _operands(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | No
 
 def _softcap(rows: Rows) -> float | None:
     """The cap of the logits, 0 where there is none; None: something else is done to them."""
-    match [step for step in rows.per_row if not isinstance(step, Cast)]:
+    match [step for step in rows.per_row if step.function is not torch.Tensor.to]:
         case []:
             return 0.0
-        case [Apply(torch.div, (cap,)), Apply(torch.tanh, ()), Apply(torch.mul, (same,))]:
+        case [Step(torch.div, (cap,)), Step(torch.tanh, ()), Step(torch.mul, (same,))]:
             return float(cap) if isinstance(cap, (int, float)) and cap == same else None
     return None

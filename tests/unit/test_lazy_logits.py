@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.lazy_logits import Apply, Cast, DeferredLogits, deferring
+from hfdist.models.lazy_logits import Step, _DeferredLogits, cast, deferring
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_the_head_is_itself_again_afterwards_and_without_gradients():
     head = nn.Linear(WIDTH, VOCABULARY)
     hidden = torch.randn(1, 2, WIDTH)
     with deferring(head, VOCABULARY, ChunkedLoss(CPU)):
-        assert isinstance(head(hidden), DeferredLogits)
+        assert isinstance(head(hidden), _DeferredLogits)
         with torch.no_grad():
             assert isinstance(head(hidden), torch.Tensor)
     assert isinstance(head(hidden), torch.Tensor)
@@ -262,7 +262,7 @@ def test_the_type_is_known_without_logits():
     with torch.autocast("cpu", dtype=torch.bfloat16), deferring(head, VOCABULARY, ChunkedLoss(CPU)) as seen:
         logits = head(torch.randn(2, 3, WIDTH))
         assert (logits.dtype, logits.float().dtype, tuple(logits.shape)) == (torch.bfloat16, torch.float32, (2, 3, 40))
-        assert (logits * 0.5).float()._per_row == (Apply(torch.mul, (0.5,)), Cast(torch.float32))
+        assert (logits * 0.5).float()._per_row == (Step(torch.mul, (0.5,)), cast(torch.float32))
     assert seen.made_whole == []
 
 
