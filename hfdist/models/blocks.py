@@ -125,19 +125,16 @@ def keep_expensive(model: PreTrainedModel) -> None:
 
 
 def _contexts() -> Any:
-    """Of one block's forward, and of its repetition."""
+    # For one block's forward, and for its repetition.
     watch = _Watch()
     watch.beneath, repetition = create_selective_checkpoint_contexts(_policy(watch))
     return watch, repetition
 
 
 class _Watch(TorchDispatchMode):
-    """Of one block's forward: refuses what writes to a kept output, from which its repetition would go on.
+    """During one block's forward: refuses what writes to a kept output, from which its repetition would go on.
 
     torch tells that from versions of tensors, which views beneath autograd do not share.
-
-    Raises:
-        ConfigError: an operator writes to a kept output.
     """
 
     supports_higher_order_operators = True

@@ -30,8 +30,6 @@ LEAST_ROWS = 128
 """Of a chunk, however large the vocabulary: each reads and writes the gradient of the whole head."""
 
 _LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-_Accumulate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-_Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ChunkedLoss:
@@ -45,13 +43,9 @@ class ChunkedLoss:
     def __init__(self, device: torch.device, *, chunk_logits: int | None = None) -> None:
         self._chunk_logits = chunk_logits or CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
         self._least_rows = LEAST_ROWS if chunk_logits is None else 1
-        self._loss_and_gradient: _LossAndGradient = _loss_and_gradient
-        self._accumulate: _Accumulate = _accumulate
-        self._multiply: _Multiply = _multiply
-        if device.type == "cuda":
-            self._loss_and_gradient = _compiled_if_possible(device)
-            if _has_wide_products(device):
-                self._accumulate, self._multiply = _accumulate_wide, _multiply_wide
+        is_cuda = device.type == "cuda"
+        self._loss_and_gradient = _compiled_if_possible(device) if is_cuda else _loss_and_gradient
+        self._is_wide = is_cuda and _has_wide_products(device)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Give the sum of the losses of all rows with a target, float32."""
@@ -96,13 +90,17 @@ class ChunkedLoss:
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
                 hidden = rows.hidden[part].to(dtype)
-                logits = _logits(hidden, weight, bias, memory[: len(hidden)])
+                out = memory[: len(hidden)]
+                if bias is None:
+                    logits = torch.mm(hidden, weight.T, out=out)
+                else:
+                    logits = torch.addmm(bias, hidden, weight.T, out=out)
                 loss, gradient = self._of_logits(logits, rows, rows.targets[part])
                 total += loss
                 if of_rows is not None:
-                    of_rows[part] = self._multiply(gradient, weight)
+                    of_rows[part] = _multiply(gradient, weight, is_wide=self._is_wide)
                 if id(module.weight) in sums:
-                    self._accumulate(sums[id(module.weight)], gradient.T, hidden)
+                    _accumulate(sums[id(module.weight)], gradient.T, hidden, is_wide=self._is_wide)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
                 # Before the next chunk's is made, not after.
@@ -160,15 +158,6 @@ def _loss(logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> torch.Tens
     )
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor
-) -> torch.Tensor:
-    """Give what a linear layer gives, in memory of that shape."""
-    if bias is None:
-        return torch.mm(hidden, weight.T, out=memory)
-    return torch.addmm(bias, hidden, weight.T, out=memory)
-
-
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,27 +204,19 @@ def _compiled_if_possible(device: torch.device) -> _LossAndGradient:
     return compiled
 
 
-def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product to a float32 sum, without rounding the product."""
-    total.addmm_(left.float(), right.float())
-
-
-def _accumulate_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """The same at the speed of the factors' type."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
+def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, is_wide: bool) -> None:
+    """Add a product to a float32 sum, without rounding the product; `is_wide`: at the speed of the factors' type."""
+    if is_wide and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.float(), right.float())
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A float32 product."""
+def _multiply(left: torch.Tensor, right: torch.Tensor, *, is_wide: bool) -> torch.Tensor:
+    """Give a float32 product; `is_wide`: at the speed of the factors' type."""
+    if is_wide and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
-
-
-def _multiply_wide(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The same at the speed of the factors' type."""
-    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 
 def _has_wide_products(device: torch.device) -> bool:
@@ -243,8 +224,8 @@ def _has_wide_products(device: torch.device) -> bool:
     total = torch.ones(16, 16, device=device)
     half = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
-        _accumulate_wide(total, half, half)
-        product = _multiply_wide(half, half)
+        _accumulate(total, half, half, is_wide=True)
+        product = _multiply(half, half, is_wide=True)
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return bool((total == 17).all()) and bool((product == 16).all())
@@ -263,8 +244,7 @@ class _Kept:
                 "the gradients of the head have been taken: a loss goes backward once, but with model.loss=full"
             )
         gradients, self._gradients = self._gradients, None
-        kept = zip(gradients, self._dtypes, strict=True)
-        return [None if gradient is None else gradient.mul_(factor).to(dtype) for gradient, dtype in kept]
+        return [g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, self._dtypes, strict=True)]
 
 
 class _RowsPart(torch.autograd.Function):

@@ -8,48 +8,36 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# Dense half-precision peaks with float32 sums in FLOP/s, of one device as torch counts them, from the vendors' data
-# sheets; by words that the device's name must have. The first entry that fits counts.
-_PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100 HBM3": 989e12,
-    "H100 SXM5": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A30": 165e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX A6000": 155e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX 5090": 209e12,
-    "RTX 4090 D": 147e12,
-    "RTX 4090": 165e12,
-    "RTX 3090 Ti": 80e12,
-    "RTX 3090": 71e12,
-    "V100S": 130e12,
-    "V100 PCIE": 112e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    # Two devices a module.
-    "MI250X": 191.5e12,
-    "MI250": 181e12,
-    "MI210": 181e12,
-    "MI300A": 980e12,
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
+# Dense half-precision peaks with float32 sums in TFLOP/s, of one device as torch counts them, from the vendors' data
+# sheets; by words that the device's name must have. Of several that fit, the one with most words counts. MI250 and its
+# kin have two devices a module.
+_PEAK_TFLOPS = {
+    2500: ("GB200",),
+    2250: ("B200",),
+    989: ("GH200", "H200", "H100 HBM3", "H100 SXM5", "H800"),
+    835: ("H200 NVL", "H100 NVL"),
+    756: ("H100 PCIe", "H800 PCIe"),
+    148: ("H20",),
+    312: ("A100", "A800"),
+    165: ("A30", "RTX 4090"),
+    150: ("A40",),
+    125: ("A10", "V100"),
+    70: ("A10G",),
+    362: ("L40S",),
+    181: ("L40", "MI250", "MI210"),
+    121: ("L4",),
+    155: ("RTX A6000",),
+    364: ("RTX 6000 Ada",),
+    209: ("RTX 5090",),
+    147: ("RTX 4090 D",),
+    80: ("RTX 3090 Ti",),
+    71: ("RTX 3090",),
+    130: ("V100S",),
+    112: ("V100 PCIE",),
+    65: ("T4",),
+    191.5: ("MI250X",),
+    980: ("MI300A",),
+    1307: ("MI300X", "MI325X"),
 }
 # Of a part of a device, or of one that runs slower than the name says.
 _LESS = re.compile(r"MIG|GRID|LAPTOP|MAX|\d+[ABCQ]")
@@ -110,7 +98,9 @@ def find_peak_flops(name: str) -> float | None:
     words = set(re.findall(r"\w+", name.upper()))
     if any(_LESS.fullmatch(word) for word in words):
         return None
-    return next((peak for known, peak in _PEAK_FLOPS.items() if words >= set(known.upper().split())), None)
+    named = [(set(name.upper().split()), peak) for peak, names in _PEAK_TFLOPS.items() for name in names]
+    fitting = [(len(known), peak) for known, peak in named if words >= known]
+    return max(fitting)[1] * 1e12 if fitting else None
 
 
 def num_parameters(model: torch.nn.Module) -> int:
