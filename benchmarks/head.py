@@ -26,8 +26,8 @@ from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import medians, medians_or_reasons
 from benchmarks.table import Measure, add_options, publish
 from hfdist.models.chunked_loss import ChunkedLoss
-from hfdist.models.loss import cut_cross_entropy, liger
 from hfdist.models.lazy_logits import SumOfLosses, deferring
+from hfdist.models.loss import cut_cross_entropy, liger
 from hfdist.testing import run_ranks
 
 OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch's chunks", "the three products"

@@ -37,8 +37,8 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, HfdistError, NumericsError
 from hfdist.models import fit_vocabulary
-from hfdist.models.probing.tiny_config import shrink
-from hfdist.optim.fit import describe
+from hfdist.models.probing import shrink
+from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
