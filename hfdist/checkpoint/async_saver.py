@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint.folder import Keep, prune
+from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
+from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.save_plan import MODEL_STEM, Planner
-from hfdist.checkpoint.write import PreparedSave, complete, prepare
-from hfdist.collectives import on_all_ranks, on_rank_zero, world_size
+from hfdist.checkpoint.random_state import RandomState
+from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers_as_json
+from hfdist.checkpoint.write import Contents, list_files, write_folder
+from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.errors import CheckpointError
 
 _LAST_SECONDS = 3.0
 """For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
@@ -32,8 +36,7 @@ _ALIGNMENT_BYTES = 64
 _Job = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class SaveReport:
+class SaveReport(NamedTuple):
     """A save that has ended well."""
 
     path: Path
@@ -130,10 +133,11 @@ class Saver:
 
         Args:
             path: in the run's folder of checkpoints, with a name that `folder.STEP_NAME` matches.
-            step: as of `prepare`.
-            pieces: as there.
-            state: as there.
-            write_model_files: as there; may be called while training goes on.
+            step: optimizer steps done.
+            pieces: what this rank holds.
+            state: JSON values that `read_checkpoint` gives back; rank 0's is written.
+            write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0, and maybe
+                while training goes on.
             keep: which checkpoints stay; None: all.
             begin_seconds: when training began to stand still, by `time.monotonic`.
 
@@ -141,17 +145,20 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        prepared = prepare(self._planner, path, step, pieces, state, write_model_files)
+        contents = self._collect(step, pieces, state, write_model_files)
+        stall_seconds = None
+        if self._copy is not None:
+            contents = replace(contents, elements=self._copy.take(contents.elements))
+            stall_seconds = time.monotonic() - begin_seconds
+        job = partial(self._write, path, step, contents, keep, begin_seconds, stall_seconds)
         if self._copy is None:
-            self._complete(prepared, keep, begin_seconds)
+            job()
             self.wait()
             return
-        prepared = replace(prepared, elements=self._copy.take(prepared.elements))
-        stall_seconds = time.monotonic() - begin_seconds
         if self._thread.ident is None:
             self._thread.start()
         self._is_done.clear()
-        self._jobs.put(partial(self._complete, prepared, keep, begin_seconds, stall_seconds))
+        self._jobs.put(job)
 
     @property
     def has_failed(self) -> bool:
@@ -174,21 +181,63 @@ class Saver:
         # The thread may add one meanwhile.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _complete(
-        self, prepared: PreparedSave, keep: Keep | None, begin_seconds: float, stall_seconds: float | None = None
+    def _collect(
+        self, step: int, pieces: Iterable[Piece], state: dict[str, Any], write_model_files: Callable[[Path], object]
+    ) -> Contents:
+        """Agree on what is written where, and write nothing yet. A collective."""
+        plan, elements, numbers = self._planner.plan(pieces)
+        content = {"format": FORMAT, "step": step, "world_size": world_size()}
+        text, problem = "", None
+        try:
+            # Now, as training changes the state; without line breaks, which json makes ten times as slowly.
+            text = json.dumps(content | numbers_as_json(numbers) | {"state": state}) if rank() == 0 else ""
+        except (TypeError, ValueError) as error:
+            # Raised in `write_files`, where all ranks hear of it.
+            problem = CheckpointError("the state to save holds a value that JSON cannot", found=error)
+
+        def write_files(folder: Path) -> None:
+            if problem is not None:
+                raise problem
+            write_model_files(folder)
+            (folder / STATE_FILE).parent.mkdir(exist_ok=True)
+            (folder / STATE_FILE).write_text(json.dumps(json.loads(text), indent=1), encoding="utf-8")
+
+        return Contents(plan=plan, elements=elements, write_files=write_files, random_state=RandomState())
+
+    def _write(
+        self,
+        path: Path,
+        step: int,
+        contents: Contents,
+        keep: Keep | None,
+        begin_seconds: float,
+        stall_seconds: float | None,
     ) -> None:
+        def start() -> Path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(path.parent)
+            return temporary(path)
+
+        def finish(unfinished: Path, parts: list[Part]) -> None:
+            parts += [Part.first(name, file.header) for name, file in contents.plan.files.items()]
+            hashed = {part.file for part in parts}
+            parts += [hash_file(unfinished, name) for name in list_files(unfinished) if name not in hashed]
+            manifest = Manifest.of_parts(step, parts)
+            (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
+            commit(unfinished, path)
+
         try:
             on_all_ranks(self._write_first, self._group)
-            complete(prepared, self._group)
+            write_folder(contents, path.parent, start, finish, self._group)
             if keep is not None:
                 # Awaited by all: a rank that ends takes the others along under most launchers.
-                on_rank_zero(partial(prune, prepared.final.parent, keep), self._group)
+                on_rank_zero(partial(prune, path.parent, keep), self._group)
         except Exception as error:
             self._error = error
             return
         total_seconds = time.monotonic() - begin_seconds
         stalled = total_seconds if stall_seconds is None else stall_seconds
-        self._reports.append(SaveReport(prepared.final, prepared.step, prepared.plan.num_bytes, stalled, total_seconds))
+        self._reports.append(SaveReport(path, step, contents.plan.num_bytes, stalled, total_seconds))
 
 
 def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:

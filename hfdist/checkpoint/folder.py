@@ -99,11 +99,11 @@ def sync(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """`sync` for everything in a folder, files first and the folder last."""
-    folders = [path for path in sorted(folder.rglob("*"), reverse=True) if path.is_dir()]
-    # Together: a file system's journal takes many small files at once as fast as one.
+    paths = [folder, *folder.rglob("*")]
+    # In threads: a file system's journal takes many small files at once as fast as one.
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        list(pool.map(sync, [path for path in folder.rglob("*") if path.is_file()]))
-    for path in [*folders, folder]:
+        list(pool.map(sync, [path for path in paths if path.is_file()]))
+    for path in sorted((path for path in paths if path.is_dir()), reverse=True):
         sync(path)
 
 
@@ -168,16 +168,14 @@ def find_newest(folder: Path) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Give the folders with the name of a checkpoint, finished or not, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if _is_ours(path)), key=lambda path: step_of(path.name))
 
+    def is_ours(path: Path) -> bool:
+        # The original Trainer may have written one under the same name.
+        is_named = step_of(path.name) >= 0 and path.is_dir()
+        return is_named and (path.name.startswith("step-") or (path / TRAINING_STATE).is_dir())
 
-def _is_ours(path: Path) -> bool:
-    """Whether it has the name of a checkpoint, and is not one that the original Trainer wrote under the same name."""
-    if step_of(path.name) < 0 or not path.is_dir():
-        return False
-    return path.name.startswith("step-") or (path / TRAINING_STATE).is_dir()
+    paths = filter(is_ours, folder.iterdir()) if folder.is_dir() else ()
+    return sorted(paths, key=lambda path: step_of(path.name))
 
 
 def _damage(path: Path) -> dict[str, Any] | None:

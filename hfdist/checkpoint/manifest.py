@@ -155,11 +155,7 @@ def _parse_parts(file: str, record: dict[str, Any]) -> list[Part]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint.
-
-    Raises:
-        DamagedError: it is not JSON, or far too large.
-    """
+    """Read a JSON file of a checkpoint; one that is not JSON, or far too large, is a `DamagedError`."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"larger than {_MAX_JSON_BYTES} bytes")
@@ -178,24 +174,21 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def inside(folder: Path, name: str) -> Path:
     """Give the path of a file that a manifest or an index names.
 
-    Raises:
-        DamagedError: it leads out of the folder, or through a symbolic link, or is no name of a file.
+    It is a `DamagedError` if that leads out of the folder, or through a symbolic link, or is no name of a file.
     """
     relative = PurePosixPath(name)
-    path = folder / relative
-    steps = [folder.joinpath(*relative.parts[: i + 1]) for i in range(len(relative.parts))]
     # No file system takes longer names, and asking for one is an error as of a disk.
     is_absurd = any(len(part.encode()) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
-    if relative.is_absolute() or ".." in relative.parts or is_absurd or any(step.is_symlink() for step in steps):
+    is_outside = relative.is_absolute() or ".." in relative.parts
+    if is_absurd or is_outside or any((folder / path).is_symlink() for path in (relative, *relative.parents[:-1])):
         raise DamagedError("outside", "a file name leads out of the checkpoint", where=folder, found=name)
-    return path
+    return folder / relative
 
 
 def check_files(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> None:
     """Check that every file is there with its size, which is cheap, and the hashes of `parts`.
 
-    Raises:
-        DamagedError: a file is missing, shorter, longer or outside of the folder, or the content of a part has changed.
+    It is a `DamagedError` if a file is missing, shorter, longer or outside, or the content of a part has changed.
     """
     for name, of_file in manifest.files.items():
         path = inside(folder, name)
@@ -214,7 +207,7 @@ def check_files(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> None
 
 
 def verify(path: Path) -> None:
-    """Check a whole checkpoint, all bytes of it, in this process.
+    """Check all bytes of a checkpoint, in this process.
 
     Raises:
         CheckpointError: it is unfinished, damaged, or of another format.
@@ -230,7 +223,7 @@ def hash_file(folder: Path, name: str) -> Part:
 
 
 def _hash(path: Path, begin: int, num_bytes: int) -> str:
-    """The XXH3 hash of a run of bytes in 128 bits; of a whole file it is what `xxhsum -H2` prints."""
+    # The hash of a whole file is what `xxhsum -H2` prints.
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         file.seek(begin)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Saved:
+class _Saved(NamedTuple):
     """What a checkpoint holds."""
 
     entries: dict[TensorId, Entry]
@@ -71,11 +69,7 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Give the `state` of a checkpoint alone, in this process.
-
-    Raises:
-        CheckpointError: an unfinished or damaged checkpoint.
-    """
+    """Give the `state` of a checkpoint alone, in this process. One that is damaged is a `CheckpointError`."""
     return _read_state(path, read_manifest(path))[1]
 
 
@@ -117,7 +111,7 @@ def _open(path: Path) -> _Saved:
             for name, entry in safetensors_io.read_header(inside(path, file_name)).items():
                 parameter, _, key = name.rpartition("/")
                 entries[parameter, key] = entry
-    return _Saved(entries=entries, numbers=numbers, state=state)
+    return _Saved(entries, numbers, state)
 
 
 def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
@@ -164,7 +158,7 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
             missing.append(f"{name}/{key}")
         elif entry.shape != spec.shape or not _fits(wanted, trained, spec, entry.dtype):
             found = f"{DTYPE_NAMES[entry.dtype]}{list(entry.shape)}"
-            mismatched.append(f"{name}/{key}: {found}, not {spec.dtype}{list(spec.shape)}")
+            mismatched.append(f"{name}/{key}: {found}, not {spec}")
         else:
             sources[name, key] = entry
     unwanted = [

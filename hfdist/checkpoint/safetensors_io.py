@@ -50,6 +50,9 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
     @property
     def id(self) -> TensorId:
         """What identifies it among all tensors of a checkpoint."""
@@ -113,11 +116,7 @@ def create(path: Path, plan: FilePlan) -> None:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Read where each tensor of a file lies.
-
-    Raises:
-        DamagedError: not a safetensors file, or one whose offsets do not cover it exactly.
-    """
+    """Read where each tensor lies. A file that is not safetensors, or not whole, is a `DamagedError`."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -66,17 +66,16 @@ class Region(NamedTuple):
         return f"{'/'.join(self.spec.id)}[{self.start}:{self.stop}]"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteItem:
+class WriteItem(NamedTuple):
     """A run of elements that this rank writes, and its place."""
 
-    id: TensorId
     file: str
     """Relative to the checkpoint."""
     begin: int
     """Byte offset in the file."""
     end: int
     """One past the last byte in the file."""
+    id: TensorId
     is_trained: bool
     piece: int
     """Which of this rank's pieces holds them."""
@@ -102,11 +101,7 @@ class Plan:
 
 
 def declare(pieces: Iterable[Piece]) -> list[Region]:
-    """Describe pieces without their tensors.
-
-    Raises:
-        CheckpointError: a type that safetensors does not know.
-    """
+    """Describe pieces without their tensors. A type that safetensors does not know is a `CheckpointError`."""
     regions = []
     for piece in pieces:
         dtype = DTYPE_NAMES.get(piece.view.dtype)
@@ -180,18 +175,10 @@ class Planner:
             number = next(n for n in held[spec.id] if own[n].start <= start and stop <= own[n].stop)
             file, begin = places[spec.id]
             begin += start * spec.itemsize_bytes
-            items.append(
-                WriteItem(
-                    id=spec.id,
-                    file=file,
-                    begin=begin,
-                    end=begin + write.num_bytes,
-                    is_trained=spec.name in trained,
-                    piece=number,
-                    elements=slice(start - own[number].start, stop - own[number].start),
-                )
-            )
-        return Plan(files=files, index=index, items=sorted(items, key=lambda item: (item.file, item.begin)))
+            elements = slice(start - own[number].start, stop - own[number].start)
+            end = begin + write.num_bytes
+            items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, number, elements))
+        return Plan(files=files, index=index, items=sorted(items, key=lambda item: item[:2]))
 
     def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
         merged: _Numbers = {}
@@ -200,13 +187,10 @@ class Planner:
                 of_key, values = merged.setdefault(key, {}), by_key[key]
                 for name, value in zip(names, values * len(names) if len(values) == 1 else values, strict=True):
                     if of_key.setdefault(name, value) != value:
-                        raise CheckpointError(
-                            "the ranks disagree about how often a parameter was stepped"
-                            if key == STEP
-                            else "the ranks disagree about a number of the optimizer",
-                            where=name if key == STEP else f"{name}/{key}",
-                            found=f"{of_key[name]} and {value}",
-                        )
+                        of_what = "how often a parameter was stepped" if key == STEP else "a number of the optimizer"
+                        found = f"{of_key[name]} and {value}"
+                        where = name if key == STEP else f"{name}/{key}"
+                        raise CheckpointError(f"the ranks disagree about {of_what}", where=where, found=found)
         return {key: dict(sorted(of_key.items())) for key, of_key in sorted(merged.items())}
 
 
@@ -271,54 +255,37 @@ def _plan_files(
 def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSpec]:
     """Give the tensors that all ranks speak of, by id.
 
-    Raises:
-        CheckpointError: ranks that disagree about a tensor, or a region outside of its tensor.
+    It is a `CheckpointError` if ranks disagree about a tensor, or hold a region outside of it.
     """
     specs: dict[TensorId, TensorSpec] = {}
-    for region in (region for regions in declared for region in regions):
-        spec = specs.setdefault(region.spec.id, region.spec)
-        if spec != region.spec:
-            raise CheckpointError(
-                "the ranks disagree about a tensor",
-                where="/".join(spec.id),
-                found=f"{spec.dtype}{list(spec.shape)} and {region.spec.dtype}{list(region.spec.shape)}",
-            )
-        if not 0 <= region.start <= region.stop <= spec.total:
-            raise CheckpointError(
-                "a rank holds elements that the tensor does not have",
-                where="/".join(spec.id),
-                found=f"[{region.start}, {region.stop}) of {spec.total}",
-            )
+    for own, start, stop in (region for regions in declared for region in regions):
+        spec = specs.setdefault(own.id, own)
+        where = "/".join(spec.id)
+        if spec != own:
+            raise CheckpointError("the ranks disagree about a tensor", where=where, found=f"{spec} and {own}")
+        if not 0 <= start <= stop <= spec.total:
+            what = "a rank holds elements that the tensor does not have"
+            raise CheckpointError(what, where=where, found=f"[{start}, {stop}) of {spec.total}")
     return specs
 
 
 def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Region]]:
     """Give every element of every tensor exactly one writer, balanced by bytes; equal on all ranks.
 
-    Args:
-        declared: what each rank holds, in order of rank; regions may overlap anyhow.
-
-    Returns:
-        What each rank writes, in order of rank.
-
-    Raises:
-        CheckpointError: elements that no rank holds, and what `merge_specs` raises.
+    Arguments and result are by rank. Regions may overlap anyhow; elements that no rank holds are a `CheckpointError`.
     """
     segments = list(_segments(declared))
     gaps = [str(region) for region, holders in segments if not holders]
     if gaps:
-        raise CheckpointError(
-            "no rank holds some elements of the model's state: nothing was saved", found=shorten(gaps)
-        )
+        what = "no rank holds some elements of the model's state: nothing was saved"
+        raise CheckpointError(what, found=shorten(gaps))
     return share_out([(region, region.num_bytes, holders) for region, holders in segments], len(declared))
 
 
 def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
     """Give each item to one rank, so that each gets about as many bytes; equal on all ranks if the order is.
 
-    Args:
-        items: each with its bytes and the ranks that may get it.
-        world_size: number of ranks.
+    An item comes with its bytes and the ranks that may get it.
     """
     shares: list[list[_T]] = [[] for _ in range(world_size)]
     load = [0] * world_size

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,12 @@ import xxhash
 
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file
+from hfdist.checkpoint.manifest import Part
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
-from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, STATE_FILE, Plan, Planner, WriteItem, numbers_as_json
-from hfdist.collectives import FULL_DISK, on_all_ranks, on_rank_zero, rank, world_size
-from hfdist.errors import CheckpointError, NumericsError, ResourceError
+from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
+from hfdist.collectives import FULL_DISK, on_all_ranks, on_rank_zero, rank
+from hfdist.errors import NumericsError, ResourceError
 
 PART_BYTES = 256 * 2**20
 """A longer run is hashed in several parts, so that the ranks that verify it later can share the work."""
@@ -43,87 +42,16 @@ _Write = tuple[WriteItem, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSave:
+class Contents:
     """All that a save needs of this rank."""
 
-    final: Path
     plan: Plan
     elements: list[torch.Tensor]
     """For each item of the plan; live, or copies."""
     write_files: Callable[[Path], object]
     """Writes all other files; called on rank 0."""
-    step: int = 0
     random_state: RandomState | None = None
     """None: an export, which has none."""
-
-
-def prepare(
-    planner: Planner,
-    final: Path,
-    step: int,
-    pieces: Iterable[Piece],
-    state: dict[str, Any],
-    write_model_files: Callable[[Path], object],
-) -> PreparedSave:
-    """Agree on what is written where, and write nothing yet. A collective.
-
-    Args:
-        planner: of this training.
-        final: the checkpoint, with one of the names that `STEP_NAME` matches, on a file system that all ranks share.
-        step: optimizer steps done.
-        pieces: what this rank holds.
-        state: JSON values that `read_checkpoint` gives back; rank 0's is written.
-        write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0.
-    """
-    plan, elements, numbers = planner.plan(pieces)
-    content = {"format": FORMAT, "step": step, "world_size": world_size(), **numbers_as_json(numbers), "state": state}
-    # Now, as training changes the state; without line breaks, which json makes ten times as slowly.
-    text, problem = "", None
-    try:
-        text = json.dumps(content) if rank() == 0 else ""
-    except (TypeError, ValueError) as error:
-        # Raised in `write_files`, where all ranks hear of it.
-        problem = CheckpointError("the state to save holds a value that JSON cannot", found=error)
-
-    def write_files(folder: Path) -> None:
-        if problem is not None:
-            raise problem
-        write_model_files(folder)
-        (folder / STATE_FILE).parent.mkdir(exist_ok=True)
-        (folder / STATE_FILE).write_text(json.dumps(json.loads(text), indent=1), encoding="utf-8")
-
-    return PreparedSave(
-        final=final, step=step, plan=plan, elements=elements, write_files=write_files, random_state=RandomState()
-    )
-
-
-def complete(save: PreparedSave, group: dist.ProcessGroup | None = None) -> None:
-    """Write what was prepared, complete or not at all: it gets its name once it is on the disk. A collective.
-
-    Args:
-        save: from `prepare`.
-        group: of all ranks; None: the default one.
-
-    Raises:
-        CheckpointError: elements that no rank holds, or files that cannot be written; on all ranks alike.
-        NumericsError: a trained parameter or its state is not finite; on all ranks alike.
-        ResourceError: the disk is full; on all ranks alike.
-    """
-
-    def start() -> Path:
-        save.final.parent.mkdir(parents=True, exist_ok=True)
-        folders.remove_unfinished(save.final.parent)
-        return folders.temporary(save.final)
-
-    def finish(unfinished: Path, parts: list[Part]) -> None:
-        parts += [Part.first(name, file.header) for name, file in save.plan.files.items()]
-        hashed = {part.file for part in parts}
-        parts += [hash_file(unfinished, name) for name in _list_files(unfinished) if name not in hashed]
-        manifest = Manifest.of_parts(save.step, parts)
-        (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
-        folders.commit(unfinished, save.final)
-
-    _write(save, save.final.parent, start, finish, group)
 
 
 def export_model(
@@ -138,11 +66,11 @@ def export_model(
         stem: of the files of weights, as of `Planner`.
 
     Raises:
-        CheckpointError, ResourceError: as for `complete`.
+        CheckpointError, ResourceError: as for `write_folder`.
     """
     plan, elements, _ = Planner(weights_only=True, stem=stem).plan(pieces)
-    save = PreparedSave(final=folder, plan=plan, elements=elements, write_files=write_model_files)
-    _write(save, folder, lambda: _unfinished_export(folder), lambda unfinished, _: _move_into(unfinished, folder))
+    contents = Contents(plan=plan, elements=elements, write_files=write_model_files)
+    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, _: _move_into(made, folder))
 
 
 def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
@@ -154,34 +82,48 @@ def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
         _move_into(unfinished, folder)
 
 
-def _write(
-    save: PreparedSave,
+def write_folder(
+    contents: Contents,
     parent: Path,
     start: Callable[[], Path],
     finish: Callable[[Path, list[Part]], None],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write an unfinished folder in `parent`: rank 0 lays the files out, all ranks fill them, rank 0 finishes it."""
+    """Write a folder, complete or not at all: rank 0 lays its files out, all ranks fill them. A collective.
+
+    Args:
+        contents: as this rank has them.
+        parent: of the folder, on a file system that all ranks share.
+        start: gives the folder's name while it is unfinished, in `parent`; called on rank 0.
+        finish: gets that folder and the hashes of what the ranks have written, and puts it into its place; on rank 0.
+        group: of all ranks; None: the default one.
+
+    Raises:
+        CheckpointError: files that cannot be written; on all ranks alike.
+        NumericsError: a trained parameter or its state is not finite; on all ranks alike.
+        ResourceError: the disk is full; on all ranks alike.
+    """
+    plan = contents.plan
 
     def lay_out() -> str:
         unfinished = start()
-        with _removed_on_failure(unfinished), _room_for(save.plan, parent):
-            if save.plan.num_bytes > shutil.disk_usage(parent).free:
-                raise _no_room(parent, save.plan)
+        with _removed_on_failure(unfinished), _room_for(plan, parent):
+            if plan.num_bytes > shutil.disk_usage(parent).free:
+                raise _no_room(parent, plan)
             unfinished.mkdir()
-            save.write_files(unfinished)
-            for name, file in save.plan.files.items():
+            contents.write_files(unfinished)
+            for name, file in plan.files.items():
                 (unfinished / name).parent.mkdir(exist_ok=True)
                 safetensors_io.create(unfinished / name, file)
-            if save.plan.index is not None:
-                (unfinished / INDEX_FILE).write_text(json.dumps(save.plan.index, indent=2), encoding="utf-8")
+            if plan.index is not None:
+                (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
         return unfinished.name
 
     def write_own() -> list[Part]:
-        with _room_for(save.plan, parent):
-            parts = write_shard(unfinished, save.plan.items, save.elements)
-            if save.random_state is not None:
-                name, content = random_file(rank()), save.random_state.to_bytes()
+        with _room_for(plan, parent):
+            parts = _write_shard(unfinished, plan.items, contents.elements)
+            if contents.random_state is not None:
+                name, content = random_file(rank()), contents.random_state.to_bytes()
                 (unfinished / name).write_bytes(content)
                 parts.append(Part.first(name, content))
         return parts
@@ -221,7 +163,8 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
         raise
 
 
-def _list_files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
+    """Give the relative paths of all files below `folder`."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -238,7 +181,7 @@ def _unfinished_export(folder: Path) -> Path:
 
 def _move_into(unfinished: Path, folder: Path) -> None:
     folders.sync_tree(unfinished)
-    names = _list_files(unfinished)
+    names = list_files(unfinished)
     for old in folder.iterdir():
         # Loading prefers a single file to an index: an older form of the model must not stay beside the new.
         if _MODEL_FILES.fullmatch(old.name) and old.name not in names:
@@ -253,17 +196,10 @@ def _move_into(unfinished: Path, folder: Path) -> None:
 # ---- this rank's elements, hashed on the way to the disk ----
 
 
-def write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[torch.Tensor]) -> list[Part]:
+def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[torch.Tensor]) -> list[Part]:
     """Write elements to their places in files that are laid out, make them survive a power cut, and give their hashes.
 
-    Args:
-        folder: of the files.
-        items: in order of the places.
-        elements: of each item, 1-D.
-
-    Raises:
-        NumericsError: an element of a trained parameter or of its state is not finite.
-        OSError: names the file.
+    It is a `NumericsError` if an element of a trained parameter or of its state is not finite.
     """
     parts = []
     with contextlib.ExitStack() as stack:

@@ -1,14 +1,14 @@
 """Small named tensors as one process holds them."""
 
 import json
+import time
 
 import torch
 
+from hfdist.checkpoint import Saver
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST, hash_of_content
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
-from hfdist.checkpoint.save_plan import Planner
-from hfdist.checkpoint.write import complete, prepare
 
 
 def whole(name, key, tensor):
@@ -35,9 +35,18 @@ def blank(pieces):
 
 def write_checkpoint(folder, *, step, pieces, state, write_model_files):
     """Write a checkpoint and wait for it. A collective."""
-    prepared = prepare(Planner(), folder / step_name(step), step, pieces, state, write_model_files)
-    complete(prepared)
-    return prepared.final
+    path = folder / step_name(step)
+    saver = Saver(in_background=False)
+    saver.save(
+        path,
+        step=step,
+        pieces=pieces,
+        state=state,
+        write_model_files=write_model_files,
+        keep=None,
+        begin_seconds=time.monotonic(),
+    )
+    return path
 
 
 def save(folder, step, pieces=None, state=None):
