@@ -27,13 +27,16 @@ _VERDICT_SECONDS = 5.0
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
 
 
-def _mark(name: str) -> Callable[..., None]:
-    """Make an event of the Trainer that marks progress and nothing else."""
+def _event(name: str, *, is_end: bool = False) -> Callable[..., None]:
+    """Make the method of an event that is marked, and that may end what took long."""
 
     def on_event(
         self: Watch, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        self.progress.mark(name)
+        if is_end:
+            self._go_on(name, control)
+        else:
+            self.progress.mark(name)
 
     return on_event
 
@@ -71,7 +74,10 @@ class Watch(TrainerCallback):
             PeerError: in place of an error of a broken connection, where there is no watch to end the process.
         """
         if error is not None and is_broken_connection(error):
-            self._wait_for_verdict()
+            if self._watcher is not None and self._heartbeat_seconds is not None:
+                # The watch finds out who is missing, and ends the process from its own thread.
+                self._watcher.broke()
+                time.sleep(self._heartbeat_seconds + _VERDICT_SECONDS)
             raise PeerError(
                 "the connection to another rank is lost",
                 where=f"rank {rank()}, {self.progress.step} steps done",
@@ -96,17 +102,15 @@ class Watch(TrainerCallback):
         if self.progress.exempt == SAVING:
             self.progress.exempt = None
 
-    on_substep_end = _mark("a micro batch")
-    on_pre_optimizer_step = _mark("the last micro batch")
+    on_substep_end = _event("a micro batch")
+    on_pre_optimizer_step = _event("the last micro batch")
+    on_epoch_end = _event("the end of the data", is_end=True)
+    on_save = _event("a save", is_end=True)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""
         self.progress.step_done(state.global_step)
         self.progress.exempt = _what_follows(control)
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Mark it, and what comes now."""
-        self._go_on("the end of the data", control)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Mark it, and what comes now."""
@@ -114,10 +118,6 @@ class Watch(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:
             # Decided once all callbacks have been here.
             self.progress.exempt = SAVING
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Mark it, and what comes now."""
-        self._go_on("a save", control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Watch no more; as a context, only that ranks are alive: what comes now may be done by rank 0 alone."""
@@ -146,12 +146,6 @@ class Watch(TrainerCallback):
         if self._watcher is not None:
             self._watcher.leave(exit_code)
             self._watcher = None
-
-    def _wait_for_verdict(self) -> None:
-        """Let the watch find out who is missing: it ends the process from its own thread."""
-        if self._watcher is not None and self._heartbeat_seconds is not None:
-            self._watcher.broke()
-            time.sleep(self._heartbeat_seconds + _VERDICT_SECONDS)
 
 
 def watches_among(callbacks: Iterable[object]) -> list[Watch]:

@@ -73,9 +73,7 @@ class Watcher:
         self._sent.wait(_LAST_WORDS_SECONDS)
         if self._store.rank == 0:
             # The store ends with this process: the others must have read it, or be leaving as well.
-            deadline = time.monotonic() + 1.5 * self._beat_seconds
-            while time.monotonic() < deadline and not self._have_all_left():
-                time.sleep(_HURRIED_BEAT_SECONDS)
+            self._wait_for_others(1.5 * self._beat_seconds, lambda beat: beat.left is not None)
         self._closed.set()
         # No thread of the watch outlives it, however long rank 0 has not answered.
         self._store.close()
@@ -167,11 +165,11 @@ class Watcher:
             _within(_LAST_WORDS_SECONDS, self._write_stacks)
         if is_own:
             _within(_LAST_WORDS_SECONDS, lambda: self._report(verdict))
-        self._wait_for_others()
+        self._let_others_write()
         os._exit(verdict.exit_code)
 
-    def _wait_for_others(self) -> None:
-        """Let them write, too: a launcher ends all ranks as soon as one has ended."""
+    def _let_others_write(self) -> None:
+        """Wait for the stacks of the other ranks: a launcher ends all ranks as soon as one has ended."""
         is_host = self._store.rank == 0
         if not is_host and 0 in self._silent:
             # Each rank finds that out for itself, within a beat or so.
@@ -179,22 +177,19 @@ class Watcher:
             return
         # Rank 0 says so once all have that still beat, and the others wait for it.
         self._has_written = not is_host
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while time.monotonic() < deadline and not self._have_all_written():
-            time.sleep(_HURRIED_BEAT_SECONDS)
+        self._wait_for_others(_LAST_WORDS_SECONDS, lambda beat: beat.has_written or beat.left is not None)
         if is_host:
             self._has_written = True
             time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
-    def _have_all_written(self) -> bool:
-        return all(beat.has_written or beat.left is not None for beat in self._others())
-
-    def _have_all_left(self) -> bool:
-        return all(beat.left is not None for beat in self._others())
-
-    def _others(self) -> list[Heartbeat]:
-        """Give the latest heartbeats of the other ranks that this rank follows and that are not silent."""
-        return [beat for rank, beat in self._heard.items() if rank not in (self._store.rank, *self._silent)]
+    def _wait_for_others(self, most_seconds: float, is_done: Callable[[Heartbeat], bool]) -> None:
+        """Wait for the latest heartbeats of the other ranks that this rank follows and that are not silent."""
+        ignored = (self._store.rank, *self._silent)
+        deadline = time.monotonic() + most_seconds
+        while time.monotonic() < deadline:
+            if all(is_done(beat) for rank, beat in self._heard.items() if rank not in ignored):
+                return
+            time.sleep(_HURRIED_BEAT_SECONDS)
 
     def _write_stacks(self) -> None:
         beat = self._own_beat(0)
