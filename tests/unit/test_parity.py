@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
 from tests.unit.checkpoint.pieces import write_checkpoint
 
 STEPS = 3
+LAST = f"checkpoints/step-0000000{STEPS}"
+OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
 
 
 def tensors(step, keys=(WEIGHT, "exp_avg")):
@@ -47,13 +50,20 @@ def make_run(folder, steps=range(1, STEPS + 1), keys=(WEIGHT, "exp_avg")):
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "ours")
+    make_run(folder / "resumed", steps=range(STEPS, STEPS + 1))
+    return folder
+
+
 @pytest.fixture
-def runs(tmp_path):
-    return {
-        "ours": make_run(tmp_path / "ours"),
-        "reference": make_run(tmp_path / "reference"),
-        "resumed": make_run(tmp_path / "resumed", steps=range(STEPS, STEPS + 1)),
-    }
+def runs(made, tmp_path):
+    folders = {"ours": tmp_path / "ours", "reference": tmp_path / "reference", "resumed": tmp_path / "resumed"}
+    for name, folder in folders.items():
+        shutil.copytree(made / ("resumed" if name == "resumed" else "ours"), folder)
+    return folders
 
 
 def check(runs):
@@ -93,26 +103,32 @@ def test_equal_runs_pass(runs):
     assert text.endswith("CERTIFICATE: passed")
 
 
-def test_one_element_of_one_weight_is_found_and_named(runs):
-    edit_tensor(runs["ours"] / f"checkpoints/step-0000000{STEPS}/model.safetensors", "second", nudge)
+def edit_weight(runs):
+    edit_tensor(runs["ours"] / LAST / "model.safetensors", "second", nudge)
+
+
+def edit_first_average(runs):
+    edit_tensor(runs["ours"] / "checkpoints/step-00000001" / OPTIMIZER, "first/exp_avg", nudge)
+
+
+@pytest.mark.parametrize(
+    ("edit", "places"),
+    [
+        # The part after resuming is compared with it as well.
+        (edit_weight, {"weights at the end": "second", "weights after resuming": "second"}),
+        (edit_first_average, {"gradients of step 1": "first"}),
+        (lambda runs: edit_metrics(runs["resumed"], loss=3.9), {"loss after resuming": f"step {STEPS}"}),
+        (lambda runs: edit_metrics(runs["ours"], grad_norm=4.0001), {"gradient norm": "step 1"}),
+        (lambda runs: edit_metrics(runs["ours"], eval_loss=4.0001), {"held-out loss": f"step {STEPS}"}),
+        (lambda runs: edit_metrics(runs["reference"], loss=4.0001), {"loss": "step 1"}),
+    ],
+)
+def test_what_differs_is_found_and_named(runs, edit, places):
+    edit(runs)
     certificate = check(runs)
-    bad = failed(certificate)
-    # The part after resuming is compared with it as well.
-    assert bad.keys() == {"weights at the end", "weights after resuming"}
-    row = bad["weights at the end"]
-    assert row.worst == "second"
-    reference = tensors(STEPS)
-    assert row.difference == pytest.approx(1e-3 / reference["second", WEIGHT].abs().max().item(), rel=1e-3)
+    assert {name: row.worst for name, row in failed(certificate).items()} == places
     assert str(certificate).endswith("CERTIFICATE: failed")
-    assert [line for line in str(certificate).splitlines() if "FAIL" in line and "second" in line]
-
-
-def test_the_first_gradient_is_read_from_the_first_average(runs):
-    [file] = (runs["ours"] / "checkpoints/step-00000001/training_state").glob("optimizer-*.safetensors")
-    edit_tensor(file, "first/exp_avg", nudge)
-    bad = failed(check(runs))
-    assert bad.keys() == {"gradients of step 1"}
-    assert bad["gradients of step 1"].worst == "first"
+    assert str(certificate).count("FAIL") == len(places)
 
 
 def test_norms_of_large_tensors_are_added_up_coarsely_on_a_cpu():
@@ -126,21 +142,6 @@ def test_norms_of_large_tensors_are_added_up_coarsely_on_a_cpu():
     assert (large.loss, large.weight, large.resumed) == (bounds.loss, bounds.weight, bounds.resumed)
 
 
-def test_a_resumed_run_that_went_elsewhere_is_found(runs):
-    edit_metrics(runs["resumed"], loss=3.9)
-    bad = failed(check(runs))
-    assert bad.keys() == {"loss after resuming"}
-    assert bad["loss after resuming"].worst == f"step {STEPS}"
-
-
-@pytest.mark.parametrize(
-    ("key", "what"), [("grad_norm", "gradient norm"), ("eval_loss", "held-out loss"), ("loss", "loss")]
-)
-def test_figures_are_compared(runs, key, what):
-    edit_metrics(runs["ours"], **{key: 4.0001})
-    assert what in failed(check(runs))
-
-
 def test_a_figure_that_was_not_finite_fails(runs):
     for name in ("ours", "reference"):
         edit_metrics(runs[name], grad_norm=None)
@@ -148,8 +149,8 @@ def test_a_figure_that_was_not_finite_fails(runs):
     assert math.isnan(row.difference)
 
 
-def test_a_missing_parameter_and_a_missing_step_fail(tmp_path, runs):
-    path = runs["ours"] / f"checkpoints/step-0000000{STEPS}/model.safetensors"
+def test_a_missing_parameter_and_a_missing_step_fail(runs):
+    path = runs["ours"] / LAST / "model.safetensors"
     save_file({"first": load_file(path)["first"]}, path)
     text = (runs["ours"] / METRICS).read_text().splitlines(keepends=True)
     (runs["ours"] / METRICS).write_text("".join(text[1:]))
@@ -168,10 +169,10 @@ def test_the_copy_that_the_optimizer_steps_is_compared_where_there_is_one(tmp_pa
     """The weights of a half-precision layout are rounded; its masters are not."""
     runs["ours"] = make_run(tmp_path / "masters", keys=(WEIGHT, "exp_avg", MASTER))
     assert "weights at the end" in failed(check(runs))
-    [file] = (runs["ours"] / f"checkpoints/step-0000000{STEPS}/training_state").glob("optimizer-*.safetensors")
+    weights = tensors(STEPS)
     for name in ("first", "second"):
-        edit_tensor(file, f"{name}/{MASTER}", lambda _, name=name: tensors(STEPS)[name, WEIGHT])
-    edit_tensor(runs["ours"] / f"checkpoints/step-0000000{STEPS}/model.safetensors", "first", torch.zeros_like)
+        edit_tensor(runs["ours"] / LAST / OPTIMIZER, f"{name}/{MASTER}", lambda _, name=name: weights[name, WEIGHT])
+    edit_tensor(runs["ours"] / LAST / "model.safetensors", "first", torch.zeros_like)
     assert "weights at the end" not in failed(check(runs))
 
 
