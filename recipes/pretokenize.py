@@ -14,7 +14,7 @@ def main(config: RunConfig) -> None:
     from pathlib import Path
 
     from hfdist.data import cache_dir, open_corpus
-    from hfdist.data.pretokenize.pretokenize import pretokenize, report_tokenized
+    from hfdist.data.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer
     from hfdist.topology import Topology

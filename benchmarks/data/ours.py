@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEED, SEQUENCE_LENGTH, TEXT, Work
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 
 
 class _Stream:

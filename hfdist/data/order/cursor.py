@@ -1,4 +1,4 @@
-"""Where the stream stands: a few integers a lane, with the same meaning for every number of processes."""
+"""The position of a stream: a few integers a lane, with the same meaning for every number of processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from hfdist.errors import CheckpointError
 
 FORMAT = 3
-_OLDER_FORMATS = (2,)
-"""Without `contents`, and without how many documents were read."""
-_OLDER_COUNTS = 2
+_OLDER_FORMAT = 2
+"""Without `contents`, and without the number of documents."""
 
 
 class Place(NamedTuple):
@@ -30,7 +29,7 @@ class Progress(NamedTuple):
 
     place: Place = Place()
     sequences: int = 0
-    """Handed out so far."""
+    """Given so far."""
     tokens: int = 0
     """In those sequences, without filling."""
     documents: int = 0
@@ -41,7 +40,7 @@ class LaneState(NamedTuple):
     """How far a lane has come."""
 
     digest: int
-    """Of everything that it has handed out: see `records.chain`."""
+    """Of the records of all sequences so far: see `records.chain`."""
     pools: tuple[Progress, ...]
 
 
@@ -80,13 +79,9 @@ class Cursor:
             CheckpointError: another format or a damaged value.
         """
         try:
-            if value["format"] not in (FORMAT, *_OLDER_FORMATS):
-                raise CheckpointError(
-                    "the data cursor has another format",
-                    where="cursor.format",
-                    found=value["format"],
-                    allowed=", ".join(map(str, (*_OLDER_FORMATS, FORMAT))),
-                )
+            if (found := value["format"]) not in (_OLDER_FORMAT, FORMAT):
+                what, allowed = "the data cursor has another format", f"{_OLDER_FORMAT}, {FORMAT}"
+                raise CheckpointError(what, where="cursor.format", found=found, allowed=allowed)
             return cls(
                 identity=str(value["identity"]),
                 contents=None if value.get("contents") is None else str(value["contents"]),
@@ -110,11 +105,8 @@ class Cursor:
             if (cursor.identity, cursor.samples) != (first.identity, first.samples):
                 raise CheckpointError("the data ranks stand at different places", where="cursor", found=cursor.samples)
             if cursor.contents != first.contents:
-                raise CheckpointError(
-                    "the files that the data ranks read do not hold the same",
-                    where="data.sources",
-                    hint="the same files on each machine",
-                )
+                what = "the files that the data ranks read do not hold the same"
+                raise CheckpointError(what, where="data.sources", hint="the same files on each machine")
             lanes |= cursor.lanes
         if sorted(lanes) != list(range(first.num_lanes)):
             raise CheckpointError("lanes are missing", where="cursor", found=f"{len(lanes)} of {first.num_lanes} lanes")
@@ -123,10 +115,9 @@ class Cursor:
 
 def _lane_state(digest: str, pools: Sequence[Sequence[int]]) -> LaneState:
     progress = []
-    for epoch, position, offset, *counts in pools:
+    for epoch, position, offset, sequences, tokens, *documents in pools:
         place = Place(_natural(epoch), _natural(position), _natural(offset))
-        sequences, tokens, documents = counts if len(counts) > _OLDER_COUNTS else (*counts, 0)
-        progress.append(Progress(place, _natural(sequences), _natural(tokens), _natural(documents)))
+        progress.append(Progress(place, _natural(sequences), _natural(tokens), *map(_natural, documents)))
     return LaneState(digest=int(digest, 16), pools=tuple(progress))
 
 

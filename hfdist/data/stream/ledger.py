@@ -1,7 +1,7 @@
-"""What every sequence of a run was made of, on disk: one file a lane, so that each has one writer at a time.
+"""The records of all sequences of a run, on disk: one file a lane, so that each has one writer at a time.
 
-Written at each save, before the checkpoint that counts it, and at the end. What a kill leaves behind the last
-checkpoint is cut off when the run goes on.
+They are written at each save, before the checkpoint that counts them, and at the end. When the run resumes, the files
+are truncated to what the checkpoint counts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST_WARNINGS = 20
 
 
 def records_file(folder: Path, lane: int) -> Path:
-    """Where a lane's records are: RECORD values, one behind the other."""
+    """The file of a lane's records: RECORD values, one behind the other."""
     return folder / f"lane-{lane:05d}.records"
 
 
 def bad_rows_file(folder: Path, lane: int) -> Path:
-    """Where a lane's bad rows are, under `data.on_bad_rows=quarantine`: JSON lines."""
+    """The file of a lane's bad rows, under `data.on_bad_rows=quarantine`: JSON lines."""
     return folder / f"lane-{lane:05d}.bad_rows.jsonl"
 
 
@@ -49,32 +49,31 @@ class Ledger:
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._records_files: dict[int, Path] = {}
-        """Of lanes; kept, as making a path takes longer than adding to it."""
-        self._waiting: dict[Path, list[bytes]] = {}
+        """By lane; kept, as making a path takes longer than adding to it."""
+        self._pending: dict[Path, list[bytes]] = {}
         """For each file, what is to be written."""
         self._counted: list[dict[Path, list[bytes]]] = []
         """The same, of saves that have begun."""
         self._writing = threading.Lock()
-        self.num_bad_rows = 0
-        """Met since the start."""
+        self._num_bad_rows = 0
 
     def add(self, lane: int, records: Records, problems: tuple[str, ...]) -> None:
-        """Take the records of one sequence; bad rows are warned of."""
+        """Add the records of one sequence; warns of bad rows."""
         path = self._records_files.get(lane)
         if path is None:
             path = self._records_files[lane] = records_file(self.folder, lane)
-        self._wait(path, records.tobytes())
-        # Comparing the fates of each sequence would cost more than all else here.
+        self._queue(path, records.tobytes())
+        # Comparing the status of all records would cost more than all else here.
         bad = records[records["fate"] == Status.bad] if problems else ()
         for record, problem in zip(bad, problems, strict=True):
-            self.num_bad_rows += 1
-            if self.num_bad_rows <= _MOST_WARNINGS:
+            self._num_bad_rows += 1
+            if self._num_bad_rows <= _MOST_WARNINGS:
                 logger.warning("left out: %s", problem)
             if self._on_bad_rows is BadRows.quarantine:
-                self._wait(bad_rows_file(self.folder, lane), self._describe(record, problem))
+                self._queue(bad_rows_file(self.folder, lane), self._describe(record, problem))
 
-    def _wait(self, path: Path, content: bytes) -> None:
-        self._waiting.setdefault(path, []).append(content)
+    def _queue(self, path: Path, content: bytes) -> None:
+        self._pending.setdefault(path, []).append(content)
 
     def _describe(self, record: np.void, problem: str) -> bytes:
         row = str(self._corpus.origin(int(record["document"])))
@@ -82,57 +81,48 @@ class Ledger:
         return f"{line}\n".encode()
 
     def flush(self) -> None:
-        """Write what was added, to the disk itself."""
+        """Write and sync what was added."""
         self.count()
         self.write_counted()
 
     def count(self) -> None:
-        """Set apart what a checkpoint that begins now counts; `write_counted` must come before it has its name."""
-        self._counted.append(self._waiting)
-        self._waiting = {}
+        """Set apart what a checkpoint that begins now counts; `write_counted` must come before that is complete."""
+        self._counted.append(self._pending)
+        self._pending = {}
 
     def write_counted(self) -> None:
-        """Write what was set apart, to the disk itself; while training goes on, if called from a thread."""
+        """Write and sync what was set apart; a thread may call it while training continues."""
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._corpus.inventory.write(self.folder)
             while self._counted:
                 counted = self._counted[0]
                 for path in list(counted):
-                    # Taken out first: what is written in part is cut off by the next start, and never written twice.
+                    # Taken out first: what is written in part is truncated by the next start, and never written twice.
                     _append(path, b"".join(counted.pop(path)))
                 del self._counted[0]
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
-        """Keep what was written under another name, since other data are read from here on.
-
-        Args:
-            lanes: whose files.
-            samples: of the run, when they were read last.
-        """
+        """Rename the files of lanes, since other data are read from here on, behind `samples` sequences of the run."""
         for lane in lanes:
             for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
                 kept = path.with_name(f"{path.name}.until-{samples}")
                 if kept.exists():
-                    # Set aside by a start that was killed before its first checkpoint; what it wrote does not count.
+                    # Renamed by a start that was killed before its first checkpoint; what it wrote does not count.
                     path.unlink(missing_ok=True)
                 elif path.exists():
                     path.rename(kept)
 
     def go_back(self, sequences: Mapping[int, int]) -> None:
-        """Cut off what is behind a checkpoint.
-
-        Args:
-            sequences: of each lane, how many the checkpoint counts.
-        """
+        """Truncate the files of lanes to the number of sequences that a checkpoint counts."""
         # A thread of a training that has failed may still be writing.
         with self._writing:
-            self._waiting, self._counted = {}, []
+            self._pending, self._counted = {}, []
             for lane, count in sequences.items():
                 path = records_file(self.folder, lane)
                 if path.is_file():
                     # Not searchsorted, which would read the whole column.
-                    kept = bisect.bisect_left(read_records(self.folder, lane), count, key=_sequence_of_record)
+                    kept = bisect.bisect_left(read_records(self.folder, lane), count, key=lambda own: own["sequence"])
                     os.truncate(path, kept * RECORD.itemsize)
                 path = bad_rows_file(self.folder, lane)
                 if path.is_file():
@@ -140,7 +130,7 @@ class Ledger:
 
 
 def read_records(folder: Path, lane: int) -> Records:
-    """Read a lane's records; none: an empty array. A record that a kill cut off is left out."""
+    """Map a lane's records, without an incomplete last one that a kill has left."""
     path = records_file(folder, lane)
     if not path.is_file() or path.stat().st_size < RECORD.itemsize:
         return np.zeros(0, dtype=RECORD)
@@ -149,7 +139,7 @@ def read_records(folder: Path, lane: int) -> Records:
 
 
 def _num_bytes_before(path: Path, sequence: int) -> int:
-    """Where the lines of `sequence` and of later ones begin, or a line that a kill cut off."""
+    """Where the lines of `sequence` and of later ones begin, or an incomplete line."""
     num_bytes = 0
     with path.open("rb") as file:
         for line in file:
@@ -159,12 +149,8 @@ def _num_bytes_before(path: Path, sequence: int) -> int:
     return num_bytes
 
 
-def _sequence_of_record(record: np.void) -> int:
-    return int(record["sequence"])
-
-
 def _sequence_of(line: bytes) -> float:
-    """Of a line; infinity where it is not whole."""
+    """The number in a line; infinity if the line is incomplete."""
     try:
         return int(json.loads(line)["sequence"]) if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError):

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hfdist.data.tokenization.chat_template import ChatTemplate, Message, RefusedError, Tools
 
 MARKS = re.compile("[\U00100000-\U0010fffd]")
-"""Characters of ours; a conversation may hold none."""
+"""Private characters that are used as marks; a conversation may hold none."""
 _FIRST_MARK, _MOST_MESSAGES = 0x100000, 0x7FFE
 _SENTINEL = chr(_FIRST_MARK + 0xFFFC) + chr(_FIRST_MARK + 0xFFFD)
-T = TypeVar("T")
 _PLAIN_KEYS = {"role", "content", "weight", "name"}
 _BODY_KEYS = {"tool_calls", "reasoning_content", "reasoning", "thinking"}
 
 
 class Span(NamedTuple):
-    """Characters of a render."""
+    """A range of characters of a render."""
 
     start: int
     end: int
@@ -49,67 +48,80 @@ class _Prompt(NamedTuple):
     """White space at its end, or, where it is nothing, at the end of what stands before."""
 
 
-class TurnFinder:
-    """Finds the assistant's turns.
+def find_turns(
+    template: ChatTemplate,
+    tokens: re.Pattern[str],
+    text: str,
+    messages: Sequence[Message],
+    tools: Tools,
+    wanted: Sequence[int],
+) -> list[Span]:
+    """Give the spans of some assistant messages; a message that the template leaves out has none.
 
     Args:
-        template: that rendered them.
+        template: of the conversation.
         tokens: matches the text of a token that the tokenizer has by itself, such as `<|im_end|>`.
+        text: the conversation as the template renders it.
+        messages: of the conversation.
+        tools: of the conversation.
+        wanted: numbers of messages.
+
+    Raises:
+        RefusedError: a turn cannot be told apart from the others.
     """
+    if len(messages) > _MOST_MESSAGES:
+        raise RefusedError(f"{len(messages)} messages are more than {_MOST_MESSAGES}")
+    conversation = _Conversation(template, tokens, text, messages, tools)
+    spans = [conversation.by_marks(k) or conversation.by_difference(k) for k in wanted]
+    return [span for span in spans if span is not None]
 
-    def __init__(self, template: ChatTemplate, tokens: re.Pattern[str]) -> None:
+
+class _Conversation:
+    """A conversation, its render, and where contents are in it."""
+
+    def __init__(
+        self, template: ChatTemplate, tokens: re.Pattern[str], text: str, messages: Sequence[Message], tools: Tools
+    ) -> None:
         self._template, self._tokens = template, tokens
+        self._text, self._messages, self._tools = text, messages, tools
+        # Of this conversation alone: what a template writes may depend on the system message.
+        self._prompts: dict[tuple[Any, ...], _Prompt] = {}
+        self._known_closings: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
 
-    def find(self, text: str, messages: Sequence[Message], tools: Tools, wanted: Sequence[int]) -> list[Span]:
-        """Give the spans of some assistant messages; of one that the template leaves out, none.
-
-        Args:
-            text: the conversation as the template renders it.
-            messages: of the conversation.
-            tools: of the conversation.
-            wanted: numbers of messages.
-
-        Raises:
-            RefusedError: a turn cannot be told apart from the others.
-        """
-        if len(messages) > _MOST_MESSAGES:
-            raise RefusedError(f"{len(messages)} messages are more than {_MOST_MESSAGES}")
-        conversation = _Conversation(self._template, text, messages, tools)
-        spans = [self._by_marks(conversation, k) or self._by_difference(conversation, k) for k in wanted]
-        return [span for span in spans if span is not None]
-
-    def _by_marks(self, of: _Conversation, k: int) -> Span | None:
-        """A turn that is only a content, behind a message that is only a content."""
-        message, marked = of.messages[k], of.marked
+    def by_marks(self, k: int) -> Span | None:
+        """Find a turn that is only a content, behind a message that is only a content."""
+        message, marked = self._messages[k], self._marked
         if marked is None:
             return None
-        is_plain = k > 0 and message.keys() <= _PLAIN_KEYS and not of.messages[k - 1].keys() & _BODY_KEYS
+        if k == 0 or not message.keys() <= _PLAIN_KEYS or not {k - 1, k} <= marked.ends.keys():
+            return None
         # Templates move system messages.
-        if not is_plain or of.messages[k - 1]["role"] == "system" or k not in marked.ends or k - 1 not in marked.ends:
+        if self._messages[k - 1].keys() & _BODY_KEYS or self._messages[k - 1]["role"] == "system":
             return None
         body, end, low = marked.starts.get(k), marked.ends[k], marked.ends[k - 1]
         if not low <= (end if body is None else body) <= end:
             return None
-        prompt, space = self._prompt(of, k)
-        at = of.text.find(prompt, low, end if body is None else body) if prompt else -1
+        prompt, space = self._prompt(k)
+        at = self._text.find(prompt, low, end if body is None else body) if prompt else -1
         content = message["content"]
         if at >= 0:
             start = at + len(prompt)
         elif body is not None:
             own = content[: len(content) - len(content.lstrip())]
-            start = _back_over(of.text, body, own) if prompt else _behind(of.text, low, body, space)
+            start = _back_over(self._text, body, own) if prompt else _behind(self._text, low, body, space)
         else:
             return None
         behind = content[len(content.rstrip()) :]
-        return Span(start, self._close(of, k, end, behind))
+        return Span(start, self._close(k, end, behind))
 
-    def _by_difference(self, of: _Conversation, k: int) -> Span | None:
-        """Any turn, by what changes in the render when two private characters stand in its place."""
+    def by_difference(self, k: int) -> Span | None:
+        """Find any turn, by what changes in the render when two private characters replace it."""
         reasons = [""]
-        for stop, other, is_call in _replacements(of.messages, k):
+        for stop, other, is_call in _replacements(self._messages, k):
             try:
-                whole = of.text if stop == len(of.messages) else of.render(of.messages[:stop])
-                replaced = of.render([*of.messages[:k], other, *of.messages[k + 1 : stop]])
+                whole = self._text if stop == len(self._messages) else self._render(self._messages[:stop])
+                replaced = self._render([*self._messages[:k], other, *self._messages[k + 1 : stop]])
             except RefusedError as error:
                 reasons.append(f": {error}")
                 continue
@@ -119,57 +131,60 @@ class TurnFinder:
                 continue
             before = _common(whole, replaced)
             behind = _common(whole[before:][::-1], replaced[before:][::-1])
-            start, end = self._begin(of, k, before), len(whole) - behind
+            start, end = self._begin(k, before), len(whole) - behind
             if is_call and start == before:
                 # The call's name stands before its arguments, and nothing tells where it begins.
                 continue
-            end = self._close_call(of, k, end) if is_call else self._close(of, k, end)
-            bounds = of.bounds(k)
-            if bounds is not None and bounds[0] <= start <= end <= bounds[1] and of.text.startswith(whole[:end]):
+            end = self._close_call(k, end) if is_call else self._close(k, end)
+            bounds = self._bounds(k)
+            if bounds is not None and bounds[0] <= start <= end <= bounds[1] and self._text.startswith(whole[:end]):
                 return Span(start, end)
         raise RefusedError(f"what message {k} says cannot be told apart in what the template writes{reasons[-1]}")
 
-    def _begin(self, of: _Conversation, k: int, body: int) -> int:
+    def _begin(self, k: int, body: int) -> int:
         """Where a turn begins whose first own character is at `body`: behind the generation prompt, if it is there."""
-        prompt, space = self._prompt(of, k)
-        low, _ = of.bounds(k) or (0, 0)
+        prompt, space = self._prompt(k)
+        low, _ = self._bounds(k) or (0, 0)
         if not prompt:
-            return _behind(of.text, low, body, space)
-        at = of.text.rfind(prompt, low, body)
+            return _behind(self._text, low, body, space)
+        at = self._text.rfind(prompt, low, body)
         return at + len(prompt) if at >= 0 else body
 
-    def _close(self, of: _Conversation, k: int, end: int, behind: str = "") -> int:
+    def _close(self, k: int, end: int, behind: str = "") -> int:
         """Where a turn ends whose content ends at `end`, but for white space `behind`: with its end-of-turn token."""
-        closings = self._closings(of, k)
+        closings = self._closings(k)
         for space in dict.fromkeys((behind, "")):
             for closing in closings:
-                if of.text.startswith(space + closing, end):
+                if self._text.startswith(space + closing, end):
                     return end + len(space + closing)
             # Templates that close the last turn in another way than those before close these as they close others'.
-            token = self._tokens.match(of.text, end + len(space)) if any(closings) else None
-            if token is not None and of.closes_others(token[0]):
+            token = self._tokens.match(self._text, end + len(space)) if any(closings) else None
+            if token is not None and self._closes_others(token[0]):
                 return token.end()
         # What two ways of closing have in common may begin inside a token.
-        inside = [token for token in self._tokens.finditer(of.text, max(end - 64, 0)) if token.start() < end]
+        inside = [token for token in self._tokens.finditer(self._text, max(end - 64, 0)) if token.start() < end]
         return max([token.end() for token in inside if token.end() > end], default=end)
 
-    def _close_call(self, of: _Conversation, k: int, end: int) -> int:
+    def _close_call(self, k: int, end: int) -> int:
         """Where a turn ends whose last call has its last own character before `end`: with the next closing or token."""
-        _, high = of.bounds(k) or (0, 0)
-        found = [of.text.find(closing, end, high) + len(closing) for closing in self._closings(of, k) if closing]
+        _, high = self._bounds(k) or (0, 0)
+        found = [self._text.find(closing, end, high) + len(closing) for closing in self._closings(k) if closing]
         found = [at for at in found if at > end]
-        token = self._tokens.search(of.text, end, high)
+        token = self._tokens.search(self._text, end, high)
         return min(found) if found else token.end() if token is not None else end
 
-    def _prompt(self, of: _Conversation, k: int) -> _Prompt:
+    def _prompt(self, k: int) -> _Prompt:
         """What the template appends to the messages before k for the assistant to go on."""
-        key = (of.messages[k - 1]["role"], "tool_calls" in of.messages[k - 1], k == 1, bool(of.tools)) if k else ()
-        return _cached(of.prompts, key, lambda: self._read_prompt(of, k))
+        before = self._messages[k - 1] if k else {}
+        key = (before.get("role"), "tool_calls" in before, k == 1, bool(self._tools))
+        if key not in self._prompts:
+            self._prompts[key] = self._read_prompt(k)
+        return self._prompts[key]
 
-    def _read_prompt(self, of: _Conversation, k: int) -> _Prompt:
+    def _read_prompt(self, k: int) -> _Prompt:
         try:
-            asking = of.render(of.messages[:k], asks=True)
-            without = of.render(of.messages[:k])
+            asking = self._render(self._messages[:k], asks=True)
+            without = self._render(self._messages[:k])
         except RefusedError:
             return _Prompt("", "")
         common = _common(asking, without)
@@ -179,17 +194,19 @@ class TurnFinder:
                 common = token.start()
         return _Prompt(asking[common:], asking[len(asking.rstrip()) :])
 
-    def _closings(self, of: _Conversation, k: int) -> tuple[str, ...]:
+    def _closings(self, k: int) -> tuple[str, ...]:
         """What the template may write behind a turn of the assistant, the longest first.
 
         Up to the first token of the tokenizer's own, with those that follow it at once, or without.
         """
-        key = (of.messages[k - 1]["role"], bool(of.tools)) if k else ()
-        return _cached(of.closings, key, lambda: self._read_closings(of, k))
+        key = (self._messages[k - 1]["role"] if k else None, bool(self._tools))
+        if key not in self._known_closings:
+            self._known_closings[key] = self._read_closings(k)
+        return self._known_closings[key]
 
-    def _read_closings(self, of: _Conversation, k: int) -> tuple[str, ...]:
+    def _read_closings(self, k: int) -> tuple[str, ...]:
         try:
-            text = of.render([*of.messages[:k], {"role": of.messages[k]["role"], "content": _SENTINEL}])
+            text = self._render([*self._messages[:k], {"role": self._messages[k]["role"], "content": _SENTINEL}])
         except RefusedError:
             return ("",)
         behind = text.rpartition(_SENTINEL)[2]
@@ -201,34 +218,22 @@ class TurnFinder:
             end = following.end()
         return behind[:end], behind[: first.end()]
 
+    def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        return self._template.render(messages, self._tools, asks=asks)
 
-class _Conversation:
-    """A conversation, its render, and where contents lie in it."""
-
-    def __init__(self, template: ChatTemplate, text: str, messages: Sequence[Message], tools: Tools) -> None:
-        self.text, self.messages, self.tools = text, messages, tools
-        # Of this conversation alone: what a template writes may depend on the system message.
-        self.prompts: dict[tuple[Any, ...], _Prompt] = {}
-        self.closings: dict[tuple[Any, ...], tuple[str, ...]] = {}
-        self._template = template
-        self.marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
-
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        return self._template.render(messages, self.tools, asks=asks)
-
-    def bounds(self, k: int) -> tuple[int, int] | None:
+    def _bounds(self, k: int) -> tuple[int, int] | None:
         """Between which contents of other messages message k stands; None: it is not known."""
-        if self.marked is None:
+        if self._marked is None:
             return None
-        others = [n for n, message in enumerate(self.messages) if message["role"] != "system"]
-        before = [self.marked.ends[n] for n in others if n < k and n in self.marked.ends]
-        after = [self.marked.starts[n] for n in others if n > k and n in self.marked.starts]
-        return max(before, default=0), min(after, default=len(self.text))
+        others = [n for n, message in enumerate(self._messages) if message["role"] != "system"]
+        before = [self._marked.ends[n] for n in others if n < k and n in self._marked.ends]
+        after = [self._marked.starts[n] for n in others if n > k and n in self._marked.starts]
+        return max(before, default=0), min(after, default=len(self._text))
 
-    def closes_others(self, token: str) -> bool:
+    def _closes_others(self, token: str) -> bool:
         """Whether a token stands behind what someone else than the assistant says."""
-        ends = {} if self.marked is None else self.marked.ends
-        return any(self.text.startswith(token, at) for n, at in ends.items() if self.messages[n]["role"] == "user")
+        ends = {} if self._marked is None else self._marked.ends
+        return any(self._text.startswith(token, at) for n, at in ends.items() if self._messages[n]["role"] == "user")
 
     def _locate(self, is_marked: Callable[[str], bool]) -> _Marked | None:
         """Render with marks; None where the template treats contents with marks in another way."""
@@ -236,13 +241,13 @@ class _Conversation:
             {**message, "content": _mark(message["content"], n)}
             if "content" in message and is_marked(message["role"])
             else message
-            for n, message in enumerate(self.messages)
+            for n, message in enumerate(self._messages)
         ]
         try:
-            text = self.render(messages)
+            text = self._render(messages)
         except RefusedError:
             return None
-        if MARKS.sub("", text) != self.text:
+        if MARKS.sub("", text) != self._text:
             return None
         places: dict[int, list[int]] = {}
         for num_before, match in enumerate(MARKS.finditer(text)):
@@ -300,9 +305,3 @@ def _common(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _cached(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    if key not in known:
-        known[key] = make()
-    return known[key]

@@ -1,27 +1,42 @@
-"""Which encoder makes the tokens of which shard, and the identity of all that decides them."""
+"""Rows of shards to tokens, and the identity of all that decides them.
+
+Of an example only some tokens are targets: a token that is context is stored as its complement, `~id`. So an example is
+one array, which caches, packing and cursors treat as they treat a document, and its mask cannot come apart from it.
+Complements are negative; `packing/` turns them into input_ids and labels.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import ChatConfig, SourceConfig, SourceKind
+from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.tokenfile import check_tokenizer
-from hfdist.data.tokenization.chat_encoding import ExampleEncoder
-from hfdist.data.tokenization.tokenize import Encoder, tokenizer_digest
+from hfdist.data.tokenization.assistant_turns import MARKS, Span, find_turns
+from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError, Tools
+from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
+from hfdist.errors import ConfigError
 
 # To be counted up when `ExampleEncoder` gives other tokens or targets for the same example and settings.
 _EXAMPLES = 2
+
+Tokens = NDArray[np.int32]
+_OPEN, _SHUT = "\U000ffff0", "\U000ffff1"
+_QUOTES = re.compile(f"[{_OPEN}{_SHUT}]")
+_OURS = re.compile(f"{MARKS.pattern}|{_QUOTES.pattern}")
+_LEAF_KEYS_KEPT = ("role", "type")
 
 
 class Encoders:
@@ -35,7 +50,7 @@ class Encoders:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
         self._tokenizer, self._chat = tokenizer, chat
 
-    # Each made when it is asked for: of a large tokenizer a copy takes tenths of a second, and a start asks for little.
+    # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
     @cached_property
     def _text(self) -> Encoder:
@@ -51,14 +66,15 @@ class Encoders:
 
     @cached_property
     def _examples_digest(self) -> str:
-        return _digest([_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)])
+        values = [_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)]
+        return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
-        """Hash of everything that decides which tokens, and which targets, a row becomes."""
+        """Hash of all that decides the tokens and targets of a row."""
         return self._examples_digest if examples else self._text_digest
 
     def check(self, shards: Sequence[tuple[str, Shard]]) -> None:
-        """Try the first example, so that a tokenizer that does not do for it is found before anything is built.
+        """Try the first example, to find a tokenizer that cannot encode it before anything is built.
 
         Raises:
             ConfigError: see `ExampleEncoder.encode`.
@@ -70,7 +86,7 @@ class Encoders:
                     self.encode(shard, [0], [text])
                 return
 
-    def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[NDArray[np.int32] | BadRow]:
+    def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[Tokens | BadRow]:
         """Give the tokens of some rows of a shard; of an example, complements where a token is no target.
 
         Raises:
@@ -80,7 +96,7 @@ class Encoders:
             return list(self._text.encode(texts))
         made = self._examples.encode(texts)
         return [
-            _bad(tokens, f"{shard.name}, row {row}") if isinstance(tokens, ContentError) else tokens
+            _bad_row(tokens, f"{shard.name}, row {row}") if isinstance(tokens, ContentError) else tokens
             for row, tokens in zip(rows, made, strict=True)
         ]
 
@@ -97,7 +113,7 @@ def check_token_sources(sources: Mapping[str, SourceConfig], encoders: Encoders)
             check_tokenizer(source.path, encoders.digest(examples=False), encoders.digest(examples=True))
 
 
-def _bad(error: ContentError, where: str) -> BadRow:
+def _bad_row(error: ContentError, where: str) -> BadRow:
     error.where = where
     return BadRow(error)
 
@@ -112,5 +128,227 @@ def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[
     return [own, settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]
 
 
-def _digest(values: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
+class _Chat(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    targets: list[Span]
+    quoted: list[Span]
+    """Texts of special tokens that stand in messages."""
+    is_answered: bool
+    """Whether it ends with what the assistant says, and that is learned."""
+
+
+class ExampleEncoder:
+    """Turns examples (see `sources/examples.py`) into tokens with their targets.
+
+    Args:
+        tokenizer: must have an end-of-text token; for conversations, a fast one with a chat template.
+        config: `data.chat`.
+        plain: the tokenizer's encoder of plain text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        self._plain = plain
+        self._end = int(tokenizer.eos_token_id)
+        self._chat: _ChatEncoder | None = None
+
+    def encode(self, examples: Sequence[str]) -> list[Tokens | ContentError]:
+        """Give the tokens of each, shape [tokens], or why there are none.
+
+        Raises:
+            ConfigError: there are conversations, and the tokenizer or `data.chat` does not do for them.
+        """
+        begun: list[Tokens | _Chat | ContentError] = []
+        for text in examples:
+            try:
+                begun.append(self._begin(json.loads(text)))
+            except RefusedError as error:
+                what = "the chat template does not take the conversation"
+                begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
+        # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
+        chats = [one for one in begun if isinstance(one, _Chat)]
+        done = iter(self._chat.encode(chats) if self._chat is not None else [])
+        return [next(done) if isinstance(one, _Chat) else one for one in begun]
+
+    def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
+        if "text" in example:
+            return self._plain.encode([example["text"]])[0]
+        if "messages" not in example:
+            return self._complete(example["prompt"], example["completion"])
+        if self._chat is None:
+            self._chat = _ChatEncoder(self._tokenizer, self._config, self._plain)
+        return self._chat.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
+
+    def _complete(self, prompt: str, completion: str) -> Tokens:
+        """Give a prompt's own tokens, then its completion's, which are targets.
+
+        Tokens of the whole text, if the prompt's are the first of them; else a token would hold letters of both, and
+        the completion is tokenized by itself: so the prompt's tokens are always those that a user's prompt has.
+        """
+        first, whole = self._plain.raw([prompt, prompt + completion])
+        first, whole = self._open(first), self._open(whole)
+        rest = whole[len(first) :] if whole[: len(first)] == first else self._plain.inside(completion)
+        tokens = np.array([*first, *rest, self._end], dtype=np.int32)
+        if self._config.train_on is not TrainOn.all:
+            tokens[: len(first)] = ~tokens[: len(first)]
+        return tokens
+
+    def _open(self, ids: list[int]) -> list[int]:
+        """Without the end that some tokenizers put behind each text."""
+        return ids[:-1] if ids and ids[-1] == self._end else ids
+
+
+class _ChatEncoder:
+    """Renders conversations and finds their targets."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder) -> None:
+        self._config, self._end = config, int(tokenizer.eos_token_id)
+        self._template = ChatTemplate(tokenizer, config)
+        backend = plain_backend(tokenizer)
+        if backend is None:
+            what = "the tokenizer cannot say which token is which part of a conversation: it is not a fast one"
+            found, allowed = type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)"
+            raise ConfigError(what, where="model.tokenizer.name", found=found, allowed=allowed)
+        # It would move the offsets of white space; it adds nothing to what is encoded here.
+        backend.post_processor = None
+        self._backend, self._plain = backend, plain
+        added = backend.get_added_tokens_decoder()
+        self._added = {self._end, *added}
+        self._special = {number for number, token in added.items() if token.special}
+        self._special_texts = _any_of([added[number].content for number in self._special])
+        texts = {token.content for token in added.values()} | {str(tokenizer.eos_token)}
+        self._tokens = _any_of(texts)
+        self._closed = re.compile(rf"(?:{self._tokens.pattern})\s*\Z")
+
+    def encode(self, chats: Sequence[_Chat]) -> list[Tokens]:
+        """Give the tokens of conversations, each of shape [tokens], complements where they are no targets."""
+        encodings = self._backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        return [self._mask(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
+
+    def _mask(self, chat: _Chat, encoding: Any) -> Tokens:
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        is_target = _overlaps(offsets, chat.targets)
+        if chat.quoted:
+            tokens, is_target = self._quote(chat, tokens, offsets, is_target)
+        if chat.is_answered and not self._is_closed(tokens, is_target):
+            tokens, is_target = np.append(tokens, np.int32(self._end)), np.append(is_target, True)
+        return np.where(is_target, tokens, ~tokens)
+
+    def render(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> _Chat:
+        """Render a conversation, and find its targets.
+
+        Raises:
+            RefusedError: the template does not take it.
+        """
+        if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self._config.system}, *messages]
+            learned_from += 1
+        written = json.dumps([messages, tools], ensure_ascii=False)
+        if _OURS.search(written):
+            raise RefusedError("it holds private characters of the last two planes, which are used here as marks")
+        # Else a message could forge the end of a turn, and begin another one.
+        wrapped = [self._wrap(messages), self._wrap(tools)]
+        has_quoted = wrapped != [messages, tools]
+        messages, tools = wrapped
+        said = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [k for k in said if k >= learned_from and messages[k].get("weight", 1) != 0]
+        if self._config.train_on is TrainOn.last:
+            learned = [k for k in learned if k == said[-1]]
+        text, targets = self._find(messages, tools, said, learned)
+        for name in (call["function"]["name"] for k in learned for call in messages[k].get("tool_calls", [])):
+            if name not in text:
+                raise RefusedError(f"it leaves out the call of {name}")
+        ends_learned = bool(learned) and learned[-1] == len(messages) - 1
+        quoted: list[Span] = []
+        if has_quoted:
+            text, targets, quoted = _unwrap(text, targets)
+        if self._config.train_on is TrainOn.all:
+            targets = [Span(0, len(text))]
+            # The last target is whatever the template writes behind the end of the turn.
+            ends_learned = ends_learned and self._closed.search(text) is None
+        return _Chat(text, targets, quoted, is_answered=ends_learned)
+
+    def _find(
+        self, messages: list[dict[str, Any]], tools: Tools, said: list[int], learned: list[int]
+    ) -> tuple[str, list[Span]]:
+        if self._config.train_on is TrainOn.all:
+            return self._template.render(messages, tools), []
+        if not self._template.marks_turns(tools):
+            text = self._template.render(messages, tools)
+            return text, find_turns(self._template, self._tokens, text, messages, tools, learned)
+        text, marked = self._template.render_marked(messages, tools)
+        spans = [Span(start, end) for start, end in marked]
+        if learned == said:
+            return text, spans
+        turns = find_turns(self._template, self._tokens, text, messages, tools, learned)
+        return text, [
+            Span(max(span.start, turn.start), min(span.end, turn.end))
+            for span in spans
+            for turn in turns
+            if max(span.start, turn.start) < min(span.end, turn.end)
+        ]
+
+    def _wrap(self, value: Any) -> Any:
+        """Put two private characters around the texts of special tokens in all that is written.
+
+        Raises:
+            RefusedError: one stands where templates look for certain words.
+        """
+        if isinstance(value, str):
+            return self._special_texts.sub(rf"{_OPEN}\g<0>{_SHUT}", value)
+        if isinstance(value, dict):
+            for key in _LEAF_KEYS_KEPT:
+                if isinstance(value.get(key), str) and self._special_texts.search(value[key]):
+                    raise RefusedError(f"its {key} holds a special token: {value[key]!r}")
+            return {self._wrap(k): item if k in _LEAF_KEYS_KEPT else self._wrap(item) for k, item in value.items()}
+        return [self._wrap(item) for item in value] if isinstance(value, list) else value
+
+    def _quote(
+        self, chat: _Chat, tokens: Tokens, offsets: NDArray[np.int64], is_target: NDArray[np.bool_]
+    ) -> tuple[Tokens, NDArray[np.bool_]]:
+        """Put the tokens of its letters in the place of each special token that a message only quotes."""
+        is_quoted = _overlaps(offsets, chat.quoted) & np.isin(tokens, list(self._special))
+        parts: list[tuple[list[int], bool]] = []
+        for number, token in enumerate(tokens.tolist()):
+            start, end = offsets[number].tolist()
+            ids = self._plain.inside(chat.text[start:end]) if is_quoted[number] else [token]
+            parts.append((ids, bool(is_target[number])))
+        mask = [flag for ids, flag in parts for _ in ids]
+        return np.array([i for ids, _ in parts for i in ids], dtype=np.int32), np.array(mask, dtype=bool)
+
+    def _is_closed(self, tokens: Tokens, is_target: NDArray[np.bool_]) -> bool:
+        """Whether a token of the tokenizer's own stands where the last turn ends, or behind."""
+        targets = np.flatnonzero(is_target)
+        return len(targets) == 0 or not self._added.isdisjoint(tokens[targets[-1] :].tolist())
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    # Longer ones first, since some begin with others; without any: what never matches.
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens have a character in a span; those without characters, which begin in one. Shape [tokens]."""
+    starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    inside = np.zeros(len(offsets), dtype=bool)
+    for span in spans:
+        inside |= (starts < span.end) & (ends > span.start)
+    return inside
+
+
+def _unwrap(text: str, spans: Sequence[Span]) -> tuple[str, list[Span], list[Span]]:
+    """Take the private characters out; give the text, the spans in it, and what was between the characters."""
+    marks = list(_QUOTES.finditer(text))
+    places = [mark.start() for mark in marks]
+    moved = [Span(start - bisect_left(places, start), end - bisect_left(places, end)) for start, end in spans]
+    quoted, opened = [], None
+    for number, mark in enumerate(marks):
+        if mark[0] == _OPEN:
+            opened = mark.start() - number
+        elif opened is not None:
+            quoted.append(Span(opened, mark.start() - number))
+            opened = None
+    return _QUOTES.sub("", text), moved, quoted

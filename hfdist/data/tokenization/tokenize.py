@@ -33,17 +33,17 @@ class Encoder:
         if self._backend is not None:
             # A text that is a special token must not forge the end of a document.
             self._backend.encode_special_tokens = True
-            if self._quick([_SAMPLE]) != self._slow([_SAMPLE]):
+            if self._fast([_SAMPLE]) != self._by_wrapper([_SAMPLE]):
                 self._backend = None
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """Give the tokens of documents, each of shape [tokens]; without text: none."""
         ids = iter(self.raw([text for text in texts if text]))
-        return [self._finish(next(ids)) if text else np.empty(0, dtype=np.int32) for text in texts]
+        return [self._with_end(next(ids)) if text else np.empty(0, dtype=np.int32) for text in texts]
 
     def raw(self, texts: Sequence[str]) -> list[list[int]]:
         """Give the tokens of texts as the tokenizer does, with its own beginnings and ends."""
-        return self._slow(texts) if self._backend is None else self._quick(texts)
+        return self._by_wrapper(texts) if self._backend is None else self._fast(texts)
 
     def inside(self, text: str) -> list[int]:
         """Give the tokens of a text that stands behind another one: without a beginning, an end or a space in front."""
@@ -52,26 +52,21 @@ class Encoder:
         # Some tokenizers put a space in front of every text; a line break that keeps its own tokens takes it instead.
         return ids[len(before) :] if ids[: len(before)] == before else list(self._tokenizer(text, **_BARE)["input_ids"])
 
-    def _quick(self, texts: Sequence[str]) -> list[list[int]]:
-        # The wrapper of transformers spends as long on masks and offsets as the tokenizer on tokens.
+    def _fast(self, texts: Sequence[str]) -> list[list[int]]:
+        # transformers' wrapper takes as long for masks and offsets as the tokenizer for tokens.
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
 
-    def _slow(self, texts: Sequence[str]) -> list[list[int]]:
+    def _by_wrapper(self, texts: Sequence[str]) -> list[list[int]]:
         return [_call(self._tokenizer, text) for text in texts]
 
-    def _finish(self, ids: list[int]) -> NDArray[np.int32]:
+    def _with_end(self, ids: list[int]) -> NDArray[np.int32]:
         if not ids or ids[-1] != self._end:
             ids.append(self._end)
         return np.array(ids, dtype=np.int32)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
-    """Give one document's tokens: see `Encoder`."""
-    return Encoder(tokenizer).encode([text])[0]
-
-
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of everything that decides which tokens a text becomes."""
+    """Hash of all that decides the tokens of a text."""
     # Some classes do more than their vocabulary or their backend says.
     sample = _call(tokenizer, _SAMPLE)
     identity = json.dumps([_rules(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, sample])

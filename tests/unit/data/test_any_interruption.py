@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hfdist.config.data import BadRows, Packing, SourceKind, WeightChange
 from hfdist.data import open_corpus
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.stream.ledger import Ledger, read_records
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import Run, assert_equal, memory_config, memory_corpus

@@ -7,7 +7,8 @@ import pytest
 
 from hfdist.config.data import ChatConfig, TrainOn
 from hfdist.data.sources.base import ContentError
-from hfdist.data.tokenization.chat_encoding import ExampleEncoder
+from hfdist.data.tokenization.encoders import ExampleEncoder
+from hfdist.data.tokenization.tokenize import Encoder
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
 from tests.unit.data.chat_styles import CASES, OPEN, SHUT, STYLES, bracketed, call, chat_tokenizer, said, system, user
@@ -16,7 +17,7 @@ from tests.unit.data.chat_styles import CASES, OPEN, SHUT, STYLES, bracketed, ca
 def encode(tokenizer, messages, tools=None, *, learned_from=None, **settings):
     example = {"messages": messages} | ({"tools": tools} if tools else {})
     example |= {} if learned_from is None else {"learned_from": learned_from}
-    (made,) = ExampleEncoder(tokenizer, ChatConfig(**settings)).encode([json.dumps(example)])
+    (made,) = ExampleEncoder(tokenizer, ChatConfig(**settings), Encoder(tokenizer)).encode([json.dumps(example)])
     return made
 
 
@@ -166,7 +167,7 @@ class TestPromptAndCompletion:
     def encode(prompt, completion, **settings):
         tokenizer = chat_tokenizer("plain")
         example = json.dumps({"prompt": prompt, "completion": completion})
-        (tokens,) = ExampleEncoder(tokenizer, ChatConfig(**settings)).encode([example])
+        (tokens,) = ExampleEncoder(tokenizer, ChatConfig(**settings), Encoder(tokenizer)).encode([example])
         return tokens, tokenizer
 
     @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_turn_begins_where_its_own_conversation_says():
     hint = "{% if 'no_think' in messages[0].content %}{{ '<think></think>' }}{% endif %}"
     tokenizer.chat_template = template.replace("<|im_start|>assistant' }}", "<|im_start|>assistant' }}" + hint)
     quiet = [system("no_think"), user("Hi"), said("Hello")]
-    encoder = ExampleEncoder(tokenizer, ChatConfig())
+    encoder = ExampleEncoder(tokenizer, ChatConfig(), Encoder(tokenizer))
     texts = [json.dumps({"messages": messages}) for messages in ([system("x"), user("Hi"), said("Hello")], quiet)]
     try:
         assert np.array_equal(encoder.encode(texts)[1], encode(tokenizer, quiet))

@@ -15,7 +15,7 @@ from pyarrow import ipc
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.documents.inventory import read_inventory
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.storage import contents as contents_module
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError

@@ -19,7 +19,7 @@ from hfdist.config.data import (
     WeightChange,
 )
 from hfdist.data import Cursor, TokenStream, open_corpus
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.stream.ledger import Ledger
 
 GLOBAL_BATCH_SIZE = 12

@@ -13,10 +13,9 @@ from hfdist.data import TokenStream, build_held_out, describe_losses, open_corpu
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
-from hfdist.data.pretokenize.pretokenize import pretokenize
-from hfdist.data.tokenization.chat_encoding import ExampleEncoder
-from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.data.pretokenize import pretokenize
+from hfdist.data.tokenization.encoders import Encoders, ExampleEncoder
+from hfdist.data.tokenization.tokenize import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.run.preview import preview, survey
@@ -59,7 +58,9 @@ def documents_of(config, rows=None):
 
 
 def encoded(messages):
-    (tokens,) = ExampleEncoder(tokenizer(), ChatConfig()).encode([json.dumps({"messages": messages})])
+    (tokens,) = ExampleEncoder(tokenizer(), ChatConfig(), Encoder(tokenizer())).encode(
+        [json.dumps({"messages": messages})]
+    )
     return tokens
 
 

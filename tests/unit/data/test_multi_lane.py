@@ -17,7 +17,7 @@ from hfdist.data.order.cursor import Place, Progress
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.stream.lane import DocumentIterator, MultiLaneReader, open_lanes
 from hfdist.data.tokenization.encoders import Encoders

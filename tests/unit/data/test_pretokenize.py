@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from hfdist.config.data import BadRows
-from hfdist.data.pretokenize.pretokenize import pretokenize
+from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.tokenfile import check_tokenizer, open_token_shards
 from hfdist.data.tokenization.tokenize import Encoder, text_digest, tokenizer_digest

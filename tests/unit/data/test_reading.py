@@ -25,7 +25,7 @@ from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.hub import open_hub
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import encode, plain_backend, tokenizer_digest
+from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import CheckpointError, DataError, ResourceError
 from tests.unit.data.corpora import (
     files_config,
@@ -152,7 +152,7 @@ def test_a_tokenizer_keeps_its_identity_when_it_is_used():
     other = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
     before = tokenizer_digest(other)
     assert before == tokenizer_digest(tokenizer())
-    assert len(encode(other, texts()[40])) > 16
+    assert len(Encoder(other).encode([texts()[40]])[0]) > 16
     assert tokenizer_digest(other) == before
 
 

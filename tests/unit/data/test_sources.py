@@ -11,7 +11,7 @@ from hfdist.data.documents.corpus import Origin
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.hub import open_hub
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.tokenization.tokenize import encode
+from hfdist.data.tokenization.tokenize import Encoder
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.corpora import (
     WRITERS,
@@ -125,7 +125,7 @@ def test_the_fingerprint_follows_the_column_and_an_edit_of_the_same_size(folders
 
 def test_forged_control_tokens_are_plain_text():
     text = "y<|endoftext|>z"
-    ids = encode(tokenizer(), text).tolist()
+    ids = Encoder(tokenizer()).encode([text])[0].tolist()
     assert ids.count(tokenizer().eos_token_id) == 1
     assert tokenizer().decode(ids[:-1]) == text
 

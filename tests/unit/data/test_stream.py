@@ -14,7 +14,7 @@ from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, report
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
-from hfdist.data.tokenization.tokenize import encode, text_digest
+from hfdist.data.tokenization.tokenize import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.verify.audit.exactly_once import Totals
 from tests.unit.data.corpora import texts, tokenizer
@@ -129,7 +129,7 @@ def test_every_training_document_is_read_exactly_once_an_epoch(corpus, config, p
             if record["epoch"] == 0:
                 seen[int(record["document"])] += int(record["num_tokens"])
                 fates[int(record["document"])] = record["fate"]
-    lengths = [len(encode(tokenizer(), text)) for text in texts()]
+    lengths = [len(tokens) for tokens in Encoder(tokenizer()).encode(texts())]
     most = config.sequence_length if packing is Packing.none else 10**9
     for document, text in enumerate(texts()):
         is_held_out = corpus.is_held_out(text_digest(text))
@@ -267,7 +267,7 @@ class TestMixtures:
         corpus, most = run.streams[0].corpus, 32 if packing is Packing.none else 10**9
         for document in range(60):
             text = corpus.text(document)
-            expected = 0 if corpus.is_held_out(text_digest(text)) else len(encode(tokenizer(), text))
+            expected = 0 if corpus.is_held_out(text_digest(text)) else len(Encoder(tokenizer()).encode([text])[0])
             assert tokens[document] == min(expected, most)
         assert (last["labels"] != -100).any(dim=1).all()
 
@@ -326,7 +326,7 @@ class TestQuarantine:
                 assert (after["labels"][changed] == -100).all()
                 if packing is Packing.concat:
                     assert torch.equal(before["position_ids"], after["position_ids"])
-            tokens = encode(tokenizer(), texts()[taken_out])
+            tokens = Encoder(tokenizer()).encode([texts()[taken_out]])[0]
             assert num_changed >= min(len(tokens), 32) - 1
         finally:
             config.quarantine = []

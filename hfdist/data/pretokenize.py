@@ -1,4 +1,4 @@
-"""Tokenize a corpus once, into token files, in several processes; what was interrupted goes on where it stopped."""
+"""Tokenize a corpus once, into token files, in several processes; what was interrupted resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import BadRows, ChatConfig
-from hfdist.data.pretokenize.workers import Made, cut_chunks, make_tokens
-from hfdist.data.sources.base import Shard
+from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.tokenfile import (
     META,
     TOKENIZER,
@@ -42,22 +43,33 @@ from hfdist.data.sources.tokenfile import (
     read_meta,
     sizes_of,
 )
+from hfdist.data.stream.workers import Vitals, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import token_dtype, tokenizer_digest
-from hfdist.errors import ConfigError, DataError, ResourceError
+from hfdist.data.tokenization.tokenize import text_digest, token_dtype, tokenizer_digest
+from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
 
 logger = logging.getLogger(__name__)
 
 # Small shards share a file up to this many rows: a folder of a million texts is not to become three million files.
 _SHARED_FILE_ROWS = 256
 _SHOWN_ROWS = 20
+# What a worker reads together: some kinds of files are decoded from the beginning of a run for each chunk of it.
+_CHUNK_ROWS = 64
+_CHUNK_READS = 8
+_ENCODED_ROWS = 32
+_CHUNKS_AHEAD = 4
+_SHOWN_BAD_ROWS = 10
+_NOTHING = np.empty(0, dtype=np.int32)
 
 _NamedShard = tuple[str, Shard]
+"""With the name of its source."""
+_Chunk = tuple[Shard, range]
+"""Rows of one run of a shard."""
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What a folder of token files holds, and what a call of `pretokenize` did for it."""
+    """What a folder of token files holds, and what a call of `pretokenize` added to it."""
 
     files: list[FileRecord]
     size_bytes: int
@@ -68,12 +80,12 @@ class Tokenized:
 
     @property
     def documents(self) -> int:
-        """Bad rows included, which are empty."""
+        """Number of documents; bad rows are empty ones."""
         return sum(file.rows for file in self.files)
 
     @property
     def tokens(self) -> int:
-        """Of all documents, end-of-text tokens included."""
+        """Number of tokens, end-of-text tokens included."""
         return sum(file.tokens for file in self.files)
 
 
@@ -121,23 +133,17 @@ def report_tokenized(made: Tokenized, folder: Path, *, vocab_size: int | None) -
     """Log a summary, and how to train on it.
 
     Args:
-        made: see `pretokenize`.
-        folder: likewise.
+        made: by `pretokenize`.
+        folder: of the token files.
         vocab_size: of a tokenizer that was trained on the corpus: a model takes its size, which must be said when the
             tokenizer comes from a folder.
     """
-    logger.info(
-        "%s: %s documents, %s tokens, %.1f tokens a document, %s in %d files",
-        folder,
-        f"{made.documents:,}",
-        f"{made.tokens:,}",
-        made.tokens / max(made.documents, 1),
-        f"{made.size_bytes:,} bytes",
-        len(made.files),
-    )
+    mean = f"{made.tokens / max(made.documents, 1):.1f} tokens a document"
+    size = f"{made.size_bytes:,} bytes in {len(made.files)} files"
+    logger.info("%s: %s", folder, f"{made.documents:,} documents, {made.tokens:,} tokens, {mean}, {size}")
     if made.new_tokens:
-        rate = made.new_tokens / made.seconds
-        logger.info("%s tokens made in %.1f s: %s tokens/s", f"{made.new_tokens:,}", made.seconds, f"{rate:,.0f}")
+        rate = f"{made.new_tokens / made.seconds:,.0f} tokens/s"
+        logger.info("%s", f"{made.new_tokens:,} tokens made in {made.seconds:.1f} s: {rate}")
     bad_rows: dict[str, list[int]] = {}
     for file in made.files:
         for origin, row in map(file.origin, file.bad_rows):
@@ -152,7 +158,7 @@ def report_tokenized(made: Tokenized, folder: Path, *, vocab_size: int | None) -
 
 
 class _Job:
-    """What is to be written into a folder."""
+    """The token files that a folder is to hold."""
 
     def __init__(
         self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path, chat: ChatConfig
@@ -161,39 +167,33 @@ class _Job:
         self._digest = self._encoders.digest(examples=False)
         has_examples = any(shard.gives_examples for _, shard in shards)
         self._encoding = self._encoders.digest(examples=has_examples)
+        self._made_by = [VERSION, self._digest, token_dtype(tokenizer, examples=has_examples), self._encoding]
         self.dtype = token_dtype(tokenizer, examples=has_examples)
-        self._files = _share(shards)
+        self._files = _group(shards)
 
     def is_done(self) -> bool:
-        """Whether all files are there.
-
-        Raises:
-            ConfigError: those of something else are.
-        """
+        """Whether all files are there; raises a ConfigError if the folder holds other tokens."""
         if not (self._folder / META).is_file():
             return False
         meta = read_meta(self._folder)
         same_tokenizer = (meta.tokenizer_digest, meta.encoding) == (self._digest, self._encoding)
         if same_tokenizer and [file.origins for file in meta.files] == [_origins(shards) for shards in self._files]:
             return True
-        raise ConfigError(
-            f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer or data.chat'}",
-            where="run.dir",
-            found=str(self._folder),
-            hint="another run.name, or delete the folder",
-        )
+        what = f"the folder holds the tokens of another {'corpus' if same_tokenizer else 'tokenizer or data.chat'}"
+        hint = "another run.name, or delete the folder"
+        raise ConfigError(what, where="run.dir", found=str(self._folder), hint=hint)
 
     def run(self, workers: int, on_bad_rows: BadRows, progress: bool) -> int:
-        """Write the files that are missing, then meta.json; give how many tokens were made."""
+        """Write the missing files, then meta.json; returns how many tokens were made."""
         self._save_tokenizer()
         records = {number: record for number in range(len(self._files)) if (record := self._find(number)) is not None}
         missing = {
-            number: cut_chunks([shard for _, shard in shards])
+            number: _split([shard for _, shard in shards])
             for number, shards in enumerate(self._files)
             if number not in records
         }
         chunks = [chunk for chunks in missing.values() for chunk in chunks]
-        made = make_tokens(chunks, self._encoders, self.dtype, workers=workers, on_bad_rows=on_bad_rows)
+        made = _make_tokens(chunks, self._encoders, self.dtype, workers, on_bad_rows)
         with tqdm(
             total=sum(_num_rows(shards) for shards in self._files),
             initial=sum(record.rows for record in records.values()),
@@ -212,12 +212,12 @@ class _Job:
             self._record_path(number).unlink(missing_ok=True)
         return sum(records[number].tokens for number in missing)
 
-    def _write(self, number: int, chunks: Iterator[Made]) -> FileRecord:
-        """Write one token file, and last the record that it is there."""
+    def _write(self, number: int, chunks: Iterator[_Made]) -> FileRecord:
+        """Write one token file, and last its record."""
         tokens_path, index_path, digests_path = paths_of(self._folder, name_of(number))
         lengths, digests, bad_rows = array("q", [0]), array("Q"), list[int]()
         digest = hashlib.blake2b(digest_size=16)
-        with _whole_file(tokens_path) as file:
+        with _new_file(tokens_path) as file:
             for chunk in chunks:
                 bad_rows += [len(digests) + place for place in chunk.bad]
                 lengths.extend(chunk.lengths)
@@ -226,7 +226,7 @@ class _Job:
                 digest.update(chunk.tokens.data)
         offsets = np.cumsum(np.asarray(lengths), dtype="<i8")
         for path, values in ((index_path, offsets), (digests_path, np.asarray(digests).astype("<u8"))):
-            with _whole_file(path) as file:
+            with _new_file(path) as file:
                 np.save(file, values, allow_pickle=False)
             digest.update(values.data)
         origins = _origins(self._files[number])
@@ -235,7 +235,7 @@ class _Job:
         return record
 
     def _find(self, number: int) -> FileRecord | None:
-        """The record of a file that an interrupted call has finished."""
+        """The record of a file that an interrupted call has completed."""
         path = self._record_path(number)
         try:
             values = read_json(path)
@@ -245,10 +245,6 @@ class _Job:
         except (DataError, KeyError, TypeError, ValueError, OSError):
             return None
         return record if is_ours and present == list(sizes_of(record, self.dtype)) else None
-
-    @property
-    def _made_by(self) -> list[Any]:
-        return [VERSION, self._digest, self.dtype, self._encoding]
 
     def _record_path(self, number: int) -> Path:
         return self._folder / f"{name_of(number)}.json"
@@ -261,14 +257,11 @@ class _Job:
         except DataError:
             is_same = False
         if not is_same:
-            logger.warning(
-                "%s does not give the tokenizer as it was, such as one with code of its own; train with the same "
-                "model.tokenizer.name as now",
-                folder,
-            )
+            reason = "does not give the tokenizer as it was, such as one with code of its own"
+            logger.warning("%s %s; train with the same model.tokenizer.name as now", folder, reason)
 
 
-def _show(made: Iterator[Made], bar: tqdm[Any]) -> Iterator[Made]:
+def _show(made: Iterator[_Made], bar: tqdm[Any]) -> Iterator[_Made]:
     num_tokens, began = 0, time.monotonic()
     for chunk in made:
         num_tokens += len(chunk.tokens)
@@ -277,8 +270,8 @@ def _show(made: Iterator[Made], bar: tqdm[Any]) -> Iterator[Made]:
         yield chunk
 
 
-def _share(shards: Sequence[_NamedShard]) -> list[list[_NamedShard]]:
-    """Say which shards go into which file, in order: large ones have one of their own."""
+def _group(shards: Sequence[_NamedShard]) -> list[list[_NamedShard]]:
+    """Group shards by file, in order: large ones have a file of their own."""
     files: list[list[_NamedShard]] = []
     for named in shards:
         if files and _num_rows([*files[-1], named]) <= _SHARED_FILE_ROWS:
@@ -297,8 +290,8 @@ def _origins(shards: Sequence[_NamedShard]) -> list[OriginShard]:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a new file, which takes its name when it is whole and on the disk."""
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, which gets its name once it is complete and on the disk."""
     partial = Path(f"{path}.partial")
     with partial.open("wb") as file:
         yield file
@@ -308,13 +301,13 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    with _whole_file(path) as file:
+    with _new_file(path) as file:
         file.write(json.dumps(values).encode())
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say what is wrong with the folder."""
+    """Explain what is wrong with the folder."""
     try:
         yield
     except Timeout as error:
@@ -331,3 +324,100 @@ def _writing(folder: Path) -> Iterator[None]:
                 hint="make room; the same command goes on from the files that are finished",
             ) from error
         raise ConfigError(f"the folder cannot be used: {reason}", where="run.dir", found=str(folder)) from error
+
+
+class _Made(NamedTuple):
+    """Some rows as tokens."""
+
+    tokens: NDArray[Any]
+    """All documents end to end."""
+    lengths: list[int]
+    digests: list[int]
+    bad: dict[int, DataError]
+    """By place among the rows."""
+
+
+def _split(shards: Sequence[Shard]) -> list[_Chunk]:
+    """Split all rows of some shards, in order, into chunks."""
+    chunks: list[_Chunk] = []
+    for shard in shards:
+        most_rows = max(_CHUNK_ROWS, _CHUNK_READS * shard.rows_at_once)
+        first = 0
+        for num_rows in shard.runs:
+            stop = first + num_rows
+            chunks += [(shard, range(start, min(start + most_rows, stop))) for start in range(first, stop, most_rows)]
+            first = stop
+    return chunks
+
+
+def _make_tokens(
+    chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, workers: int, on_bad_rows: BadRows
+) -> Iterator[_Made]:
+    """Give chunks as tokens, in order."""
+    vitals = Vitals(workers, lambda _: "which tokenizes")
+    loader = DataLoader(
+        _Chunks(chunks, encoders, dtype, vitals),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=_CHUNKS_AHEAD if workers else None,
+        collate_fn=keep_arrays,
+        worker_init_fn=_keep_to_one_thread,
+        multiprocessing_context="fork" if workers else None,
+    )
+    made, num_bad = iter(loader), 0
+    try:
+        with vitals.explain_deaths():
+            for _ in chunks:
+                chunk = next(made)
+                if isinstance(chunk, HfdistError):
+                    raise chunk
+                for error in chunk.bad.values():
+                    if on_bad_rows is BadRows.error:
+                        error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
+                        raise error
+                    num_bad += 1
+                    if num_bad <= _SHOWN_BAD_ROWS:
+                        logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
+                yield chunk
+    finally:
+        # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
+        del made
+
+
+def _keep_to_one_thread(worker: int) -> None:
+    # The workers are the parallelism, and threads of the tokenizer do not outlive a fork.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+class _Chunks(Dataset[Any]):
+    """Tokenizes each chunk in the process that asks for it. Errors are values: torch would wrap them."""
+
+    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, vitals: Vitals) -> None:
+        self._chunks, self._encoders, self._vitals = chunks, encoders, vitals
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, index: int) -> _Made | HfdistError:
+        shard, rows = self._chunks[index]
+        if (info := get_worker_info()) is not None:
+            self._vitals.note(info.id)
+        try:
+            found, digests = shard.read(rows), list[int]()
+            made: list[NDArray[np.int32] | BadRow] = []
+            for start in range(0, len(found), _ENCODED_ROWS):
+                texts = found[start : start + _ENCODED_ROWS]
+                digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
+                made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
+        except HfdistError as error:
+            return error
+        bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
+        documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
+        lengths = [len(tokens) for tokens in documents]
+        return _Made(np.concatenate(documents).astype(self._dtype), lengths, digests, bad)
+
+    def _encode(self, shard: Shard, rows: range, texts: Sequence[str | BadRow]) -> Iterator[NDArray[np.int32] | BadRow]:
+        good = {row: text for row, text in zip(rows, texts, strict=True) if isinstance(text, str)}
+        made = iter(self._encoders.encode(shard, list(good), list(good.values())))
+        return (text if isinstance(text, BadRow) else next(made) for text in texts)

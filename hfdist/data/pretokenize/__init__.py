@@ -1,1 +1,0 @@
-"""A corpus tokenized once, into token files, by several processes."""
