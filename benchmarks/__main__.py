@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import RESULTS, describe_run, last_said, write_section
-from benchmarks.table import Measure, read_measures, remember, table
+from benchmarks.table import RESULTS, Measure, describe_run, last_said, read_measures, remember, table, write_section
 
 LINES = {
     "Trainer loop": "benchmarks.loop",

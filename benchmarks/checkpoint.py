@@ -36,9 +36,8 @@ from benchmarks.checkpoint_savers import (
     sharded,
     sizes,
 )
-from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
 

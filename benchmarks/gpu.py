@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
-from benchmarks.report import describe_run, last_said, markdown
-from benchmarks.table import Measure, add_options, publish, publish_reason
+from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish, publish_reason
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
     "HF Trainer", "HF Trainer, liger", "HF Trainer, torch_compile", "torchtitan", "matrix products",

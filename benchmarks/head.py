@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.overlay import UnavailableError
-from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import medians, medians_or_reasons
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.lazy_logits import SumOfLosses, deferring
 from hfdist.models.loss import cut_cross_entropy, liger

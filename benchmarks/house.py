@@ -13,7 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from io import BytesIO
 from pathlib import Path
 
-from benchmarks.report import markdown
+from benchmarks.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("code", "import", "docstring", "comment", "blank")

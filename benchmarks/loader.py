@@ -14,9 +14,8 @@ from benchmarks.data.readers import Reader
 from benchmarks.data.rounds import without_shared_memory
 from benchmarks.data.work import BATCH_SIZE, make_work
 from benchmarks.overlay import UnavailableError, peer_environment, pinned
-from benchmarks.report import describe_run, markdown, rounded
 from benchmarks.rounds import medians_or_reasons
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish, rounded
 
 LENGTHS = (2048, 8192)
 GOAL_MTOKENS = 300

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from benchmarks.report import last_said
+from benchmarks.table import last_said
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PINS = Path(__file__).parent / "peers"

@@ -20,9 +20,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status

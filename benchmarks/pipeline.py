@@ -18,8 +18,7 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Contender, Work
 from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
-from benchmarks.report import describe_run, markdown
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.testing import run_ranks
 
 _MOST_OF_BOUND, _MOST_OF_DEEPSPEED = 1.05, 0.8

@@ -17,9 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
-from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, median_fields
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks

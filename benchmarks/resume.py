@@ -24,9 +24,8 @@ from benchmarks.data.ours import Tokens
 from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
 from benchmarks.overlay import pinned
-from benchmarks.report import describe_run, markdown, rounded
 from benchmarks.rounds import median_fields
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish, rounded
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
 from hfdist.testing import run_ranks

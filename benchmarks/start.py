@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.overlay import UnavailableError, peer_environment, pinned
-from benchmarks.report import describe_run, last_said, markdown
 from benchmarks.rounds import medians_or_reasons
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish
 
 OURS, HF, ACCELERATE, LIGHTNING = "hfdist", "HF Trainer", "accelerate", "lightning"
 LIBRARIES = "imports of torch and transformers.Trainer"

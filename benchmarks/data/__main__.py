@@ -19,8 +19,7 @@ from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
 from benchmarks.overlay import pinned
-from benchmarks.report import describe_run
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, publish
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.data.rounds import end_session, environment
 from benchmarks.data.served import ANSWER
 from benchmarks.overlay import UnavailableError
-from benchmarks.report import last_said
+from benchmarks.table import last_said
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_SECONDS, _TURN_SECONDS = 240, 60

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.data.contenders import CONTENDERS, Contender
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import last_said
+from benchmarks.table import last_said
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN_SECONDS = 600

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.data.rounds import Failure, Figures, Row
-from benchmarks.report import markdown
+from benchmarks.table import markdown
 
 _COLUMNS: list[tuple[str, Callable[[Figures], float], int]] = [
     ("Mtokens per CPU-second", lambda figures: figures.tokens_per_cpu_second / 1e6, 2),

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.growth import plots, runs
 from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
-from benchmarks.report import describe_run
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, publish
 
 _PICTURES = Path(__file__).parent
 

@@ -8,8 +8,7 @@ from typing import TypeVar
 from benchmarks.growth import corpora, runs, theory
 from benchmarks.growth.plots import activation_bytes, mean, ring_bytes, state_bytes
 from benchmarks.growth.training import Costs
-from benchmarks.report import markdown
-from benchmarks.table import Measure
+from benchmarks.table import Measure, markdown
 
 _MOST_OF_FORMULA, _MOST_EXPONENT_OF_LAYERS, _MOST_EXPONENT_OF_CORPUS = 1.05, 1.1, 0.2
 _MB = 1e6

@@ -27,9 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.loop.contenders import BARE, LIGHTNING, LOOPS, OURS, RECIPE, Train, recipe_config, recipe_data
 from benchmarks.loop.work import BATCHES, LOG_EVERY, MICRO_BATCH_SIZE, MODEL, SEQUENCE_LENGTH, Gate, Work
 from benchmarks.overlay import UnavailableError, peer_environment
-from benchmarks.report import describe_run, markdown
 from benchmarks.rounds import interleave, medians
-from benchmarks.table import Measure, add_options, publish
+from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.testing import forget_parent
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -12,9 +12,8 @@ from benchmarks import __main__ as everything
 from benchmarks import overlay
 from benchmarks import table as frame
 from benchmarks.data.readers import Reader
-from benchmarks.report import write_section
 from benchmarks.rounds import cpu_seconds_of, interleave, medians, medians_or_reasons
-from benchmarks.table import Measure, add_options, publish, read_measures, table
+from benchmarks.table import Measure, add_options, publish, read_measures, table, write_section
 
 
 def test_each_contender_follows_each_and_warming_up_does_not_count():
