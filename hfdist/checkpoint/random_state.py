@@ -51,14 +51,10 @@ class RandomState:
 
 
 def restore_random_state(checkpoint: Path) -> bool:
-    """Set this rank's generators to where `checkpoint` left them. A collective.
+    """Set this rank's generators to where `checkpoint` left them, and say whether it was done. A collective.
 
-    Returns:
-        Whether it was done: with another number of processes than at the save no rank is touched, because the
-        generators of ranks that come or go have no meaning.
-
-    Raises:
-        CheckpointError: a damaged file.
+    With another number of processes than at the save no rank is touched: the generators of ranks that come or go have
+    no meaning. A damaged file is a `CheckpointError`.
     """
     names = {name for name in read_manifest(checkpoint).files if name.startswith("training_state/rng-")}
     if names != {random_file(index) for index in range(world_size())}:
