@@ -71,12 +71,9 @@ def check_adapter(config: AdapterConfig, model: ModelConfig) -> None:
     if not config.is_used:
         return
     if config.merge and model.init is Init.random:
-        raise ConfigError(
-            "an adapter is merged into the weights of a pretrained model, and these are random",
-            where="adapter.merge",
-            found="true, with model.init=random",
-            hint="model=hub model.name=ID, or adapter.merge=false",
-        )
+        what = "an adapter is merged into the weights of a pretrained model, and these are random"
+        hint = "model=hub model.name=ID, or adapter.merge=false"
+        raise ConfigError(what, where="adapter.merge", found="true, with model.init=random", hint=hint)
     make_peft_config(config)
 
 
@@ -269,11 +266,8 @@ def _load(model: PreTrainedModel, path: str) -> None:
         raise refusal(error, "adapter.path") from error
     missing = [name for name in found.missing_keys if model.get_parameter(name).requires_grad]
     if missing or found.unexpected_keys:
-        raise ConfigError(
-            "the saved adapter is not of this model",
-            where="adapter.path",
-            found=f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown",
-        )
+        words = f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown"
+        raise ConfigError("the saved adapter is not of this model", where="adapter.path", found=words)
 
 
 def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
@@ -329,11 +323,8 @@ def _check_not_shared(model: PreTrainedModel) -> None:
         first = owners.setdefault(id(parameter), block)
         is_tied_copy = ".modules_to_save." in name
         if parameter.requires_grad and first != block and not is_tied_copy:
-            raise ConfigError(
-                "the adapter's layers share weights, which could not be on several ranks",
-                where="adapter.arguments",
-                found=f"{name} is also a weight of {first}",
-            )
+            what = "the adapter's layers share weights, which could not be on several ranks"
+            raise ConfigError(what, where="adapter.arguments", found=f"{name} is also a weight of {first}")
 
 
 def _some(names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hfdist.errors import ConfigError, first_line
-from hfdist.optim.joined import Joined, of_parts
+from hfdist.optim.muon import Joined, of_parts
 
 _SHAPE = (96, 64)
 """Of the tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
@@ -70,23 +70,19 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
     Raises:
         ConfigError: with the reason.
     """
-    answer = ask(optimizer)
+    answer, where = ask(optimizer), "optimizer.name, optim or optimizers"
     if answer.reach > sees:
         raise ConfigError(
             "this optimizer does not train in this layout as it does on one process",
-            where="optimizer.name, optim or optimizers",
+            where=where,
             found=f"{describe(optimizer)}: {answer.why}",
             allowed=_LAYOUTS[answer.reach],
             hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
         )
     if is_saved and answer.not_saved:
-        raise ConfigError(
-            "no checkpoint can hold what this optimizer keeps",
-            where="optimizer.name, optim or optimizers",
-            found=f"{describe(optimizer)}: {answer.not_saved}",
-            allowed="numbers and tensors for each parameter",
-            hint="save_strategy='no' (checkpoint=none), or another optimizer",
-        )
+        what, allowed = "no checkpoint can hold what this optimizer keeps", "numbers and tensors for each parameter"
+        hint, found = "save_strategy='no' (checkpoint=none), or another optimizer", f"{describe(optimizer)}: "
+        raise ConfigError(what, where=where, found=found + answer.not_saved, allowed=allowed, hint=hint)
 
 
 def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hfdist.errors import ConfigError
-from hfdist.optim.joined import Joined
+from hfdist.optim.muon import Joined
 from hfdist.optim.probe import Reach, check, check_steps_all, describe
 from hfdist.strategies.base import Engine
 

@@ -12,8 +12,7 @@ from transformers.training_args import OptimizerNames
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.optimizer import OptimizerName
 from hfdist.errors import ConfigError
-from hfdist.optim.joined import Joined
-from hfdist.optim.muon import MuonWithAdamW
+from hfdist.optim.muon import Joined, MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
