@@ -27,7 +27,7 @@ CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
 """Logits of a chunk: on a CPU little memory, on a GPU enough for a full-speed product."""
 
 LEAST_ROWS = 128
-"""Of a chunk, however large the vocabulary: each reads and writes the gradient of the whole head."""
+"""A chunk has at least as many, however large the vocabulary: each reads and writes the gradient of the whole head."""
 
 _LossAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -69,7 +69,7 @@ class ChunkedLoss:
         return total
 
     def _chunk_rows(self, num_rows: int, vocabulary: int) -> int:
-        """Of each chunk; chunks of one size, since a GPU keeps the memory of each size."""
+        """Rows of each chunk. All chunks have one size, since a GPU keeps the memory of each size."""
         num_chunks = max(1, -(-num_rows // max(self._chunk_logits // vocabulary, self._least_rows)))
         return max(1, -(-num_rows // num_chunks))
 

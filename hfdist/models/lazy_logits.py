@@ -19,7 +19,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Step:
-    """What a model does to its logits: a function of each row by itself, and of what is the same for all rows."""
+    """One operation of a model on its logits: a function of each row, and of values that all rows share."""
 
     function: Callable[..., torch.Tensor]
     others: tuple[Any, ...] = ()
@@ -44,12 +44,12 @@ class Head:
     """Logits of a row."""
     loss: SumOfLosses
     made_whole: list[str] = field(default_factory=list)
-    """What needed all logits of a batch at once, one entry for each time."""
+    """The operations that needed all logits of a batch, one entry for each time."""
     is_deferring: bool = True
 
 
 class Rows(NamedTuple):
-    """What `cross_entropy` of logits is asked for."""
+    """The arguments of `cross_entropy`, with hidden states in place of logits."""
 
     head: Head
     hidden: torch.Tensor

@@ -1,4 +1,4 @@
-"""A small model of the same architecture, and what it and the model itself are asked before the training."""
+"""Make a small model of any architecture, and test on it, or on the model itself, how the model behaves."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _small_config(
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """What `config` holds, under the names that its class takes; nested configs as they are."""
+    """The fields of `config`, under the names that its class takes; nested configs as they are."""
     stored = {config.attribute_map.get(f.name, f.name): f.name for f in dataclasses.fields(config)}
     return {
         stored.get(name, name): value
@@ -275,7 +275,7 @@ class _Rules:
         return int(pairs * min(HEAD_SIZE, size) / size * self.small("partial_rotary_factor", part) / part)
 
     def _small_overrides(self, overrides: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """What single blocks have otherwise, in the same proportion to what the others have."""
+        """The overrides of single blocks, in the same proportion to the values of the other blocks."""
 
         def small(name: str, value: Any) -> Any:
             usual = self.fields.get(name)

@@ -22,17 +22,17 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.optim.muon import Joined, of_parts
 
 _SHAPE = (96, 64)
-"""Of the tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
+"""The tensor that is stepped: large enough for optimizers that quantize large tensors alone, in blocks."""
 _CUT = 2500
 """Within a row and within a block."""
 _NUM_STEPS = 3
 _TOLERANCE = 1e-4
-"""Of updates, relative to the largest: far above rounding, far below what another rule does."""
+"""Relative to the largest update: far above rounding, far below what another rule does."""
 _RATE = 1e-2
 
 
 class Reach(IntEnum):
-    """What the update of an element may depend on."""
+    """The values that the update of an element may depend on."""
 
     element = 0
     """On its own gradients alone, and what is kept of them."""
@@ -50,7 +50,7 @@ _LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What an optimizer has shown."""
+    """The result of the probe."""
 
     reach: Reach
     why: str = ""
@@ -127,7 +127,7 @@ def over(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> 
 
 
 def _state_of_construction(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """What it keeps from its construction on, as Adagrad does; most keep nothing before their first step."""
+    """The state that its constructor makes, as Adagrad's does; most make none before their first step."""
     state: dict[Any, Any] = {}
     for part, own in of_parts(optimizer, groups):
         # A constructor with other arguments than the settings of a group cannot be asked.

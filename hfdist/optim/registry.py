@@ -19,10 +19,10 @@ from hfdist.optim.probe import Reach, check, state_after_step
 from hfdist.plugins import load_plugin
 
 ClassAndSettings = tuple[Any, dict[str, Any]]
-"""What `transformers.Trainer` takes as `optimizer_cls_and_kwargs`."""
+"""The value of `optimizer_cls_and_kwargs` of `transformers.Trainer`."""
 
 GROUP = "hfdist.optimizers"
-"""Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.optimizers"]`."""
+"""The group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.optimizers"]`."""
 
 # Settings that other keys of `optimizer` stand for.
 _OWN_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
