@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,22 @@ def nearest_key(name: str) -> str | None:
         return by_leaf[close[0]]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return close[0] if close else None
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
+    if isinstance(value, Enum):
+        return value.name
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, str):
+        # What is resolved stays as it is: "${" in a value is text by now.
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
 
 
 def _respell(name: str) -> str | None:

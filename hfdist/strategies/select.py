@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.batch import BatchPlan, plan_batch
-from hfdist.config.checks.layout import check_layout
-from hfdist.config.cli.uncaught import report_uncaught
+from hfdist.config.checks.values import check_layout
+from hfdist.config.cli.process_end import report_uncaught
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfdist.config.cli.command import RANK_0_PRINTS_SECONDS
+from hfdist.config.cli.process_end import RANK_0_PRINTS_SECONDS
 
 pytestmark = pytest.mark.e2e
 

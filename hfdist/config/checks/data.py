@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
 from hfdist.config.checks.urls import check_address, scheme_of
@@ -16,6 +15,11 @@ _PATHS = {
     SourceKind.hub: ("a dataset's Hub id or saved folder", "..."),
     SourceKind.tokens: ("the folder that recipes/pretokenize.py wrote", "runs/NAME/tokens"),
 }
+_OURS = (
+    "messages tools add_generation_prompt conversations chat_template documents return_assistant_tokens_mask "
+    "continue_final_message"
+)
+"""Variables of a chat template that do not come from the user."""
 
 
 def check_data(data: DataConfig) -> None:
@@ -38,17 +42,36 @@ def check_mixture(data: DataConfig) -> None:
     Raises:
         ConfigError: there are none, or weights or limits that do not go together.
     """
-    if not data.sources:
-        raise ConfigError(
-            "there is nothing to read",
-            where="data.sources",
-            found="no source",
-            hint="data=stdlib (no download), data=files data.sources.files.path='texts/*.txt', "
-            "or data=mixture '+data.sources.web={path: \"web/*.parquet\", weight: 1}' for each source",
+    sources = data.sources
+    if not sources:
+        hint = (
+            "data=stdlib (no download), data=files data.sources.files.path='texts/*.txt', "
+            "or data=mixture '+data.sources.web={path: \"web/*.parquet\", weight: 1}' for each source"
         )
-    _check_weights(data.sources)
-    _check_epochs(data.sources)
-    _check_anneal(data)
+        raise ConfigError("there is nothing to read", where="data.sources", found="no source", hint=hint)
+    without = [name for name, source in sources.items() if source.weight is None]
+    weights = " ".join(f"data.sources.{name}.weight=1" for name in sources)
+    if without and len(without) < len(sources):
+        what, key = "some sources have a weight and some have none", f"data.sources.{without[0]}.weight"
+        allowed = "a number > 0 for every source, or null for all (documents mixed as they are)"
+        raise ConfigError(what, where=key, found="null", allowed=allowed, hint=f"{key}=1")
+    limits = {name: source.epochs for name, source in sources.items()}
+    if without and len(set(limits.values())) > 1:
+        what = "sources that are mixed as they are cannot end at different times"
+        allowed = "one limit for all, or a weight for every source"
+        found = ", ".join(f"{name}: {'null' if limit is None else limit}" for name, limit in limits.items())
+        raise ConfigError(what, where="data.sources.*.epochs", found=found, allowed=allowed, hint=weights)
+    if without and data.anneal:
+        what, found = "weights change during the run, but there are none at its start", "data.sources.*.weight=null"
+        allowed = "a weight for every source, or no change"
+        raise ConfigError(what, where="data.anneal", found=found, allowed=allowed, hint=weights)
+    last_step = 0
+    for index, change in enumerate(data.anneal):
+        if change.step <= last_step:
+            what, allowed = "the changes of weights are not in order of their steps", f"a whole number > {last_step}"
+            raise ConfigError(what, where=f"data.anneal[{index}].step", found=change.step, allowed=allowed)
+        last_step = change.step
+        _check_change(f"data.anneal[{index}].weights", change, sources)
 
 
 def check_source(key: str, source: SourceConfig) -> None:
@@ -62,95 +85,31 @@ def check_source(key: str, source: SourceConfig) -> None:
         ConfigError: the first contradiction that is found.
     """
     if source.kind in _OF_PYTHON and source.path is not None:
-        raise ConfigError(
-            "the standard library's source is where Python is installed, so it takes no path",
-            where=f"{key}.path",
-            found=source.path,
-            allowed="null",
-            hint=f"{key}.kind=files to read that path",
-        )
+        what = "the standard library's source is where Python is installed, so it takes no path"
+        hint = f"{key}.kind=files to read that path"
+        raise ConfigError(what, where=f"{key}.path", found=source.path, allowed="null", hint=hint)
     if source.kind not in _OF_PYTHON and not source.path:
         allowed, example = _PATHS[source.kind]
-        raise ConfigError(
-            "the source has no path", where=f"{key}.path", found="null", allowed=allowed, hint=f"{key}.path={example}"
-        )
+        what, key = "the source has no path", f"{key}.path"
+        raise ConfigError(what, where=key, found="null", allowed=allowed, hint=f"{key}={example}")
     if source.kind is SourceKind.files and source.path is not None and scheme_of(source.path) is not None:
         check_address(source.path, key=f"{key}.path")
     for name in ("subset", "revision"):
         value = getattr(source, name)
         if value is not None and source.kind is not SourceKind.hub:
-            raise ConfigError(
-                f"only a dataset of the Hub has a {name}",
-                where=f"{key}.{name}",
-                found=value,
-                allowed="null",
-                hint=f"{key}.kind=hub, or {key}.{name}=null",
-            )
+            what, hint = f"only a dataset of the Hub has a {name}", f"{key}.kind=hub, or {key}.{name}=null"
+            raise ConfigError(what, where=f"{key}.{name}", found=value, allowed="null", hint=hint)
 
 
 def _check_chat(chat: ChatConfig) -> None:
     if chat.template is not None and not Path(chat.template).expanduser().is_file():
-        raise ConfigError(
-            "the chat template cannot be found",
-            where="data.chat.template",
-            found=chat.template,
-            allowed="a file with a chat template in Jinja; null: the tokenizer's own",
-        )
-    ours = {"messages", "tools", "add_generation_prompt", "conversations", "chat_template"}
-    ours |= {"return_assistant_tokens_mask", "continue_final_message", "documents"}
+        what, where = "the chat template cannot be found", "data.chat.template"
+        allowed = "a file with a chat template in Jinja; null: the tokenizer's own"
+        raise ConfigError(what, where=where, found=chat.template, allowed=allowed)
     for name in chat.template_arguments:
-        if name in ours:
-            raise ConfigError(
-                "this variable of the template comes from the data",
-                where=f"data.chat.template_arguments.{name}",
-                allowed="any other name, such as enable_thinking",
-            )
-
-
-def _check_weights(sources: dict[str, SourceConfig]) -> None:
-    without = [name for name, source in sources.items() if source.weight is None]
-    if without and len(without) < len(sources):
-        raise ConfigError(
-            "some sources have a weight and some have none",
-            where=f"data.sources.{without[0]}.weight",
-            found="null",
-            allowed="a number > 0 for every source, or null for all (documents mixed as they are)",
-            hint=f"data.sources.{without[0]}.weight=1",
-        )
-
-
-def _check_epochs(sources: dict[str, SourceConfig]) -> None:
-    limits = {name: source.epochs for name, source in sources.items()}
-    if len(set(limits.values())) > 1 and any(source.weight is None for source in sources.values()):
-        raise ConfigError(
-            "sources that are mixed as they are cannot end at different times",
-            where="data.sources.*.epochs",
-            found=", ".join(f"{name}: {'null' if limit is None else limit}" for name, limit in limits.items()),
-            allowed="one limit for all, or a weight for every source",
-            hint=" ".join(f"data.sources.{name}.weight=1" for name in sources),
-        )
-
-
-def _check_anneal(data: DataConfig) -> None:
-    if data.anneal and any(source.weight is None for source in data.sources.values()):
-        raise ConfigError(
-            "weights change during the run, but there are none at its start",
-            where="data.anneal",
-            found="data.sources.*.weight=null",
-            allowed="a weight for every source, or no change",
-            hint=" ".join(f"data.sources.{name}.weight=1" for name in data.sources),
-        )
-    last_step = 0
-    for index, change in enumerate(data.anneal):
-        if change.step <= last_step:
-            raise ConfigError(
-                "the changes of weights are not in order of their steps",
-                where=f"data.anneal[{index}].step",
-                found=change.step,
-                allowed=f"a whole number > {last_step}",
-            )
-        last_step = change.step
-        _check_change(f"data.anneal[{index}].weights", change, data.sources)
+        if name in _OURS.split():
+            what, where = "this variable of the template comes from the data", f"data.chat.template_arguments.{name}"
+            raise ConfigError(what, where=where, allowed="any other name, such as enable_thinking")
 
 
 def _check_change(key: str, change: WeightChange, sources: dict[str, SourceConfig]) -> None:
@@ -162,13 +121,9 @@ def _check_change(key: str, change: WeightChange, sources: dict[str, SourceConfi
             raise ConfigError("a weight is out of range", where=f"{key}.{name}", found=weight, allowed="a number >= 0")
     missing = [name for name in sources if name not in change.weights]
     if missing:
-        raise ConfigError(
-            "a change of weights must name every source",
-            where=key,
-            found=", ".join(change.weights) or "none",
-            allowed=", ".join(sources),
-            hint=f"{missing[0]}: 0 pauses it",
-        )
+        what, hint = "a change of weights must name every source", f"{missing[0]}: 0 pauses it"
+        found = ", ".join(change.weights) or "none"
+        raise ConfigError(what, where=key, found=found, allowed=", ".join(sources), hint=hint)
     if not any(change.weights.values()):
         raise ConfigError("every source is paused", where=key, found="0 for all", allowed="a sum > 0")
 
@@ -178,23 +133,16 @@ def _check_quarantined(entry: str, sources: dict[str, SourceConfig]) -> None:
     # Names of files may hold colons.
     file, _, row = rest.rpartition(":")
     if not (name and file and row.isascii() and row.isdigit()):
-        raise ConfigError(
-            "this does not name a row",
-            where="data.quarantine",
-            found=entry,
-            allowed="SOURCE:FILE:ROW, the row counted from 0",
-            hint=f"data.quarantine=[{next(iter(sources))}:part-0.parquet:17]",
-        )
+        what, allowed = "this does not name a row", "SOURCE:FILE:ROW, the row counted from 0"
+        hint = f"data.quarantine=[{next(iter(sources))}:part-0.parquet:17]"
+        raise ConfigError(what, where="data.quarantine", found=entry, allowed=allowed, hint=hint)
     if name not in sources:
         raise _unknown_source(name, sources, where="data.quarantine", hint=f"data.quarantine=[{{near}}:{rest}]")
 
 
-def _unknown_source(name: str, sources: Iterable[str], *, where: str, hint: str) -> ConfigError:
+def _unknown_source(name: str, sources: dict[str, SourceConfig], *, where: str, hint: str) -> ConfigError:
     near = difflib.get_close_matches(name, sources, n=1, cutoff=0.5)
+    found_hint = hint.replace("{near}", near[0]) if near else None
     return ConfigError(
-        f"there is no source {name!r}",
-        where=where,
-        found=name,
-        allowed=", ".join(sources),
-        hint=hint.replace("{near}", near[0]) if near else None,
+        f"there is no source {name!r}", where=where, found=name, allowed=", ".join(sources), hint=found_hint
     )

@@ -1,4 +1,4 @@
-"""What a run needs of this machine, found without torch: processes, environment, files, packages.
+"""What a run needs of this machine, found without torch: processes, environment, files, packages, connections.
 
 `Run` asks again, for programs that did not ask before their imports.
 """
@@ -14,12 +14,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hfdist.config.batch import BatchPlan, plan_batch
-from hfdist.config.checks.environment import check_environment
-from hfdist.config.checks.urls import scheme_of
+from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.run import TRACKERS, RunConfig
+from hfdist.config.strategy import Sharding
+from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError
 from hfdist.topology import Topology
+
+OFFLINE_FLAG = "--offline"
+_LOCAL_TRACKERS = ("tensorboard", "wandb")
+_OTHER_LAYOUTS = {
+    "ACCELERATE_USE_FSDP": "strategy=zero3",
+    "ACCELERATE_USE_MEGATRON_LM": "strategy=pipeline",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "strategy=pipeline",
+    "ACCELERATE_USE_SAGEMAKER": None,
+}
 
 
 def check_run(
@@ -39,13 +49,14 @@ def check_run(
         ConfigError: too few processes, sizes that do not divide, a variable against the config, a path without
             anything, a tracker that is not there.
     """
-    check_environment(config, os.environ if environment is None else environment)
+    _check_environment(config, os.environ if environment is None else environment)
     topology, batch = plan_run(config, world_size=world_size, environment=environment)
-    for section in ("sources", "eval_sources"):
-        for name, source in getattr(config.data, section).items():
-            _check_source(f"data.{section}.{name}.path", source)
-    _check_folder("model.name", config.model.name)
-    _check_folder("model.tokenizer.name", config.model.tokenizer.name)
+    for key, source in _sources(config).items():
+        _check_source(f"{key}.path", source)
+    for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
+        if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
+            what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
+            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
     return topology, batch
@@ -74,24 +85,80 @@ def plan_run(
     return topology, batch
 
 
+def check_offline(config: RunConfig) -> None:
+    """Refuse what cannot be had without a connection. What the Hub's cache holds is found out where it is opened.
+
+    Raises:
+        ConfigError: data behind a network, a tracker of the network, or an upload.
+    """
+    for key, source in _sources(config).items():
+        path = source.path or ""
+        if scheme_of(path) not in (None, "file", "memory"):
+            what = f"the data lie behind a network, which {OFFLINE_FLAG} rules out"
+            allowed, hint = "a path on this machine", f"copy them here first, or leave {OFFLINE_FLAG} out"
+            raise ConfigError(what, where=f"{key}.path", found=redact(path), allowed=allowed, hint=hint)
+    for name in config.report.to:
+        if name not in _LOCAL_TRACKERS:
+            what = f"this tracker needs a connection, which {OFFLINE_FLAG} rules out"
+            raise ConfigError(what, where="report.to", found=name, allowed=", ".join(_LOCAL_TRACKERS))
+    if config.export.push_to is not None:
+        what = f"an upload needs the Hub, which {OFFLINE_FLAG} rules out"
+        hint = "export.push_to=null; the model's folder can be uploaded later with `hf upload`"
+        raise ConfigError(what, where="export.push_to", found=config.export.push_to, hint=hint)
+
+
+def _sources(config: RunConfig) -> dict[str, SourceConfig]:
+    """All sources, of both kinds, by their keys."""
+    sections = {"data.sources": config.data.sources, "data.eval_sources": config.data.eval_sources}
+    return {f"{key}.{name}": source for key, sources in sections.items() for name, source in sources.items()}
+
+
+def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Refuse variables of accelerate against the config: accelerate would follow them without a word, or half."""
+    sharding, train = config.strategy.sharding, config.train
+
+    def refuse(name: str, key: str, value: object, hint: str | None) -> None:
+        unset = f"unset {name}, or leave it out of the launcher's config file"
+        raise ConfigError(
+            "a variable of accelerate contradicts the config",
+            where=f"{name} (environment)",
+            found=f"{name}={environment[name]}, with {key}={value}",
+            hint=unset if hint is None else f"{hint}, or {unset}",
+        )
+
+    def is_true(name: str) -> bool:
+        return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
+
+    for name, hint in _OTHER_LAYOUTS.items():
+        if is_true(name):
+            refuse(name, "strategy.sharding", sharding.value, hint)
+    if is_true("ACCELERATE_USE_CPU") and sharding is not Sharding.none:
+        # With it, accelerate prepares no DeepSpeed engine.
+        refuse("ACCELERATE_USE_CPU", "strategy.sharding", sharding.value, None)
+    if is_true("ACCELERATE_USE_DEEPSPEED") and sharding is Sharding.none:
+        refuse("ACCELERATE_USE_DEEPSPEED", "strategy.sharding", "none", None)
+    stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    if stage is not None and f"zero{stage}" != sharding.value:
+        hint = f"strategy=zero{stage}" if f"zero{stage}" in Sharding.__members__ else None
+        refuse("ACCELERATE_DEEPSPEED_ZERO_STAGE", "strategy.sharding", sharding.value, hint)
+    if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() != "none":
+        refuse("ACCELERATE_DEEPSPEED_CONFIG_FILE", "strategy.deepspeed", config.strategy.deepspeed, None)
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision not in ("no", train.precision.value):
+        hint = f"train.precision={precision}" if precision in Precision.__members__ else None
+        refuse("ACCELERATE_MIXED_PRECISION", "train.precision", train.precision.value, hint)
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no" and train.compile is not Compile.model:
+        refuse("ACCELERATE_DYNAMO_BACKEND", "train.compile", train.compile.value, "train.compile=model")
+
+
 def _check_source(key: str, source: SourceConfig) -> None:
     path = source.path
     if path is None or scheme_of(path) is not None or (source.kind is SourceKind.hub and not _is_local(path)):
         return
-    if not _exists(path):
+    full = os.path.expanduser(path)
+    if not os.path.lexists(full) and not any(glob.iglob(full, recursive=True)):
         allowed = "a file, a folder, or a glob (quote it)" if source.kind is SourceKind.files else "a folder"
         raise ConfigError("no file is there", where=key, found=path, allowed=allowed, hint=_near(key, path))
-
-
-def _check_folder(key: str, name: str | None) -> None:
-    if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
-        raise ConfigError(
-            "there is no such folder",
-            where=key,
-            found=name,
-            allowed="a Hub id, a folder, or a .gguf file",
-            hint=_near(key, name),
-        )
 
 
 def _is_local(name: str) -> bool:
@@ -99,13 +166,8 @@ def _is_local(name: str) -> bool:
     return name.startswith((".", "/", "~"))
 
 
-def _exists(path: str) -> bool:
-    full = os.path.expanduser(path)
-    return os.path.lexists(full) or any(glob.iglob(full, recursive=True))
-
-
 def _near(key: str, path: str) -> str | None:
-    """What lies in the same folder under a similar name."""
+    """Give what is in the same folder under a similar name."""
     full = Path(os.path.expanduser(path))
     try:
         names = [other.name for other in full.parent.iterdir()]
@@ -124,31 +186,19 @@ def _check_writable(key: str, folder: str) -> None:
             pass
     except OSError as error:
         reason = f"the folder cannot be used: {error.strerror}"
-        raise ConfigError(
-            reason if os.path.isdir(there) else "a file is in the folder's place",
-            where=key,
-            found=folder,
-            allowed="a writable folder",
-            hint="run.dir=runs/first",
-        ) from error
+        what = reason if os.path.isdir(there) else "a file is in the folder's place"
+        allowed, hint = "a writable folder", "run.dir=runs/first"
+        raise ConfigError(what, where=key, found=folder, allowed=allowed, hint=hint) from error
 
 
 def _check_trackers(names: list[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
-            raise ConfigError(
-                "transformers has no such tracker",
-                where="report.to",
-                found=name,
-                allowed=", ".join(sorted(TRACKERS)),
-                hint=f"report.to=[{near[0] if near else ''}]",
-            )
+            what, allowed = "transformers has no such tracker", ", ".join(sorted(TRACKERS))
+            hint = f"report.to=[{near[0] if near else ''}]"
+            raise ConfigError(what, where="report.to", found=name, allowed=allowed, hint=hint)
         modules = TRACKERS[name]
         if all(importlib.util.find_spec(module) is None for module in modules):
-            raise ConfigError(
-                "the tracker's package is not installed",
-                where="report.to",
-                found=name,
-                hint=f"report.to=[], or pip install {modules[0]}",
-            )
+            what, hint = "the tracker's package is not installed", f"report.to=[], or pip install {modules[0]}"
+            raise ConfigError(what, where="report.to", found=name, hint=hint)

@@ -1,11 +1,13 @@
-"""Addresses of files behind a network: which are understood, what must not be in them, how they are shown."""
+"""Addresses of files, and secrets: a config is written down, logged and published, so it holds none."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
-from hfdist.config.checks.secrets import refuse_secrets
 from hfdist.errors import ConfigError
+from hfdist.secrets import MASK, kind_of_secret, mask_secrets, names_secret
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hf", "memory")
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -33,28 +35,45 @@ def redact(address: str) -> str:
 
 
 def check_address(address: str, *, key: str) -> None:
-    """Refuse what cannot be read, and secrets: the address is written into the run's folder.
-
-    Args:
-        address: a URL.
-        key: the config key that holds it.
+    """Refuse a URL that cannot be read, and secrets in it.
 
     Raises:
         ConfigError: an unknown scheme, a missing package, a user or password, or a signature.
     """
-    if scheme_of(address) not in SCHEMES:
-        raise ConfigError(
-            "an address that cannot be read",
-            where=key,
-            found=redact(address),
-            allowed="a path, or " + ", ".join(f"{scheme}://" for scheme in SCHEMES),
-        )
-    package = _PACKAGES.get(scheme_of(address) or "", "fsspec")
+    scheme, shown = scheme_of(address) or "", redact(address)
+    if scheme not in SCHEMES:
+        allowed = f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}"
+        raise ConfigError("an address that cannot be read", where=key, found=shown, allowed=allowed)
+    package = _PACKAGES.get(scheme, "fsspec")
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"the package {package} is missing, which reads it",
-            where=key,
-            found=redact(address),
-            hint=f"pip install {package}",
-        )
+        what = f"the package {package} is missing, which reads it"
+        raise ConfigError(what, where=key, found=shown, hint=f"pip install {package}")
     refuse_secrets(address, key)
+
+
+def refuse_secrets(value: Any, key: str, *, place: str | None = None) -> None:
+    """Refuse a value that a key's name or the value's own shape tells to be a secret, at any depth.
+
+    Args:
+        value: mappings and lists are looked through.
+        key: its full name.
+        place: the file or the command line, where it is known.
+
+    Raises:
+        ConfigError: names the key, never the value.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            refuse_secrets(item, f"{key}.{name}".lstrip("."), place=place)
+    elif isinstance(value, list):
+        for item in value:
+            refuse_secrets(item, key, place=place)
+    is_named = names_secret(key, value)
+    kind = kind_of_secret(value) if isinstance(value, str) else None
+    if is_named or kind is not None:
+        raise ConfigError(
+            f"this is {kind or 'a password or the like'}, which would be written into the run's folder",
+            where=key if place is None else f"{key} ({place})",
+            found=MASK if is_named else mask_secrets(str(value)),
+            hint="leave it out; `hf auth login`, `wandb login`, ~/.netrc, AWS_* and FSSPEC_* give credentials",
+        )

@@ -6,22 +6,25 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
 from hfdist.config.batch import num_warmup_steps
-from hfdist.config.checks.adapter import check_adapter_keys
-from hfdist.config.checks.data import check_data
-from hfdist.config.checks.evaluate import check_evaluation
-from hfdist.config.checks.layout import check_layout
+from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
-from hfdist.config.model import Attention, Dtype, Init, ModelConfig
-from hfdist.config.optimizer import OptimizerConfig, Schedule
+from hfdist.config.model import Attention, Dtype, Init
+from hfdist.config.optimizer import Schedule
 from hfdist.config.ranges import LIMIT
-from hfdist.config.run import ExportConfig, RunConfig, RunSection
-from hfdist.config.schema import find_key
-from hfdist.config.train import Precision, Recompute, TrainConfig
+from hfdist.config.run import Export, RunConfig
+from hfdist.config.schema import find_key, plain
+from hfdist.config.strategy import Offload, Sharding, StrategyConfig
+from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError
+
+UNBUILT_AXES = ("context", "tensor", "expert")
+"""Axes of the layout that this version does not build."""
 
 
 def check_config(config: RunConfig) -> None:
@@ -31,22 +34,40 @@ def check_config(config: RunConfig) -> None:
         ConfigError: the first that is found.
     """
     _check_ranges(config, "")
-    _check_run(config.run)
-    _check_model(config.model)
-    check_adapter_keys(config.adapter)
+    _check_run(config)
+    _check_model(config)
+    _check_adapter(config)
     check_data(config.data)
     check_layout(config.strategy, config.train)
-    _check_length(config.train)
     _check_optimizer(config)
     _check_tokens(config)
     _check_precision(config)
-    _check_flash(config)
-    _check_batch(config.train)
-    _check_recompute(config.train)
-    check_evaluation(config)
-    _check_keeping(config)
-    _check_resume(config.checkpoint.resume)
-    _check_export(config.export)
+    _check_train(config)
+    _check_held_out(config)
+    _check_evaluation(config)
+    _check_lm_eval(config)
+    _check_checkpoints(config)
+
+
+def _conflict(
+    config: RunConfig, keys: str, what: str, *, allowed: str | None = None, hint: str | None = None
+) -> ConfigError:
+    """Give the error about the first of `keys`, with the values of the others as the reason."""
+    key, *others = keys.split()
+    found = _shown(config, key)
+    if others:
+        found += ", with " + " and ".join(f"{other}={_shown(config, other)}" for other in others)
+    return ConfigError(what, where=key, found=found, allowed=allowed, hint=hint)
+
+
+def _shown(config: RunConfig, key: str) -> str:
+    """Give a value as it is written in an override."""
+    value = plain(reduce(getattr, key.split("."), config))
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (list, dict)):
+        return ", ".join(map(str, value)) or "[]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _check_ranges(value: Any, prefix: str) -> None:
@@ -54,12 +75,8 @@ def _check_ranges(value: Any, prefix: str) -> None:
         key = f"{prefix}{name}"
         if limit is not None and item is not None and not limit.accepts(item):
             known = find_key(key)
-            raise ConfigError(
-                "the number is out of range",
-                where=key,
-                found=item,
-                allowed=limit.allowed if known is None else known.allowed,
-            )
+            allowed = limit.allowed if known is None else known.allowed
+            raise ConfigError("the number is out of range", where=key, found=item, allowed=allowed)
         if dataclasses.is_dataclass(item) or isinstance(item, dict):
             _check_ranges(item, f"{key}.")
 
@@ -72,60 +89,108 @@ def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((str(name), item, None) for name, item in value.items())
 
 
-def _check_run(run: RunSection) -> None:
-    if not re.fullmatch(r"\w[\w.=,+-]{0,127}", run.name):
-        raise ConfigError(
-            "the run's name must be a plain folder name",
-            where="run.name",
-            found=run.name,
-            allowed="up to 128 letters, digits and _ . = , + -; the first a letter, digit or _",
-            hint="run.dir=... places a run anywhere",
-        )
-    if not run.dir.strip() or "\0" in run.dir:
-        raise ConfigError("not a folder", where="run.dir", found=run.dir, allowed="a path", hint="run.dir=runs/first")
+def _check_run(config: RunConfig) -> None:
+    if not re.fullmatch(r"\w[\w.=,+-]{0,127}", config.run.name):
+        allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
+        what, hint = "the run's name must be a plain folder name", "run.dir=... places a run anywhere"
+        raise _conflict(config, "run.name", what, allowed=allowed, hint=hint)
+    if not config.run.dir.strip() or "\0" in config.run.dir:
+        raise _conflict(config, "run.dir", "not a folder", allowed="a path", hint="run.dir=runs/first")
+    push_to = config.export.push_to
+    if push_to is not None and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push_to):
+        allowed = "OWNER/NAME: letters, digits, - _ ."
+        raise _conflict(config, "export.push_to", "this is no repository of the Hub", allowed=allowed)
 
 
-def _check_model(model: ModelConfig) -> None:
+def _check_model(config: RunConfig) -> None:
+    model, both = config.model, "model.name, model.type"
     if model.name is None and model.type is None:
-        raise ConfigError(
-            "no model is named",
-            where="model.name, model.type",
-            found="both null",
-            allowed="a Hub id or folder in model.name, or an architecture in model.type",
-            hint="model=small, or model=hub model.name=HuggingFaceTB/SmolLM2-135M",
-        )
+        allowed = "a Hub id or folder in model.name, or an architecture in model.type"
+        hint = "model=small, or model=hub model.name=HuggingFaceTB/SmolLM2-135M"
+        raise ConfigError("no model is named", where=both, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
-        raise ConfigError(
-            "two models are named: a name gives the architecture, so a type has no meaning beside it",
-            where="model.name, model.type",
-            found=f"{model.name} and {model.type}",
-            hint=f"model=hub model.name={model.name}, or model.name=null",
-        )
+        what = "two models are named: a name gives the architecture, so a type has no meaning beside it"
+        hint = f"model=hub model.name={model.name}, or model.name=null"
+        raise ConfigError(what, where=both, found=f"{model.name} and {model.type}", hint=hint)
     if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
-        raise ConfigError(
-            "a GGUF file lies in a repository or folder, which model.name gives",
-            where="model.gguf_file",
-            found=f"{model.gguf_file}, with model.name={model.name or 'null'}",
-            allowed="NAME.gguf, with a model.name",
-            hint="model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf",
-        )
+        what = "a GGUF file lies in a repository or folder, which model.name gives"
+        hint = "model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf"
+        allowed = "NAME.gguf, with a model.name"
+        raise _conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
     if model.init is not Init.pretrained:
         return
     if model.name is None:
-        raise ConfigError(
-            "pretrained weights need the name of a model",
-            where="model.init",
-            found=f"pretrained, with model.type={model.type}",
-            allowed="random",
-            hint="model=hub model.name=HuggingFaceTB/SmolLM2-135M, or model.init=random",
-        )
+        what = "pretrained weights need the name of a model"
+        hint = "model=hub model.name=HuggingFaceTB/SmolLM2-135M, or model.init=random"
+        raise _conflict(config, "model.init model.type", what, allowed="random", hint=hint)
     if model.tokenizer.name is None:
-        raise ConfigError(
-            "pretrained weights belong to a tokenizer; one trained on the corpus numbers the tokens differently",
-            where="model.tokenizer.name",
-            found="null",
-            hint=f"model.tokenizer.name={model.name}",
+        what = "pretrained weights belong to a tokenizer; one trained on the corpus numbers the tokens differently"
+        raise _conflict(config, "model.tokenizer.name", what, hint=f"model.tokenizer.name={model.name}")
+
+
+def _check_adapter(config: RunConfig) -> None:
+    adapter, default = config.adapter, AdapterConfig()
+    if adapter.path is not None or not adapter.is_used:
+        what = "the saved adapter says this itself" if adapter.is_used else "without an adapter this key has no meaning"
+        for name in (field.name for field in dataclasses.fields(adapter)):
+            if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
+                allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
+                raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
+    if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
+        what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
+        found = f"{adapter.targets} and {adapter.target_pattern}"
+        raise ConfigError(what, where=where, found=found, hint="adapter.target_pattern=null")
+    if ALL_LINEAR in adapter.targets and len(adapter.targets) > 1:
+        what = f"{ALL_LINEAR} stands for all layers, so it stands alone"
+        hint = f"adapter.targets=[{ALL_LINEAR}], or names of layers only"
+        raise _conflict(config, "adapter.targets", what, hint=hint)
+    if not adapter.targets:
+        raise _conflict(config, "adapter.targets", "no layer is to be adapted", hint=f"adapter.targets=[{ALL_LINEAR}]")
+
+
+def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
+    """Check the degrees, what is sharded, and the pipeline.
+
+    Raises:
+        ConfigError: the first contradiction that is found.
+    """
+    config = RunConfig(strategy=strategy, train=train)
+    if strategy.data is not None and strategy.data < strategy.min_data:
+        what, hint = "fewer data ranks than the strategy wants at least", f"strategy.min_data={strategy.data}"
+        raise _conflict(config, "strategy.data strategy.min_data", what, hint=hint)
+    if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
+        what = "offloading is a part of ZeRO; without sharding there is nothing that does it"
+        hint = "strategy=zero3_offload, or strategy.offload=none"
+        raise _conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
+    if strategy.sharding is Sharding.none and strategy.deepspeed:
+        what = "these keys are DeepSpeed's, and without sharding DeepSpeed is not used"
+        hint = "strategy=zero1, or leave strategy.deepspeed empty"
+        raise _conflict(config, "strategy.deepspeed", what, hint=hint)
+    if strategy.sharding in (Sharding.zero2, Sharding.zero3) and strategy.pipeline > 1:
+        what = (
+            f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 shard the gradients after each "
+            "micro batch, a pipeline needs those of all micro batches until it is flushed"
         )
+        keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1"
+        raise _conflict(config, keys, what, allowed="none, zero1", hint=hint)
+    for axis in UNBUILT_AXES:
+        if getattr(strategy, axis) > 1:
+            what = f"{axis} parallelism is not built yet in this version"
+            allowed = "1; available are data parallelism, ZeRO-1, 2 and 3 over the data ranks, and a pipeline"
+            hint = "strategy=zero3 or strategy=pipeline where one device cannot hold the model"
+            raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
+    for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
+        if strategy.pipeline == 1 and _shown(config, key) != "null":
+            what, hint = "this key is of a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
+            raise _conflict(config, f"{key} strategy.pipeline", what, hint=hint)
+    if strategy.pipeline > 1 and strategy.offload is not Offload.none:
+        what = "a pipeline's optimizer state stays on the device"
+        hint = "strategy.offload=none; strategy.sharding=zero1 shards the state over the data ranks"
+        raise _conflict(config, "strategy.offload strategy.pipeline", what, allowed="none", hint=hint)
+    if strategy.pipeline > 1 and train.compile is Compile.model:
+        what = "a pipeline runs the model from block to block, so it cannot be compiled as a whole"
+        keys, hint = "train.compile strategy.pipeline", "train.compile=blocks"
+        raise _conflict(config, keys, what, allowed="none, blocks", hint=hint)
 
 
 def _check_tokens(config: RunConfig) -> None:
@@ -133,32 +198,31 @@ def _check_tokens(config: RunConfig) -> None:
     for section in ("sources", "eval_sources"):
         for name, source in getattr(config.data, section).items():
             if source.kind is SourceKind.tokens and config.model.tokenizer.name is None:
-                raise ConfigError(
-                    "a source of tokens needs the tokenizer that made them",
-                    where="model.tokenizer.name",
-                    found=f"null, with data.{section}.{name}.kind=tokens",
-                    hint=f"model.tokenizer.name={source.path}/tokenizer",
-                )
+                what = "a source of tokens needs the tokenizer that made them"
+                found = f"data.{section}.{name}.kind=tokens"
+                hint = f"model.tokenizer.name={source.path}/tokenizer"
+                raise ConfigError(what, where="model.tokenizer.name", found=f"null, with {found}", hint=hint)
 
 
 def _check_optimizer(config: RunConfig) -> None:
-    given = [key for key, value in _warmups(config.optimizer).items() if value]
-    if len(given) > 1:
-        raise ConfigError(
-            "the warm-up is given more than once",
-            where=", ".join(given),
-            found=", ".join(f"{value}" for value in _warmups(config.optimizer).values() if value),
-            hint=" ".join(f"{key}={0 if key.endswith('steps') else 'null'}" for key in given[1:]),
-        )
+    optimizer = config.optimizer
+    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
+    warmups = {f"optimizer.{name}": getattr(optimizer, name) for name in names if getattr(optimizer, name)}
+    if len(warmups) > 1:
+        found = ", ".join(map(str, warmups.values()))
+        hint = " ".join(f"{key}=null" for key in [*warmups][1:])
+        raise ConfigError("the warm-up is given more than once", where=", ".join(warmups), found=found, hint=hint)
     if config.train.max_steps is not None and config.train.epochs is None:
         check_schedule(config, config.train.max_steps)
-    _check_schedule_free(config.optimizer)
-    _check_min_lr_ratio(config.optimizer)
-
-
-def _warmups(optimizer: OptimizerConfig) -> dict[str, float | None]:
-    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
-    return {f"optimizer.{name}": getattr(optimizer, name) for name in names}
+    if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
+        what = "a schedule-free optimizer averages weights in place of a falling rate"
+        keys = "optimizer.schedule optimizer.name"
+        raise _conflict(config, keys, what, allowed="constant", hint="optimizer.schedule=constant")
+    if optimizer.min_lr_ratio is not None and optimizer.schedule in (Schedule.linear, Schedule.constant):
+        end = "0" if optimizer.schedule is Schedule.linear else "its peak"
+        what = f"the {optimizer.schedule.value} schedule ends at {end}, so a smallest rate has no meaning"
+        hint = "optimizer.min_lr_ratio=null, or optimizer.schedule=cosine"
+        raise _conflict(config, "optimizer.min_lr_ratio", what, allowed="null", hint=hint)
 
 
 def check_schedule(config: RunConfig, max_steps: int) -> None:
@@ -171,166 +235,138 @@ def check_schedule(config: RunConfig, max_steps: int) -> None:
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
     if warmup_steps >= max_steps:
-        key = "optimizer.warmup_steps" if optimizer.warmup_tokens is None else "optimizer.warmup_tokens"
-        given = optimizer.warmup_steps if optimizer.warmup_tokens is None else optimizer.warmup_tokens
+        leaf = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
         raise ConfigError(
             "the warm-up is as long as the whole run, so the learning rate never reaches its peak",
-            where=key,
+            where=f"optimizer.{leaf}",
             found=f"{warmup_steps} steps of {max_steps}",
             allowed=f"fewer than {max_steps} steps",
-            hint=f"{key}={given * (max_steps // 10) // warmup_steps}",
+            hint=f"optimizer.{leaf}={getattr(optimizer, leaf) * (max_steps // 10) // warmup_steps}",
         )
     decay_steps = round(max_steps * optimizer.decay_fraction)
     if optimizer.schedule is Schedule.wsd and warmup_steps + decay_steps > max_steps:
-        raise ConfigError(
-            "warm-up and decay are longer than the run",
-            where="optimizer.decay_fraction",
-            found=f"{warmup_steps} + {decay_steps} steps of {max_steps}",
-            allowed=f"<= {(max_steps - warmup_steps) / max_steps:g}",
-        )
-
-
-def _check_schedule_free(optimizer: OptimizerConfig) -> None:
-    if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
-        raise ConfigError(
-            "a schedule-free optimizer averages weights in place of a falling rate",
-            where="optimizer.schedule",
-            found=f"{optimizer.schedule.value}, with optimizer.name={optimizer.name.value}",
-            allowed="constant",
-            hint="optimizer.schedule=constant",
-        )
-
-
-def _check_min_lr_ratio(optimizer: OptimizerConfig) -> None:
-    if optimizer.min_lr_ratio is not None and optimizer.schedule in (Schedule.linear, Schedule.constant):
-        end = "0" if optimizer.schedule is Schedule.linear else "its peak"
-        raise ConfigError(
-            f"the {optimizer.schedule.value} schedule ends at {end}, so a smallest rate has no meaning",
-            where="optimizer.min_lr_ratio",
-            found=optimizer.min_lr_ratio,
-            allowed="null",
-            hint="optimizer.min_lr_ratio=null, or optimizer.schedule=cosine",
-        )
+        what = "warm-up and decay are longer than the run"
+        found = f"{warmup_steps} + {decay_steps} steps of {max_steps}"
+        allowed = f"<= {(max_steps - warmup_steps) / max_steps:g}"
+        raise ConfigError(what, where="optimizer.decay_fraction", found=found, allowed=allowed)
 
 
 def _check_precision(config: RunConfig) -> None:
-    dtype, precision = config.model.dtype, config.train.precision
-    if dtype is Dtype.float16:
-        raise ConfigError(
-            "float16 parameters cannot be trained: small updates vanish and gradients underflow",
-            where="model.dtype",
-            found=f"{dtype.value}, with train.precision={precision.value}",
-            allowed="auto, float32, bfloat16",
-            hint="model.dtype=float32 train.precision=fp16 (float16 arithmetic over float32 parameters)",
-        )
-    if dtype is Dtype.bfloat16 and precision is Precision.fp16:
-        raise ConfigError(
-            "fp16 arithmetic scales the gradients of float32 parameters",
-            where="model.dtype",
-            found=f"{dtype.value}, with train.precision={precision.value}",
-            allowed="auto, float32",
-            hint="train.precision=bf16, or model.dtype=float32",
-        )
-
-
-def _check_flash(config: RunConfig) -> None:
-    """Transformers keeps packed documents apart under FlashAttention only in a batch of one sequence."""
-    if config.model.attention is not Attention.flash_attention_2:
-        return
+    keys = "model.dtype train.precision"
+    if config.model.dtype is Dtype.float16:
+        what = "float16 parameters cannot be trained: small updates vanish and gradients underflow"
+        hint = "model.dtype=float32 train.precision=fp16 (float16 arithmetic over float32 parameters)"
+        raise _conflict(config, keys, what, allowed="auto, float32, bfloat16", hint=hint)
+    if config.model.dtype is Dtype.bfloat16 and config.train.precision is Precision.fp16:
+        what = "fp16 arithmetic scales the gradients of float32 parameters"
+        hint = "train.precision=bf16, or model.dtype=float32"
+        raise _conflict(config, keys, what, allowed="auto, float32", hint=hint)
+    # Transformers keeps packed documents apart under FlashAttention only in a batch of one sequence.
     for name in ("micro_batch_size", "eval_micro_batch_size"):
-        size = getattr(config.train, name)
-        if size is not None and size > 1:
-            raise ConfigError(
-                "with FlashAttention, packed documents of a batch of several sequences would see each other",
-                where=f"train.{name}",
-                found=f"{size}, with model.attention=flash_attention_2",
-                allowed="1 (use longer sequences instead)",
-                hint=f"train.{name}=1, or model.attention=sdpa",
-            )
+        if config.model.attention is Attention.flash_attention_2 and (getattr(config.train, name) or 1) > 1:
+            what = "with FlashAttention, packed documents of a batch of several sequences would see each other"
+            allowed, hint = "1 (use longer sequences instead)", f"train.{name}=1, or model.attention=sdpa"
+            raise _conflict(config, f"train.{name} model.attention", what, allowed=allowed, hint=hint)
 
 
-def _check_length(train: TrainConfig) -> None:
+def _check_train(config: RunConfig) -> None:
+    train = config.train
     if train.max_steps is None and train.epochs is None:
-        raise ConfigError(
-            "nothing ends the run",
-            where="train.max_steps, train.epochs",
-            found="both null",
-            allowed="a number of steps, of passes over the data, or both",
-            hint="train.epochs=1",
-        )
-
-
-def _check_batch(train: TrainConfig) -> None:
+        where, allowed = "train.max_steps, train.epochs", "a number of steps, of passes over the data, or both"
+        what, hint = "nothing ends the run", "train.epochs=1"
+        raise ConfigError(what, where=where, found="both null", allowed=allowed, hint=hint)
     if train.micro_batch_size > train.global_batch_size:
-        raise ConfigError(
-            "a micro batch is larger than the global batch that it is a part of",
-            where="train.micro_batch_size",
-            found=train.micro_batch_size,
-            allowed=f"<= {train.global_batch_size} (train.global_batch_size)",
-            hint=f"train.micro_batch_size={train.global_batch_size}",
-        )
-
-
-def _check_recompute(train: TrainConfig) -> None:
+        what = "a micro batch is larger than the global batch that it is a part of"
+        allowed = f"<= {train.global_batch_size} (train.global_batch_size)"
+        hint = f"train.micro_batch_size={train.global_batch_size}"
+        raise _conflict(config, "train.micro_batch_size", what, allowed=allowed, hint=hint)
     if train.recompute is not Recompute.all and not train.gradient_checkpointing:
-        raise ConfigError(
-            "nothing is computed again without gradient checkpointing",
-            where="train.recompute",
-            found=f"{train.recompute.value}, with train.gradient_checkpointing=false",
-            allowed="all",
-            hint="train.gradient_checkpointing=true, or train.recompute=all",
-        )
+        what = "nothing is computed again without gradient checkpointing"
+        hint = "train.gradient_checkpointing=true, or train.recompute=all"
+        raise _conflict(config, "train.recompute train.gradient_checkpointing", what, allowed="all", hint=hint)
 
 
-def _check_keeping(config: RunConfig) -> None:
-    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
-    if every is None:
+def _check_held_out(config: RunConfig) -> None:
+    data = config.data
+    if data.eval_sources and data.eval_fraction > 0:
+        what = "held-out documents are given, and a share of the training documents is held out as well"
+        keys, allowed = "data.eval_fraction data.eval_sources", "0 where there are data.eval_sources"
+        raise _conflict(config, keys, what, allowed=allowed, hint="data.eval_fraction=0")
+    for name, source in data.eval_sources.items():
+        check_source(f"data.eval_sources.{name}", source)
+        for leaf, value in (("weight", source.weight), ("epochs", source.epochs)):
+            if value is not None:
+                what, key = "held-out documents are all read, once", f"data.eval_sources.{name}.{leaf}"
+                raise ConfigError(what, where=key, found=value, allowed="null", hint=f"{key}=null")
+    if data.eval_fraction > 0 or data.eval_sources:
         return
-    if keep_every is not None and keep_every % every != 0:
-        raise ConfigError(
-            "most of the steps that are to be kept are not saved",
-            where="checkpoint.keep_every",
-            found=f"{keep_every}, with checkpoint.every={every}",
-            allowed="a multiple of checkpoint.every, or null",
-            hint=f"checkpoint.keep_every={-(-keep_every // every) * every}",
-        )
+    off = {
+        "train.eval_every": "null", "evaluate.at_start": "false", "evaluate.prompts": "[]", "evaluate.metrics": "[]",
+    }  # fmt: skip
+    wanted = [key for key, nothing in off.items() if _shown(config, key) != nothing]
+    if wanted:
+        found = f"{_shown(config, wanted[0])}, with data.eval_fraction=0 and no data.eval_sources"
+        hint = "data.eval_fraction=0.02, data.eval_sources.val.path=val.jsonl, or "
+        hint += " ".join(f"{key}={off[key]}" for key in wanted)
+        raise ConfigError("nothing is held out to evaluate on", where=", ".join(wanted), found=found, hint=hint)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    evaluate, checkpoint, eval_every = config.evaluate, config.checkpoint, config.train.eval_every
+    if evaluate.patience is not None and eval_every is None:
+        what = "only evaluations during the run can stop it"
+        hint = f"train.eval_every={checkpoint.every or 100}, or evaluate.patience=null"
+        raise _conflict(config, "evaluate.patience train.eval_every", what, hint=hint)
+    if evaluate.min_delta > 0 and evaluate.patience is None:
+        what = "nothing is stopped early, so a smallest improvement has no meaning"
+        hint = "evaluate.patience=3, or evaluate.min_delta=0"
+        raise _conflict(config, "evaluate.min_delta evaluate.patience", what, hint=hint)
+    if evaluate.export is Export.best and (checkpoint.every is None or not checkpoint.keep_best):
+        missing = [] if checkpoint.every is not None else [f"checkpoint.every={eval_every or 100}"]
+        missing += [] if checkpoint.keep_best else ["checkpoint.keep_best=true"]
+        missing += [] if eval_every is not None else [f"train.eval_every={checkpoint.every or 100}"]
+        what = "the best model is that of a checkpoint, and none is kept for it"
+        keys = "evaluate.export checkpoint.every checkpoint.keep_best"
+        allowed = "last, or best with checkpoint.every and checkpoint.keep_best=true"
+        hint = f"{' '.join(missing)}, or evaluate.export=last"
+        raise _conflict(config, keys, what, allowed=allowed, hint=hint)
+    for index, prompt in enumerate(evaluate.prompts):
+        if not prompt.strip():
+            raise ConfigError("a prompt is empty", where=f"evaluate.prompts[{index}]", found=prompt, allowed="text")
+
+
+def _check_lm_eval(config: RunConfig) -> None:
+    tasks, folder = config.evaluate.lm_eval, config.evaluate.lm_eval_include
+    if tasks and config.adapter.is_used and not config.adapter.merge:
+        what, hint = "the harness measures a whole model, and none is written", "adapter.merge=true"
+        raise _conflict(config, "evaluate.lm_eval adapter.merge", what, hint=hint)
+    if folder is not None and not tasks:
+        what = "no task is asked for, so a folder of tasks has no meaning"
+        hint = "evaluate.lm_eval=[NAME], or evaluate.lm_eval_include=null"
+        raise _conflict(config, "evaluate.lm_eval_include", what, hint=hint)
+    if folder is not None and not Path(folder).is_dir():
+        allowed = "a folder of YAML files"
+        raise _conflict(config, "evaluate.lm_eval_include", "there is no such folder", allowed=allowed)
+
+
+def _check_checkpoints(config: RunConfig) -> None:
+    every, keep_every, resume = config.checkpoint.every, config.checkpoint.keep_every, config.checkpoint.resume
     eval_every = config.train.eval_every
-    if config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
-        raise ConfigError(
-            "the best is not known, since not every checkpoint is evaluated",
-            where="checkpoint.keep_best",
-            found=f"true, with train.eval_every={'null' if eval_every is None else eval_every}",
-            allowed="true where train.eval_every divides checkpoint.every, or false",
-            hint=_evaluated_when_saved(every, eval_every, keep_every),
-        )
-
-
-def _evaluated_when_saved(every: int, eval_every: int | None, keep_every: int | None) -> str:
-    """What makes every checkpoint one that is evaluated: to save as often, unless that misses those to be kept."""
-    if eval_every is None or (keep_every is not None and keep_every % eval_every != 0):
-        return f"train.eval_every={every}"
-    return f"checkpoint.every={eval_every}"
-
-
-def _check_resume(resume: str) -> None:
+    if every is not None and keep_every is not None and keep_every % every != 0:
+        what = "most of the steps that are to be kept are not saved"
+        allowed = "a multiple of checkpoint.every, or null"
+        hint = f"checkpoint.keep_every={-(-keep_every // every) * every}"
+        raise _conflict(config, "checkpoint.keep_every checkpoint.every", what, allowed=allowed, hint=hint)
+    if every is not None and config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
+        what = "the best is not known, since not every checkpoint is evaluated"
+        allowed = "true where train.eval_every divides checkpoint.every, or false"
+        # To save as often as to evaluate, unless that misses those to be kept.
+        is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
+        hint = f"train.eval_every={every}" if is_missed else f"checkpoint.every={eval_every}"
+        raise _conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
     words = ["auto", "never"]
-    if resume in words or (resume and Path(resume).expanduser().is_dir()):
-        return
-    near = difflib.get_close_matches(resume.lower(), words, n=1, cutoff=0.5)
-    raise ConfigError(
-        "this is neither a word for where to start nor a folder that exists",
-        where="checkpoint.resume",
-        found=resume,
-        allowed="auto, never, or the folder of a checkpoint",
-        hint=f"checkpoint.resume={near[0] if near else 'auto'}",
-    )
-
-
-def _check_export(export: ExportConfig) -> None:
-    if export.push_to is not None and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", export.push_to):
-        raise ConfigError(
-            "this is no repository of the Hub",
-            where="export.push_to",
-            found=export.push_to,
-            allowed="OWNER/NAME: letters, digits, - _ .",
-        )
+    if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
+        near = difflib.get_close_matches(resume.lower(), words, n=1, cutoff=0.5)
+        what = "this is neither a word for where to start nor a folder that exists"
+        allowed, hint = "auto, never, or the folder of a checkpoint", f"checkpoint.resume={near[0] if near else 'auto'}"
+        raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)

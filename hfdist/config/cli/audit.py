@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.config.cli.command import INTERRUPTED, stop_everywhere
-from hfdist.config.cli.offline import FLAG, go_offline
+from hfdist.config.checks.preflight import OFFLINE_FLAG
+from hfdist.config.cli.command import go_offline
+from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import ConfigError
 from hfdist.topology import read_launcher
 
 _HELP = """\
@@ -50,19 +51,15 @@ def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[]
 
     @functools.wraps(main)
     def command() -> None:
-        try:
+        with told_in_one_message(stop_everywhere):
             arguments = sys.argv[1:]
             if {"-h", "--help"} & {*arguments}:
                 sys.stdout.write(_HELP)
                 return
-            if FLAG in arguments:
+            if OFFLINE_FLAG in arguments:
                 go_offline()
-            request = parse_request([argument for argument in arguments if argument != FLAG])
+            request = parse_request([argument for argument in arguments if argument != OFFLINE_FLAG])
             main(request, compose_config(name=_CONFIG, extra_dir=request.run))
-        except HfdistError as error:
-            stop_everywhere(error)
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
 
     return command
 
@@ -80,32 +77,27 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         raise ConfigError("text is shown of a step only", where=f"text ({COMMAND_LINE})", hint="step=1 text=full")
     num_processes = read_launcher().world_size
     if num_processes > 1:
-        raise ConfigError(
-            "an audit takes one process",
-            where="accelerate launch",
-            found=f"{num_processes} processes",
-            hint=f"python recipes/audit.py {' '.join(arguments)}",
-        )
-    return AuditRequest(
-        run=_find_run(values["run"]),
-        step=_parse_step(values["step"]) if "step" in values else None,
-        shows_all_text=_parse_text(values.get("text", "short")) == "full",
-    )
+        found, hint = f"{num_processes} processes", f"python recipes/audit.py {' '.join(arguments)}"
+        raise ConfigError("an audit takes one process", where="accelerate launch", found=found, hint=hint)
+    run, step, text = _find_run(values["run"]), values.get("step"), values.get("text", "short")
+    if step is not None and not (step.isdecimal() and int(step) >= 1):
+        allowed = "a whole number >= 1, as in step=120"
+        raise ConfigError("this is no step", where=f"step ({COMMAND_LINE})", found=step, allowed=allowed)
+    if text not in _TEXTS:
+        where, hint = f"text ({COMMAND_LINE})", f"text={difflib.get_close_matches(text, _TEXTS, n=1, cutoff=0.0)[0]}"
+        raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=hint)
+    return AuditRequest(run=run, step=None if step is None else int(step), shows_all_text=text == "full")
 
 
 def _parse(argument: str) -> tuple[str, str]:
     name, equals, value = argument.partition("=")
-    key = name.lstrip("-")
     if name in _KEYS and value:
         return name, value
-    near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.5)
-    raise ConfigError(
-        "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`",
-        where=COMMAND_LINE,
-        found=argument,
-        allowed="run=FOLDER, step=N, text=short|full, --help, --offline; other keys are those of the run, and stay",
-        hint=f"{near[0]}={value or '...'}" if near else "--help",
-    )
+    near = difflib.get_close_matches(name.lstrip("-"), _KEYS, n=1, cutoff=0.5)
+    what = "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`"
+    allowed = "run=FOLDER, step=N, text=short|full, --help, --offline; other keys are those of the run, and stay"
+    hint = f"{near[0]}={value or '...'}" if near else "--help"
+    raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
 
 
 def _find_run(value: str) -> Path:
@@ -114,30 +106,6 @@ def _find_run(value: str) -> Path:
         return run
     others = sorted(path.parent.name for path in run.parent.glob(f"*/{_CONFIG}.yaml"))
     near = difflib.get_close_matches(run.name, others, n=1, cutoff=0.5)
-    raise ConfigError(
-        "there is no such run",
-        where=f"run ({COMMAND_LINE})",
-        found=value,
-        allowed=f"a folder with {_CONFIG}.yaml" + (f": {', '.join(others[:20])} in {run.parent}" if others else ""),
-        hint=f"run={run.parent / near[0]}" if near else None,
-    )
-
-
-def _parse_step(value: str) -> int:
-    if value.isdecimal() and int(value) >= 1:
-        return int(value)
-    raise ConfigError(
-        "this is no step",
-        where=f"step ({COMMAND_LINE})",
-        found=value,
-        allowed="a whole number >= 1, as in step=120",
-    )
-
-
-def _parse_text(value: str) -> str:
-    if value in _TEXTS:
-        return value
-    near = difflib.get_close_matches(value, _TEXTS, n=1, cutoff=0.0)
-    raise ConfigError(
-        "no such value", where=f"text ({COMMAND_LINE})", found=value, allowed=", ".join(_TEXTS), hint=f"text={near[0]}"
-    )
+    allowed = f"a folder with {_CONFIG}.yaml" + (f": {', '.join(others[:20])} in {run.parent}" if others else "")
+    hint = f"run={run.parent / near[0]}" if near else None
+    raise ConfigError("there is no such run", where=f"run ({COMMAND_LINE})", found=value, allowed=allowed, hint=hint)

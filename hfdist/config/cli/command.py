@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -19,9 +18,8 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from hfdist.config.checks.preflight import check_run
-from hfdist.config.cli.offline import FLAG, check_offline, go_offline
-from hfdist.config.cli.process_end import ending, group_size
+from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
+from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.composition.help import describe
@@ -29,15 +27,14 @@ from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.composition.search_path import searching
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
-from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
+from hfdist.errors import ConfigError
 from hfdist.topology import read_launcher
 
-INTERRUPTED = 130
-RANK_0_PRINTS_SECONDS = 5.0
-"""How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
-
+# Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 _IMPORTED_BY_A_RANK = "__mp_main__"
 """Name under which multiprocessing imports the script that has started a process: the script must not start again."""
+_NO_FLAG = "this flag of Hydra is not available"
 _PRINTING_FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
@@ -88,8 +85,13 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
+def go_offline() -> None:
+    """Switch the Hub off for this process and its children. Call before any of its libraries is imported."""
+    os.environ.update(_OFFLINE)
+
+
 def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[str], takes_ranks: bool) -> None:
-    try:
+    with told_in_one_message(stop_everywhere):
         flags = _parse_flags(arguments)
         if flags.offline:
             go_offline()
@@ -107,23 +109,14 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
                 sys.exit(_start_ranks(command, config, processes))
         else:
             _check_one_process(config)
-    except HfdistError as error:
-        stop_everywhere(error)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
     run_composed(command, config)
 
 
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:
     """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
     main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
-    with ending():
-        try:
-            main(config)
-        except HfdistError as error:
-            stop_here(error)
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
+    with ending(), told_in_one_message(stop_here):
+        main(config)
 
 
 def _processes_to_start(config: RunConfig) -> int:
@@ -134,12 +127,10 @@ def _processes_to_start(config: RunConfig) -> int:
     """
     launcher, asked = read_launcher(), config.launch.processes
     if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
-        raise ConfigError(
-            "the launcher has started another number of processes",
-            where="launch.processes",
-            found=f"{asked}, and {launcher.world_size} of the launcher",
-            hint="launch.processes=1 leaves it to the launcher; without one, hfdist starts them",
-        )
+        what = "the launcher has started another number of processes"
+        found = f"{asked}, and {launcher.world_size} of the launcher"
+        hint = "launch.processes=1 leaves it to the launcher; without one, hfdist starts them"
+        raise ConfigError(what, where="launch.processes", found=found, hint=hint)
     if launcher.is_given:
         return 1
     if asked == AUTO:
@@ -152,13 +143,11 @@ def _processes_to_start(config: RunConfig) -> int:
 def _check_one_process(config: RunConfig) -> None:
     launched, asked = read_launcher().world_size, config.launch.processes
     if launched > 1 or asked not in (AUTO, "1"):
-        processes = launched if launched > 1 else int(asked)
-        raise ConfigError(
-            "this takes one process, which starts its own workers",
-            where="accelerate launch" if launched > 1 else "launch.processes",
-            found=f"{processes} processes",
-            hint=f"data.workers={processes}, " + ("without a launcher" if launched > 1 else "and launch.processes=1"),
-        )
+        where, rest = "launch.processes", "and launch.processes=1"
+        if launched > 1:
+            where, rest, asked = "accelerate launch", "without a launcher", str(launched)
+        what, hint = "this takes one process, which starts its own workers", f"data.workers={asked}, {rest}"
+        raise ConfigError(what, where=where, found=f"{asked} processes", hint=hint)
 
 
 def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int) -> int:
@@ -175,7 +164,7 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         ConfigError: an unknown flag, two commands at once, or a flag that hfdist does not offer.
     """
     parser = get_args_parser()
-    parser.add_argument(FLAG, action="store_true", help="No connection to the Hub or to remote data")
+    parser.add_argument(OFFLINE_FLAG, action="store_true", help="No connection to the Hub or to remote data")
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"the command line cannot be read: {message}", where="command line", hint="--help")
@@ -192,20 +181,17 @@ def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     if len(given) > 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError("only one of these flags at a time", where="command line", found=names)
-    if flags.multirun:
-        raise ConfigError(
+    for name, what, hint in (
+        (
+            "multirun",
             "one command is one run: under a launcher several runs in one process would share its process group",
-            where="--multirun (command line)",
-            hint="for lr in 1e-3 3e-4; do accelerate launch ... run.name=lr-$lr optimizer.lr=$lr; done",
-        )
-    for name, hint in (
-        ("config_path", "--config-dir DIR adds a folder whose files win over the shipped ones"),
-        ("experimental_rerun", "--config-dir <run.dir> --config-name config starts from a run's config"),
+            "for lr in 1e-3 3e-4; do accelerate launch ... run.name=lr-$lr optimizer.lr=$lr; done",
+        ),
+        ("config_path", _NO_FLAG, "--config-dir DIR adds a folder whose files win over the shipped ones"),
+        ("experimental_rerun", _NO_FLAG, "--config-dir <run.dir> --config-name config starts from a run's config"),
     ):
-        if getattr(flags, name) is not None:
-            raise ConfigError(
-                "this flag of Hydra is not available", where=f"--{name.replace('_', '-')} (command line)", hint=hint
-            )
+        if getattr(flags, name):
+            raise ConfigError(what, where=f"--{name.replace('_', '-')} (command line)", hint=hint)
     return flags
 
 
@@ -219,13 +205,9 @@ def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentPar
     if hint is None:
         nearest = key if find_key(key) is not None else nearest_key(key)
         hint = near[0] if near else f"{nearest}={value or '...'}" if nearest else "--help"
-    return ConfigError(
-        "there is no such flag; keys of the config are set without dashes",
-        where="command line",
-        found=text,
-        allowed="section.key=value, or a flag that --help lists",
-        hint=hint,
-    )
+    what = "there is no such flag; keys of the config are set without dashes"
+    allowed = "section.key=value, or a flag that --help lists"
+    return ConfigError(what, where="command line", found=text, allowed=allowed, hint=hint)
 
 
 def _print_only(command: Callable[[], None], flags: argparse.Namespace, request: Request) -> None:
@@ -252,7 +234,8 @@ def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: 
     def task(config: DictConfig) -> None:
         raise AssertionError("Hydra runs nothing here")
 
-    arguments = [f"--{name.replace('_', '-')}" for name in _flags_without_value(flags)]
+    names = [name for name in ("hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
+    arguments = [f"--{name.replace('_', '-')}" for name in names]
     for name in ("cfg", "package", "info"):
         value = getattr(flags, name)
         arguments += [] if value is None else [f"--{name}", value]
@@ -264,45 +247,3 @@ def _ask_hydra(command: Callable[[], None], flags: argparse.Namespace, request: 
             hydra.main(config_path=None, config_name=request.config_name, version_base="1.3")(task)()
     finally:
         sys.argv = before
-
-
-def _flags_without_value(flags: argparse.Namespace) -> list[str]:
-    return [name for name in ("hydra_help", "shell_completion", "resolve") if getattr(flags, name)]
-
-
-def stop_everywhere(error: HfdistError) -> NoReturn:
-    """End after an error that every rank meets alike: one message, from rank 0."""
-    if _rank() == 0:
-        _say(str(error))
-    else:
-        time.sleep(RANK_0_PRINTS_SECONDS)
-    sys.exit(error.exit_code)
-
-
-def stop_here(error: HfdistError) -> NoReturn:
-    """End after an error of a run that has begun.
-
-    What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time
-    to say it, and speak only when no launcher has ended them by then. So it is as long as there is no process group.
-    Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
-    """
-    rank = _rank()
-    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
-    if rank != 0 and is_met_by_all:
-        time.sleep(RANK_0_PRINTS_SECONDS)
-    if rank == 0 or not isinstance(error, PreemptedError):
-        # All ranks agree to stop, so that rank 0 says it for certain.
-        _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
-    sys.exit(error.exit_code)
-
-
-def _rank() -> int:
-    try:
-        return read_launcher().rank
-    except ConfigError:
-        return 0
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()

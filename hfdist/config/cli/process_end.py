@@ -1,4 +1,4 @@
-"""The end of a rank's process: all that Python does at its end, and then at once, past the interpreter's own.
+"""How a process ends: an error as one message with its exit code, and a rank past the interpreter's own end.
 
 While the interpreter ends, threads in torch's C++ go on. One that comes back to Python then, as gloo's do to let go of
 a tensor, aborts a process whose run ended well ("terminate called without an active exception", Python 3.11 to 3.13),
@@ -8,22 +8,102 @@ and taking a group down may wait for a peer. No call of torch ends them in bound
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
+from types import TracebackType
 from typing import Any, NoReturn
 
+from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
+from hfdist.topology import read_launcher
+
+INTERRUPTED = 130
+RANK_0_PRINTS_SECONDS = 5.0
+"""How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
 _FAILED_SECONDS = 5.0
 """For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
 _LAST = -1000
 """Priority behind all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
+_reports = False
 
 
-@contextmanager
+@contextlib.contextmanager
+def told_in_one_message(stop: Callable[[HfdistError], NoReturn]) -> Iterator[None]:
+    """End the process by `stop` after an error of the block, and quietly where it is interrupted."""
+    try:
+        yield
+    except HfdistError as error:
+        stop(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def stop_everywhere(error: HfdistError) -> NoReturn:
+    """End after an error that every rank meets alike: one message, from rank 0."""
+    if _rank() == 0:
+        _say(str(error))
+    else:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+    sys.exit(error.exit_code)
+
+
+def stop_here(error: HfdistError) -> NoReturn:
+    """End after an error of a run that has begun.
+
+    What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time
+    to say it, and speak only when no launcher has ended them by then. So it is as long as there is no process group.
+    Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
+    """
+    rank = _rank()
+    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
+    if rank != 0 and is_met_by_all:
+        time.sleep(RANK_0_PRINTS_SECONDS)
+    if rank == 0 or not isinstance(error, PreemptedError):
+        # All ranks agree to stop, so that rank 0 says it for certain.
+        _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
+    sys.exit(error.exit_code)
+
+
+def _rank() -> int:
+    try:
+        return read_launcher().rank
+    except ConfigError:
+        return 0
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+
+
+def report_uncaught() -> None:
+    """From now on, let an `HfdistError` that a user's own program does not catch end the process as a recipe ends.
+
+    Other errors go where they would have gone. A session at a prompt keeps its tracebacks: it does not end. Notebooks
+    and test runners catch all errors before this.
+    """
+    global _reports
+    if _reports or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+    _reports, before = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, HfdistError):
+            before(kind, error, trace)
+            return
+        # torch hangs a hook of its own before this one, which collects what is written in order to name the rank.
+        with contextlib.redirect_stderr(sys.__stderr__):
+            stop_here(error)
+
+    sys.excepthook = hook
+
+
+@contextlib.contextmanager
 def ending() -> Iterator[None]:
     """End the process behind the block where a process group is up by then, with the exit code that Python would give.
 

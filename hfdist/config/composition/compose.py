@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hfdist.config.checks.secrets import refuse_secrets
+from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.composition.search_path import searching, shipped_folder
 from hfdist.config.composition.yaml_safety import refuse_resolver
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = "run_schema"
@@ -166,22 +164,6 @@ def to_values(config: RunConfig) -> dict[str, Any]:
         if getattr(getattr(config, section), name):
             del values[section][name]
     return values
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses as mappings and enums as their names, so that YAML and JSON can hold them."""
-    if isinstance(value, Enum):
-        return value.name
-    if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, str):
-        # What is resolved stays as it is: "${" in a value is text by now.
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
-    return value
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hfdist.config.composition.compose import plain, to_values
+from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceConfig
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
 from hfdist.errors import CheckpointError
 
 # The layout is safe by design. What stands in files is compared by content, with the data's cursor. Rows are

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from hfdist.config.checks.secrets import refuse_secrets
+from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.yaml_safety import refuse_target
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from hfdist.config.checks.secrets import refuse_secrets
+from hfdist.config.checks.urls import refuse_secrets
 from hfdist.errors import ConfigError
 
 MAX_BYTES = 1 << 20

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from hfdist.config.checks.preflight import check_offline
 from hfdist.config.cli.command import recipe
-from hfdist.config.cli.offline import check_offline
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 

@@ -9,7 +9,7 @@ from hfdist.strategies import select
 
 PROGRAM = """
 import sys
-from hfdist.config.cli.uncaught import report_uncaught
+from hfdist.config.cli.process_end import report_uncaught
 from hfdist.errors import ConfigError
 
 before = sys.excepthook
@@ -38,7 +38,7 @@ def test_other_errors_keep_their_tracebacks():
 
 
 def test_a_session_at_a_prompt_goes_on():
-    program = "from hfdist.config.cli.uncaught import report_uncaught as r; import sys; b = sys.excepthook; r()"
+    program = "from hfdist.config.cli.process_end import report_uncaught as r; import sys; b = sys.excepthook; r()"
     ended = subprocess.run(
         [sys.executable, "-i", "-c", f"{program}; print(b is sys.excepthook)"],
         input="",
