@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hfdist.config.composition.compose import compose_untyped, make_request
+from hfdist.config.composition.files import list_groups, list_options, shipped_folder
 from hfdist.config.composition.help import descriptions
-from hfdist.config.composition.search_path import list_groups, list_options, shipped_folder
 from hfdist.config.data import SourceConfig
 from hfdist.config.schema import ANY_NAME, Key, all_keys, members, plain
 

@@ -86,15 +86,11 @@ class SourceConfig:
     text: str = "text"
     """The column that holds the text. Unused for .txt files, which are one document each."""
     format: RowFormat | None = None
-    """What its rows hold; null: as `data.format` says."""
     subset: str | None = None
-    """hub: the dataset's configuration name."""
     split: str = "train"
     revision: str | None = None
     weight: float | None = limited(None, above=0)
-    """Share of the sequences, relative to the other weights; null for all sources: documents mixed as they are."""
     epochs: int | None = limited(None, at_least=1)
-    """Passes over the source at the most, then the others go on without it; null: no limit."""
 
 
 @dataclass(kw_only=True)
@@ -112,13 +108,10 @@ class ChatConfig:
     """How conversations become tokens and targets."""
 
     template: str | None = None
-    """A file with a chat template in Jinja; null: the tokenizer's own."""
     system: str | None = None
-    """System prompt of conversations that have none; null: none."""
     train_on: TrainOn = TrainOn.assistant
     """Which tokens are targets; of a prompt with its completion: `all`, or only the completion."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template, such as `enable_thinking`."""
 
 
 @dataclass(kw_only=True)
@@ -130,15 +123,12 @@ class DataConfig:
     """Weights that replace those of the sources from a step on, in order of steps. Counted in global batches, which are
     the steps but for batches without a target: those take no step."""
     sequence_length: int = limited(512, at_least=2)
-    """Tokens in one sequence."""
     packing: Packing = Packing.concat
     too_long: TooLong = TooLong.split
     """What to do with a document longer than a sequence. With `packing=none`, `split` keeps its beginning only."""
     format: RowFormat = RowFormat.text
-    """What rows hold, in sources that do not say it themselves."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     seed: int = limited(0, at_least=0)
-    """Of the order of the documents; independent of `train.seed`."""
     lanes: int = limited(48, at_least=1)
     """Independent reading positions. Fixes the order; the number of data ranks must divide it."""
     eval_fraction: float = limited(0.02, at_least=0, at_most=0.5)
@@ -146,19 +136,10 @@ class DataConfig:
     eval_sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Held-out documents of their own instead of a share of the others (`eval_fraction=0`): all of each source."""
     eval_sequences: int = limited(128, at_least=1)
-    """How many held-out sequences an evaluation uses at the most; of `eval_sources`: of each."""
     workers: int = limited(1, at_least=0)
-    """Processes per rank that read, tokenize and pack ahead; 0: in the training process."""
     prefetch: int = limited(64, at_least=1)
-    """Sequences that each worker holds ready."""
     on_bad_rows: BadRows = BadRows.error
-    """Rows and files that cannot be read: stop; leave them out and count them; or also write them down in the run's
-    folder."""
     quarantine: list[str] = field(default_factory=list)
-    """Rows to take out, as SOURCE:FILE:ROW; everything else stays where it was."""
     cache_dir: str | None = None
-    """For remote files, tokens, indexes and trained tokenizers; null: $HFDIST_CACHE or ~/.cache/hfdist."""
     file_cache_bytes: int = limited(100 * 2**30, at_least=2**20)
-    """Remote files that a machine keeps; those that were used longest ago go first."""
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
-    """Tokens that a machine keeps for the next epoch and the next run; 0: none."""

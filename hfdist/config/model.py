@@ -50,12 +50,9 @@ class TokenizerConfig:
     """A tokenizer from the Hub or a folder, or one trained on the corpus at first use."""
 
     name: str | None = None
-    """Hub id or folder; null: train a byte-level BPE on the training documents and cache it."""
     revision: str | None = None
     vocab_size: int = limited(8192, at_least=257)
-    """Size of a trained tokenizer, in tokens. Unused with a name."""
     train_bytes: int = limited(16_000_000, at_least=10_000)
-    """How much text, in bytes, a trained tokenizer sees at the most."""
 
 
 @dataclass(kw_only=True)
@@ -63,12 +60,9 @@ class ModelConfig:
     """A causal language model of transformers."""
 
     name: str | None = None
-    """Hub id, folder or .gguf file (with weights, or a `config.json` for random ones); null: `type` says what."""
     revision: str | None = None
     gguf_file: str | None = None
-    """A GGUF file in the repository or folder: weights, config and tokenizer come from it."""
     type: str | None = None
-    """A `model_type` of transformers, such as `llama`; used only where `name` is null."""
     init: Init = Init.random
     dtype: Dtype = Dtype.auto
     attention: Attention = Attention.auto
@@ -77,7 +71,5 @@ class ModelConfig:
     time, with what torch has; `liger`, `cut_cross_entropy`: kernels of these packages, on GPUs. `auto`: `chunked`, or
     `full` where the model needs its logits whole."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of the Hugging Face config to set or override, checked against its class."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     trust_remote_code: bool = False
-    """Run Python code of the model's repository. Accepted from the command line only."""

@@ -1,4 +1,8 @@
-"""The whole config of a run as one typed value, with the small groups that belong to the run and not to the model."""
+"""The whole config of a run as one typed value, with the small groups that belong to the run and not to the model.
+
+The comments of conf/ say what each key means; `--help` and docs/keys.md show them. The dataclasses give type, default
+and limit, and say only what a comment has no room for.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +50,7 @@ class LaunchConfig:
     """
 
     processes: str = field(default="1", metadata={LIMIT: _PROCESSES})
-    """Processes that train: a number, or `auto`, one for each GPU of this machine."""
     max_restarts: int = limited(0, at_least=0)
-    """How often all processes start again, from the newest checkpoint, after one was lost or told to stop."""
 
 
 class Chat(Enum):
@@ -77,9 +79,7 @@ class EvaluateConfig:
     """
 
     at_start: bool = False
-    """Evaluate before the first step, too."""
     prompts: list[str] = field(default_factory=list)
-    """Texts that the model continues at each evaluation, greedily, into samples.jsonl."""
     chat: Chat = Chat.auto
     max_new_tokens: int = limited(64, at_least=1)
     """Of each continuation; an end-of-text token ends it sooner."""
@@ -87,18 +87,12 @@ class EvaluateConfig:
     """Names of metrics that installed packages offer (entry points `hfdist.metrics`), or `exact_match`, `word_f1`: of
     continued held-out prompts, beside what stands there."""
     num_generations: int = limited(32, at_least=1)
-    """Held-out examples that are continued for the metrics, at the most."""
     # A checkpoint holds the newest 1000.
     patience: int | None = limited(None, at_least=1, at_most=999)
-    """Evaluations in a row without a lower held-out loss, after which the run stops; null: never."""
     min_delta: float = limited(0.0, at_least=0)
-    """By how much the loss must at least be lower than the best to count."""
     export: Export = Export.last
-    """`best`: of the checkpoint with the lowest held-out loss."""
     lm_eval: list[str] = field(default_factory=list)
-    """Tasks of EleutherAI's evaluation harness, for the exported model; its package is lm-eval."""
     lm_eval_include: str | None = None
-    """A folder with YAML files of tasks of your own."""
 
 
 @dataclass(kw_only=True)
@@ -109,20 +103,14 @@ class CheckpointConfig:
     """
 
     every: int | None = limited(None, at_least=1)
-    """Steps between saves; null: none."""
     keep: int = limited(2, at_least=1)
-    """How many of the newest are kept."""
     keep_every: int | None = limited(None, at_least=1)
-    """Also kept: those of steps that this divides; null: none."""
     keep_best: bool = False
-    """Also kept: the one with the lowest held-out loss."""
     background: bool = True
-    """Write from a copy in the host's memory while training goes on; false: no copy, and training waits."""
     resume: str = "auto"
     """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;
     or the path of one to begin from: of another run, it counts until this run has checkpoints of its own."""
     allow_changes: bool = False
-    """Go on from a checkpoint though keys, or data files, have changed that change the training."""
 
 
 @dataclass(kw_only=True)
@@ -145,19 +133,12 @@ class ReportConfig:
     """
 
     log_every: int = limited(1, at_least=1)
-    """Steps between lines."""
     to: list[str] = field(default_factory=list)
-    """Trackers of transformers' `report_to`, such as tensorboard or wandb."""
     progress: bool = True
-    """Show a progress bar on rank 0."""
     preview: int = limited(0, at_least=0)
-    """Sequences shown before the first step, targets and context told apart; 0: none."""
     plot: bool = True
-    """Draw loss.png at the end."""
     timeline: bool = True
-    """Draw the measured schedule of a pipeline, timeline.png, with a Chrome trace in timeline.json."""
     sample_prompt: str | None = None
-    """Text that the trained model continues at the end; null: no sample."""
     sample_tokens: int = limited(64, at_least=1)
 
 
@@ -169,11 +150,8 @@ class ExportConfig:
     """
 
     push_to: str | None = None
-    """Hub repository OWNER/NAME that it is uploaded to at the end, with its model card; null: none."""
     private: bool = True
-    """Whether the repository is private, where it is made new."""
     revision: str | None = None
-    """Branch to upload to, made where it is missing; null: the default branch."""
 
 
 @dataclass(kw_only=True)

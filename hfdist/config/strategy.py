@@ -35,7 +35,6 @@ class StrategyConfig:
     data: int | None = limited(None, at_least=1)
     """Data-parallel degree; null: all processes that are left. A number makes another count an error."""
     min_data: int = limited(1, at_least=1)
-    """Fewest data ranks: a launcher that silently starts a single process is then noticed."""
     pipeline: int = limited(1, at_least=1)
     context: int = limited(1, at_least=1)
     tensor: int = limited(1, at_least=1)
@@ -43,13 +42,9 @@ class StrategyConfig:
     schedule: Schedule = ONE_F_ONE_B
     """What the stages of a pipeline do when. More stages a rank and the zero-bubble schedules idle less."""
     stages_per_rank: int | None = limited(None, at_least=1)
-    """Stages on each rank of a pipeline; null: what the schedule is usually run with."""
     balance: Balance = Balance.flops
-    """By what the blocks are shared out over the stages of a pipeline."""
     blocks_per_stage: list[int] | None = None
-    """The number of blocks of each stage, instead of `balance`."""
     offload: Offload = Offload.none
-    """ZeRO: keep the optimizer's state in host memory."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 

@@ -14,9 +14,7 @@ from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks
 from recipes.finetune import main
 from tests.distributed.runs import losses
-from tests.hub_server import Cut, Status, User
-from tests.hub_server.fixtures import hub  # noqa: F401
-from tests.hub_server.models import write_model
+from tests.hub_server import Cut, Status, User, hub, write_model  # noqa: F401
 from tests.unit.hub.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.distributed

@@ -8,9 +8,7 @@ import pytest
 
 from hfdist.models.resolve import resolve_model
 from tests.e2e.test_launch import ROOT, lines, run
-from tests.hub_server import User
-from tests.hub_server.fixtures import hub  # noqa: F401
-from tests.hub_server.models import write_model
+from tests.hub_server import User, hub, write_model  # noqa: F401
 from tests.unit.hub.starting import configure
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

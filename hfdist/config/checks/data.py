@@ -142,7 +142,5 @@ def _check_quarantined(entry: str, sources: dict[str, SourceConfig]) -> None:
 
 def _unknown_source(name: str, sources: dict[str, SourceConfig], *, where: str, hint: str) -> ConfigError:
     near = difflib.get_close_matches(name, sources, n=1, cutoff=0.5)
-    found_hint = hint.replace("{near}", near[0]) if near else None
-    return ConfigError(
-        f"there is no source {name!r}", where=where, found=name, allowed=", ".join(sources), hint=found_hint
-    )
+    filled, allowed = hint.replace("{near}", near[0]) if near else None, ", ".join(sources)
+    return ConfigError(f"there is no source {name!r}", where=where, found=name, allowed=allowed, hint=filled)

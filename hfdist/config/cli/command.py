@@ -22,9 +22,9 @@ from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_ru
 from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
+from hfdist.config.composition.files import searching
 from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
-from hfdist.config.composition.search_path import searching
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
 from hfdist.errors import ConfigError

@@ -14,10 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
+from hfdist.config.composition.files import refuse_resolver, searching, shipped_folder
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
-from hfdist.config.composition.search_path import searching, shipped_folder
-from hfdist.config.composition.yaml_safety import refuse_resolver
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
 from hfdist.errors import ConfigError, HfdistError
@@ -76,11 +75,10 @@ def compose_untyped(request: Request) -> DictConfig:
     except Exception as error:  # whatever a parser raises on what a user wrote
         raise explain(error, request) from error
     if OmegaConf.get_type(config) is not RunConfig:
-        raise ConfigError(
-            "the primary config is not typed, so mistakes in it would pass",
-            where=f"--config-name {request.config_name}",
-            hint=f"begin its defaults list with `- {SCHEMA}`, or with `- pretrain` to start from the shipped one",
-        )
+        what = "the primary config is not typed, so mistakes in it would pass"
+        where = f"--config-name {request.config_name}"
+        hint = f"begin its defaults list with `- {SCHEMA}`, or with `- pretrain` to start from the shipped one"
+        raise ConfigError(what, where=where, hint=hint)
     check_keys(config, request)
     for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
         refuse_resolver(text, key)

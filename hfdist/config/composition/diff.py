@@ -16,38 +16,13 @@ from hfdist.errors import CheckpointError
 
 # The layout is safe by design. What stands in files is compared by content, with the data's cursor. Rows are
 # quarantined while a run goes on, and leave the others where they were.
-_SAFE = (
-    "run.*",
-    "launch.*",
-    "report.*",
-    "export.*",
-    "checkpoint.*",
-    "evaluate.*",
-    "watch.*",
-    "strategy.*",
-    "adapter.merge",
-    "model.loss",
-    "train.micro_batch_size",
-    "train.eval_*",
-    "train.max_skipped_steps",
-    "train.max_rollbacks",
-    "train.compare_replicas_every",
-    "train.compile",
-    "train.gradient_checkpointing",
-    "train.recompute",
-    "optimizer.fused",
-    "data.sources.*.path",
-    "data.chat.template",
-    "data.workers",
-    "data.prefetch",
-    "data.on_bad_rows",
-    "data.quarantine",
-    "data.eval_sources*",
-    "data.eval_sequences",
-    "data.cache_dir",
-    "data.file_cache_bytes",
-    "data.token_cache_bytes",
-)
+_SAFE = """
+run.* launch.* report.* export.* checkpoint.* evaluate.* watch.* strategy.* adapter.merge model.loss
+train.micro_batch_size train.eval_* train.max_skipped_steps train.max_rollbacks train.compare_replicas_every
+train.compile train.gradient_checkpointing train.recompute optimizer.fused data.sources.*.path
+data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
+data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
+"""
 _LENGTHS = ("train.max_steps", "train.epochs")
 _SCHEDULE = "optimizer.schedule"
 
@@ -72,7 +47,7 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Ch
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     old = _defaults(new, old) | old
-    safe = {key for pattern in _SAFE for key in fnmatch.filter(old | new, pattern)}
+    safe = {key for pattern in _SAFE.split() for key in fnmatch.filter(old | new, pattern)}
     if old.get(_SCHEDULE) == new.get(_SCHEDULE) == Schedule.constant.name:
         # Elsewhere the rate of every step depends on it.
         safe.update(_LENGTHS)

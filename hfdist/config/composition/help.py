@@ -9,8 +9,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from hfdist.config.composition.files import list_groups, list_options, shipped_folder
 from hfdist.config.composition.hydra_errors import Request
-from hfdist.config.composition.search_path import list_groups, list_options, shipped_folder
 from hfdist.config.schema import find_key
 
 _HEAD = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,10 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import override_for, reason_against
+from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
-from hfdist.config.composition.search_path import list_groups, list_options
-from hfdist.config.composition.yaml_safety import display
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError
-
-_MAX_LISTED = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,57 +48,47 @@ class Request:
         paths = (folder / f"{config_path.removesuffix('.yaml')}.yaml" for folder in self.folders)
         return next((path for path in paths if path.is_file()), None)
 
+    def value_of(self, key: str) -> str | None:
+        """What the command line gives a key or group."""
+        return next((given.value_text for given in self.overrides if given.key.partition("@")[0] == key), None)
+
 
 def explain(error: Exception, request: Request) -> ConfigError:
     """Translate an exception that Hydra raised while composing."""
-    cause = _omegaconf_cause(error)
-    override = _override_of(error, request)
     if isinstance(error, MissingConfigException):
         return _missing_config(error, request)
-    if override is not None and (override.text.startswith("~") or isinstance(cause, ConfigTypeError)):
-        return _bad_override(error, cause, override)
+    cause = _omegaconf_cause(error)
+    override = _override_of(error, request)
+    if override is not None and override.text.startswith("~"):
+        hint = f"{override.key}=... or another option of the group"
+        where = f"{override.key} ({COMMAND_LINE})"
+        return ConfigError("keys cannot be deleted, only set", where=where, found=override.text, hint=hint)
+    if override is not None and isinstance(cause, ConfigTypeError):
+        what, where = f"this override does not fit: {_first_line(cause)}", f"{override.key} ({COMMAND_LINE})"
+        return ConfigError(what, where=where, found=override.text, allowed=_allowed(override.key))
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        key = override.key if override is not None and _is_below(override.key, cause.full_key) else cause.full_key
+        key = str(cause.full_key)
+        key = override.key if override is not None and f"{override.key}.".startswith(f"{key}.") else key
         value = None if override is None else override.value_text
-        return unknown_key(str(key), value, _place(error, override, str(key), request), request)
+        return unknown_key(key, value, _place(error, override, key, request), request)
     if cause is not None:
         return _bad_value(cause, error, override, request)
-    group = re.match(r"(?:In '[^']+': )?Could not override '([^'@]+)", str(error))
-    if group:
-        override = next((o for o in request.overrides if o.key.partition("@")[0] == group[1]), None)
-        value = None if override is None else override.value_text
-        place = _place(error, override, group[1], request)
-        if group[1] in request.groups():
-            return ConfigError(
-                f"the primary config `{request.config_name}` lists no group `{group[1]}`: no option can be replaced",
-                where=f"{group[1]} ({place})",
-                found=value,
-                hint=f"single keys, such as {group[1]}.{members(group[1])[0]}=..., or --config-name pretrain"
-                if members(group[1])
-                else None,
-            )
-        return unknown_key(group[1], value, place, request)
-    return _other(error, request)
+    return _bad_group(error, request)
 
 
 def unknown_key(key: str, value: object, place: str, request: Request) -> ConfigError:
     """Say that there is no such key, and which one was probably meant."""
-    section = key.rpartition(".")[0]
-    where = f"{key} ({place})"
-    reason = reason_against(key)
+    where, reason, groups = f"{key} ({place})", reason_against(key), request.groups()
     if reason is not None:
         return ConfigError("there is no such key", where=where, found=value, hint=reason)
-    groups = request.groups()
+    what = f"there is no key `{key}`" if "." in key else f"there is no key or group `{key}`"
+    section = key.rpartition(".")[0]
     parent = find_key(section)
-    return ConfigError(
-        f"there is no key `{key}`" if "." in key else f"there is no key or group `{key}`",
-        where=where,
-        found=value,
-        allowed=f"in {section}: {', '.join(members(parent.name))}"
-        if parent is not None and members(parent.name)
-        else f"groups and sections: {', '.join(sorted({*groups, *members('')}))}",
-        hint=_hint_for_unknown(key, value, groups),
+    known = [] if parent is None else members(parent.name)
+    allowed = (
+        f"in {section}: {', '.join(known)}" if known else f"groups and sections: {_listed([*groups, *members('')])}"
     )
+    return ConfigError(what, where=where, found=value, allowed=allowed, hint=_hint_for_unknown(key, value, groups))
 
 
 def check_keys(config: DictConfig, request: Request) -> None:
@@ -110,8 +97,7 @@ def check_keys(config: DictConfig, request: Request) -> None:
     Raises:
         ConfigError: naming the first of them.
     """
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(config, resolve=False)
     as_given = {override.key: override.value_text for override in request.overrides}
     for key, value in unknown_keys(values):
         raise unknown_key(key, as_given.get(key, value), COMMAND_LINE, request)
@@ -119,27 +105,17 @@ def check_keys(config: DictConfig, request: Request) -> None:
 
 def missing_value(key: str) -> ConfigError:
     """Say that a key that stands as `???` was not given."""
-    known = find_key(key)
-    return ConfigError(
-        "a value is missing",
-        where=key,
-        found="???",
-        allowed=None if known is None else known.allowed,
-        hint=f"{key}=... on the command line",
-    )
+    hint = f"{key}=... on the command line"
+    return ConfigError("a value is missing", where=key, found="???", allowed=_allowed(key), hint=hint)
 
 
 def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     """Translate what OmegaConf raises while it resolves `${...}`."""
-    message = str(error).splitlines()[0]
+    message = _first_line(error)
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
     near = nearest_key(missing[1]) if missing else None
-    return ConfigError(
-        f"an interpolation cannot be resolved: {message}",
-        where=error.full_key or None,
-        allowed="${section.key} of a key that has a value",
-        hint=f"${{{near}}}" if near else None,
-    )
+    what, allowed = f"an interpolation cannot be resolved: {message}", "${section.key} of a key that has a value"
+    return ConfigError(what, where=error.full_key or None, allowed=allowed, hint=f"${{{near}}}" if near else None)
 
 
 def _missing_config(error: MissingConfigException, request: Request) -> ConfigError:
@@ -147,35 +123,28 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     group, _, option = name.rpartition("/")
     group = group.lstrip("/")
     if not group:
-        primaries = sorted({path for folder in request.folders for path in list_options(folder, ".")})
+        names = {path for folder in request.folders for path in list_options(folder, ".")}
+        where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
+        hint = _close(name, sorted(names), "--config-name {}")
         return ConfigError(
-            "there is no such primary config",
-            where=f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}",
-            found=name,
-            allowed=", ".join(primaries),
-            hint=_close(name, primaries, "--config-name {}"),
+            "there is no such primary config", where=where, found=name, allowed=_listed(names), hint=hint
         )
-    options = request.groups().get(group, [])
+    groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
+    options = groups.get(group, [])
     if not options:
-        known = sorted(request.groups())
-        near = _close(group, known, "{}")
-        return ConfigError(
-            f"there is no group `{group}`",
-            where=_file_place(error, request) or COMMAND_LINE,
-            found=name,
-            allowed=", ".join(known),
-            hint=None if near is None else f"{near}: {option}",
-        )
-    hint = _close(option, options, group + "={}") or f"add {group}/{option}.yaml to a folder and give --config-dir"
+        hint = _close(group, sorted(groups), f"{{}}: {option}")
+        return ConfigError(f"there is no group `{group}`", where=place, found=name, allowed=_listed(groups), hint=hint)
     if any((folder / f"{name}.yml").is_file() for folder in request.folders):
         hint = f"rename {option}.yml to {option}.yaml"
-    return ConfigError(
-        f"the group `{group}` has no option `{option}`",
-        where=f"{group} ({_chooser(group, option, request) or _file_place(error, request) or COMMAND_LINE})",
-        found=option,
-        allowed=", ".join(options),
-        hint=hint,
-    )
+    else:
+        own = f"add {group}/{option}.yaml to a folder and give --config-dir"
+        hint = _close(option, options, group + "={}") or own
+    return _no_option(group, option, options, _chooser(group, option, request) or place, hint)
+
+
+def _no_option(group: str, option: str, options: list[str], place: str, hint: str) -> ConfigError:
+    what, where = f"the group `{group}` has no option `{option}`", f"{group} ({place})"
+    return ConfigError(what, where=where, found=option, allowed=_listed(options), hint=hint)
 
 
 def _chooser(group: str, option: str, request: Request) -> str | None:
@@ -190,23 +159,6 @@ def _chooser(group: str, option: str, request: Request) -> str | None:
     return None
 
 
-def _bad_override(error: Exception, cause: OmegaConfBaseException | None, override: GivenOverride) -> ConfigError:
-    if override.text.startswith("~"):
-        return ConfigError(
-            "keys cannot be deleted, only set",
-            where=f"{override.key} ({COMMAND_LINE})",
-            found=override.text,
-            hint=f"{override.key}=... or another option of the group",
-        )
-    known = find_key(override.key)
-    return ConfigError(
-        f"this override does not fit: {str(cause or error).splitlines()[0]}",
-        where=f"{override.key} ({COMMAND_LINE})",
-        found=override.text,
-        allowed=None if known is None else known.allowed,
-    )
-
-
 def _bad_value(
     cause: OmegaConfBaseException, error: Exception, override: GivenOverride | None, request: Request
 ) -> ConfigError:
@@ -216,51 +168,48 @@ def _bad_value(
     merged = re.search(r"not a subclass of (\w+)\. value: (.*)", str(cause))
     if merged and not key:
         key = next((k.name for k in all_keys().values() if getattr(k.type, "__name__", "") == merged[1]), "")
-    known = find_key(key)
     value = merged[2] if merged and cause.value is None else cause.value
     if override is not None and value in (None, {}):
         value = override.value_text
-    options = request.groups().get(key, [])
+    allowed, options = _allowed(key), request.groups().get(key, [])
     if options and isinstance(value, str):
         hint = _close(value, options, key + "={}")
     else:
-        hint = None if known is None else _hint_for_value(key, value, known.allowed)
-    nothing = re.search(r"not Optional|Incompatible value 'None'", str(cause)) is not None
-    return ConfigError(
-        "this key needs a value, not null" if nothing else "the value has the wrong type or is not among the allowed",
-        where=f"{key} ({_place(error, override, key, request)})" if key else _place(error, override, key, request),
-        found="null" if nothing else f"{value!r}" if isinstance(value, str) else value,
-        allowed=None if known is None else known.allowed,
-        hint=hint,
-    )
+        hint = None if allowed is None else _hint_for_value(key, value, allowed)
+    place = _place(error, override, key, request)
+    what = "the value has the wrong type or is not among the allowed"
+    found = repr(value) if isinstance(value, str) else value
+    if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
+        what, found = "this key needs a value, not null", "null"
+    return ConfigError(what, where=f"{key} ({place})" if key else place, found=found, allowed=allowed, hint=hint)
 
 
-def _other(error: Exception, request: Request) -> ConfigError:
-    message = str(error).splitlines()[0] if str(error) else type(error).__name__
+def _bad_group(error: Exception, request: Request) -> ConfigError:
+    """Translate what Hydra says of groups, and whatever else it says."""
+    message, groups = _first_line(error), request.groups()
+    missing = re.match(r"(?:In '[^']+': )?Could not override '([^'@]+)", message)
+    if missing:
+        group, value = missing[1], request.value_of(missing[1])
+        place = COMMAND_LINE if value is not None else _place(error, None, group, request)
+        if group not in groups:
+            return unknown_key(group, value, place, request)
+        what = f"the primary config `{request.config_name}` lists no group `{group}`: no option can be replaced"
+        keys = members(group)
+        hint = f"single keys, such as {group}.{keys[0]}=..., or --config-name pretrain" if keys else None
+        return ConfigError(what, where=f"{group} ({place})", found=value, hint=hint)
     twice = re.match(r"(\S+) appears more than once in the final|Multiple values for (\S+)\.", message)
     if twice:
         group = (twice[1] or twice[2]).partition("@")[0]
-        value = next((o.value_text for o in request.overrides if o.key == group), "...")
-        return ConfigError(
-            f"two options of the group `{group}` are chosen",
-            where=f"{group} ({COMMAND_LINE})",
-            found=f"+{group}={value}",
-            hint=f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list",
-        )
-    groups = request.groups()
+        value = request.value_of(group) or "..."
+        what, where = f"two options of the group `{group}` are chosen", f"{group} ({COMMAND_LINE})"
+        hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
+        return ConfigError(what, where=where, found=f"+{group}={value}", hint=hint)
     for override in request.overrides:
         if override.key in groups and not isinstance(override.value, (str, list)):
-            options = groups[override.key]
-            return ConfigError(
-                f"the group `{override.key}` has no option `{override.value_text}`",
-                where=f"{override.key} ({COMMAND_LINE})",
-                found=override.value_text,
-                allowed=", ".join(options),
-                hint=f"{override.key}={options[0]}",
-            )
-    return ConfigError(
-        f"the config cannot be composed: {message}", where=_file_place(error, request) or request.config_name
-    )
+            group, options = override.key, groups[override.key]
+            return _no_option(group, override.value_text, options, COMMAND_LINE, f"{group}={options[0]}")
+    place = _file_place(error, request) or request.config_name
+    return ConfigError(f"the config cannot be composed: {message}", where=place)
 
 
 def _omegaconf_cause(error: BaseException) -> OmegaConfBaseException | None:
@@ -283,14 +232,8 @@ def _override_of(error: Exception, request: Request) -> GivenOverride | None:
     return next((o for o in request.overrides if o.text.startswith("~") and o.key in message), None)
 
 
-def _is_below(key: str, ancestor: Any) -> bool:
-    return isinstance(ancestor, str) and (key == ancestor or key.startswith(f"{ancestor}."))
-
-
 def _place(error: Exception, override: GivenOverride | None, key: str, request: Request) -> str:
-    if override is not None:
-        return COMMAND_LINE
-    return _file_place(error, request, key) or COMMAND_LINE
+    return COMMAND_LINE if override is not None else _file_place(error, request, key) or COMMAND_LINE
 
 
 def _file_place(error: Exception, request: Request, key: str = "") -> str | None:
@@ -311,10 +254,9 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
     if "." not in key:
-        near = difflib.get_close_matches(key, list(groups), n=1, cutoff=0.7)
-        if near:
-            option = difflib.get_close_matches(str(text), groups[near[0]], n=1, cutoff=0.6)
-            return f"{near[0]}={option[0] if option else groups[near[0]][0]}"
+        for near in difflib.get_close_matches(key, list(groups), n=1, cutoff=0.7):
+            option = difflib.get_close_matches(str(text), groups[near], n=1, cutoff=0.6)
+            return f"{near}={[*option, *groups[near]][0]}"
     nearest = nearest_key(key)
     known = None if nearest is None else find_key(nearest)
     if known is not None and members(known.name):
@@ -333,4 +275,17 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
 
 def _close(word: str, words: list[str], template: str) -> str | None:
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return template.format(near[0]) if near else None
+    return template.replace("{}", near[0]) if near else None
+
+
+def _allowed(key: str) -> str | None:
+    known = find_key(key)
+    return None if known is None else known.allowed
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted({*words}))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

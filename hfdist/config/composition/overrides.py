@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.composition.yaml_safety import refuse_target
+from hfdist.config.composition.files import refuse_target
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import ConfigError
 
@@ -61,26 +61,23 @@ def _name_files(text: str) -> list[str]:
 
 
 def _prepare(text: str) -> GivenOverride:
-    override = _parse(text)
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError) as error:
+        raise _not_an_override(text) from error
     key = override.key_or_group
+    where = f"{key} ({COMMAND_LINE})"
     if not key:
         raise _not_an_override(text)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        raise ConfigError(
-            "Hydra's own settings are fixed: it only composes here, and writes nothing",
-            where=f"{key} ({COMMAND_LINE})",
-            found=text,
-            hint="run.dir=... is where a run writes; --config-dir DIR adds configs of your own",
-        )
+        what = "Hydra's own settings are fixed: it only composes here, and writes nothing"
+        hint = "run.dir=... is where a run writes; --config-dir DIR adds configs of your own"
+        raise ConfigError(what, where=where, found=text, hint=hint)
     if override.is_sweep_override():
         given = text.partition("=")[2]
-        raise ConfigError(
-            "several values for one key: a run takes one",
-            where=f"{key} ({COMMAND_LINE})",
-            found=given,
-            hint=f"one run for each value, in a loop of the shell; a list is '{key}=[{given}]'; "
-            f"text with a comma is '{key}=\"{given}\"'",
-        )
+        hint = f"one run for each value, in a loop of the shell; a list is '{key}=[{given}]'; "
+        hint += f"text with a comma is '{key}=\"{given}\"'"
+        raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()
     for name in _names(key, value):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
@@ -88,25 +85,17 @@ def _prepare(text: str) -> GivenOverride:
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
 
 
-def _parse(text: str) -> Override:
-    try:
-        return OverridesParser.create().parse_override(text)
-    except (HydraException, RecursionError) as error:
-        raise _not_an_override(text) from error
-
-
 def _for_hydra(override: Override, text: str) -> str:
     if override.type is OverrideType.DEL or override.package is not None:
         return text
-    key = override.key_or_group
-    value = text.partition("=")[2]
+    key, value, given = override.key_or_group, text.partition("=")[2], override.value()
     if key == "experiment":
         # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
         return f"+{key}={value}"
     found = find_key(key)
-    if found is not None and found.is_text and isinstance(override.value(), (bool, int, float)):
+    if found is not None and found.is_text and isinstance(given, (bool, int, float)):
         value = f"'{value}'"
-    if found is not None and found.is_texts and isinstance(override.value(), (str, bool, int, float)):
+    if found is not None and found.is_texts and isinstance(given, (str, bool, int, float)):
         value = f"[{value}]"
     for sources in _SOURCES:
         if key == sources or key.startswith(f"{sources}."):
@@ -114,15 +103,9 @@ def _for_hydra(override: Override, text: str) -> str:
             for part in reversed(key.removeprefix(sources).split(".")[1:]):
                 value = f"{{{part}:{value}}}"
             return f"++{sources}={value}"
-    is_free_member = override.type is OverrideType.CHANGE and _has_free_ancestor(key)
-    prefix = "++" if is_free_member else _PREFIXES[override.type]
-    return f"{prefix}{key}={value}"
-
-
-def _has_free_ancestor(key: str) -> bool:
-    parts = key.split(".")
-    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return any(name in all_keys() and all_keys()[name].is_free for name in names)
+    is_in_free_mapping = any(known.is_free and f"{key}.".startswith(f"{known.name}.") for known in all_keys().values())
+    is_free_member = override.type is OverrideType.CHANGE and is_in_free_mapping
+    return f"{'++' if is_free_member else _PREFIXES[override.type]}{key}={value}"
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
@@ -137,19 +120,19 @@ def _names(key: str, value: Any) -> Iterator[str]:
 
 def _not_an_override(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
-    if not equals and key in all_keys():
+    known = all_keys().get(key)
+    if not equals and known:
         hint = f"{key}=... without spaces around the ="
     elif not equals and ":" in text:
         hint = text.replace(":", "=", 1)
     elif equals and " " in value and "=" in value:
         hint = "write each override as an argument of its own"
-    elif equals and key in all_keys() and not all_keys()[key].is_text:
-        hint = f"{key}=... with {all_keys()[key].allowed}"
+    elif equals and known and not known.is_text:
+        hint = f"{key}=... with {known.allowed}"
     elif equals and key.strip(" +~") and value:
         hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
     else:
         near = difflib.get_close_matches(key, list(all_keys()), n=1, cutoff=0.5)
         hint = f"{near[0]}=..." if near else "optimizer.lr=1e-3 or strategy=zero2"
-    return ConfigError(
-        "this is not an override", where=COMMAND_LINE, found=text, allowed="key=value or group=option", hint=hint
-    )
+    allowed = "key=value or group=option"
+    return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=allowed, hint=hint)

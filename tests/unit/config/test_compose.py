@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hfdist.config.composition.compose import compose_config, to_yaml
-from hfdist.config.composition.search_path import list_groups
+from hfdist.config.composition.files import list_groups
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.yaml_safety import MAX_BYTES, refuse_resolver
+from hfdist.config.composition.files import MAX_BYTES, refuse_resolver
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 

@@ -119,16 +119,28 @@ KEY = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[a-z_*]\w*|\.[A-Z]+\b)+)(?=[=\s
 OTHERS = {"model.safetensors", "config.json", "train.jsonl", "data.jsonl"}
 
 
+PARTS = ("hint", "allowed")
+
+
+def named_values(node):
+    """The value of each argument and variable by its name."""
+    if isinstance(node, ast.keyword):
+        yield node.arg, node.value
+    elif isinstance(node, (ast.Assign, ast.AugAssign)):
+        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+        several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        pairs = zip(target.elts, node.value.elts, strict=True) if several else [(target, node.value)]
+        yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
+
+
 def texts_of_errors():
     """Every text that stands in a hint or among what is allowed, with its place."""
     for path in sorted(Path(hfdist.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.keyword) and node.arg in ("hint", "allowed"):
-                parts = [
-                    p.value for p in ast.walk(node.value) if isinstance(p, ast.Constant) and isinstance(p.value, str)
-                ]
-                yield from ((f"{path.name}:{node.value.lineno}", part) for part in parts)
-    yield from (("synonyms.py", text) for text in [*OVERRIDES.values(), *REASONS.values()])
+            for value in [value for name, value in named_values(node) if name in PARTS]:
+                texts = [p.value for p in ast.walk(value) if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+                yield from ((f"{path.name}:{value.lineno}", text) for text in texts)
+    yield from (("aliases.py", text) for text in [*OVERRIDES.values(), *REASONS.values()])
 
 
 def exists(name):

@@ -14,8 +14,6 @@ from tests.unit.config.test_mistakes import outcome
 VALUES = {  # values for which a synonym's override makes sense
     "optim": "sgd",
     "mixed_precision": "bf16",
-    "lr_scheduler_type": "cosine",
-    "lr_scheduler": "linear",
     "scheduler": "wsd",
     "torch_dtype": "bfloat16",
     "attn_implementation": "sdpa",
@@ -61,7 +59,8 @@ def test_names_of_sources_are_free_and_their_members_are_not():
     assert list(unknown_keys(values)) == [("data.sources.a.pth", 1), ("z", 2)]
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
+# One name of several that mean the same.
+@pytest.mark.parametrize("name", {override: name for name, override in OVERRIDES.items()}.values())
 def test_each_synonym_leads_to_keys_that_exist(name):
     value = VALUES.get(name, "2")
     for override in override_for(name, value).split(" "):
@@ -72,12 +71,11 @@ def test_each_synonym_leads_to_keys_that_exist(name):
         assert "no option" not in what
 
 
-@pytest.mark.parametrize("name", [*OVERRIDES, *REASONS, "train.learning_rate", "data.block_size", "+x.zero_stage"])
-def test_each_synonym_is_used_in_a_message(name):
+@pytest.mark.parametrize("name", ["steps", "train.learning_rate", "data.block_size", "streaming", "model.use_cpu"])
+def test_a_synonym_is_used_in_a_message(name):
     with pytest.raises(ConfigError) as caught:
         compose_config([f"{name}=2"])
-    if not name.startswith("+"):
-        assert caught.value.hint == (reason_against(name) or override_for(name, 2))
+    assert caught.value.hint == (reason_against(name) or override_for(name, 2))
 
 
 def test_no_name_is_both_a_synonym_and_a_reason():

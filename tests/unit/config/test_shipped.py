@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.search_path import list_groups, list_options
+from hfdist.config.composition.files import list_groups, list_options
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.hub_server.faults import Cut, Slow
+from tests.hub_server import Cut, Slow
 
 
 class FaultyServer(ThreadingHTTPServer):

@@ -3,8 +3,7 @@
 import pytest
 
 from hfdist.models import hub_client
-from tests.hub_server.fixtures import hub  # noqa: F401
-from tests.hub_server.models import write_model
+from tests.hub_server import hub, write_model  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ import pytest
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.trainer.export.push_to_hub import check_push, push
-from tests.hub_server import Cut, Status, User
-from tests.hub_server.models import write_model
+from tests.hub_server import Cut, Status, User, write_model
 
 NAME, TOKEN = "me/tuned", "hf_SECRETsecretSECRET"
 EXPORT = ExportConfig(push_to=NAME)
