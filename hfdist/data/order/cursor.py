@@ -97,7 +97,7 @@ class Cursor:
         """Join the cursors of all data ranks; ranks that share a data rank bring the same lanes.
 
         Raises:
-            CheckpointError: they do not belong together or leave lanes out.
+            CheckpointError: they are of different runs or places, or leave lanes out.
         """
         first = cursors[0]
         lanes: dict[int, LaneState] = {}

@@ -5,16 +5,15 @@ scheduling). In any window of turns a source has its share of them to within 1 +
 
     weights 2:1     a b a | a b a | a b a ...
 
-Each round of lanes is dealt to them with another rotation, each rotation once in as many rounds as there are lanes, so
-that no lane meets one source only. A window of sequences is then up to five windows of turns: whole rounds, and two
+Each round of lanes gets them in another rotation, each rotation once in as many rounds as there are lanes, so that no
+lane meets one source only. A window of sequences is then up to five windows of turns: whole rounds, and two
 pieces of the first round and of the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -25,26 +24,16 @@ from hfdist.data.order.shuffle import permutation
 _CHUNK_SAMPLES = 1024
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Weights from a sample on."""
-
-    first_sample: int
-    weights: tuple[float, ...]
-    """Of each pool; 0 pauses one."""
-
-
 class Mixture:
     """Picks a pool of documents for each sequence.
 
     Args:
-        phases: in order of samples; the first begins at 0.
+        phases: first samples, rising from 0, and the weights of the pools from there on; 0 pauses a pool.
         lanes: of the stream.
     """
 
-    def __init__(self, phases: Sequence[Phase], *, lanes: int) -> None:
-        self._phases = list(phases)
-        self._lanes = lanes
+    def __init__(self, phases: Sequence[tuple[int, tuple[float, ...]]], *, lanes: int) -> None:
+        self._phases, self._lanes = list(phases), lanes
         self._rotations = lru_cache(maxsize=8)(lambda cycle: permutation(lanes, "rotation", cycle))
         self._chunk_samples = -(-_CHUNK_SAMPLES // lanes) * lanes
         self._chunk = lru_cache(maxsize=64)(self._compute_chunk)
@@ -62,12 +51,11 @@ class Mixture:
         """
         if len(available) <= 1:
             return available[0] if available else None
-        number = max(n for n, phase in enumerate(self._phases) if phase.first_sample <= sample)
-        weights = self._phases[number].weights
+        first_sample, weights = [phase for phase in self._phases if phase[0] <= sample][-1]
         weighted = tuple(pool for pool in available if weights[pool] > 0)
         if not weighted:
             weights, weighted = (1.0,) * len(weights), tuple(available)
-        round_, slot = divmod(sample - self._phases[number].first_sample, self._lanes)
+        round_, slot = divmod(sample - first_sample, self._lanes)
         cycle, turn_of_cycle = divmod(round_, self._lanes)
         turn = round_ * self._lanes + (slot + int(self._rotations(cycle)[turn_of_cycle])) % self._lanes
         chunk, place = divmod(turn, self._chunk_samples)
@@ -90,18 +78,3 @@ def stride_schedule(weights: Sequence[float], start: int, stop: int) -> NDArray[
     order = np.lexsort((sources, (items + 0.5) / shares[sources]))
     skipped = start - int(begin.sum())
     return sources[order][skipped : skipped + stop - start]
-
-
-def make_mixture(
-    weights: Mapping[str, float | None], changes: Sequence[tuple[int, Mapping[str, float]]], *, lanes: int
-) -> Mixture:
-    """Make the mixture of named pools.
-
-    Args:
-        weights: of each pool, in order; null where there is one pool only.
-        changes: samples and the weights from there on.
-        lanes: of the stream.
-    """
-    phases = [Phase(0, tuple(weight or 1.0 for weight in weights.values()))]
-    phases += [Phase(sample, tuple(new[name] for name in weights)) for sample, new in changes]
-    return Mixture(phases, lanes=lanes)

@@ -43,7 +43,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def cut_runs(runs: Sequence[int], most_rows: int) -> list[int]:
-    """Cut each run into blocks of `most_rows`; the last one of a run may be smaller."""
+    """Split each run into blocks of `most_rows`; the last one of a run may be smaller."""
     return [min(most_rows, rows - start) for rows in runs for start in range(0, rows, most_rows)]
 
 
@@ -83,17 +83,13 @@ class LaneOrder:
 
     def documents(self, epoch: int, lane: int) -> NDArray[np.int64]:
         """Canonical numbers of all documents of a lane in an epoch, in the lane's order."""
-        blocks, _ = self._lane_blocks(epoch, lane)
-        return np.concatenate([self._rows(epoch, int(block)) for block in blocks] or [np.empty(0, dtype=np.int64)])
+        length = self.lane_length(epoch, lane)
+        return self.rest_of_blocks(epoch, lane, 0, length) if length else np.empty(0, dtype=np.int64)
 
     def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> NDArray[np.int64]:
-        """Canonical numbers from `position` on, to the end of its block or of one behind it.
+        """Canonical numbers from `position` on, which the lane must have, to the end of its block or of one behind it.
 
-        Args:
-            epoch: of the lane.
-            lane: its number.
-            position: of the first document; the lane must have it.
-            most_rows: blocks behind its own are given as far as all have so many documents together.
+        Further blocks are given as long as all have at most `most_rows` documents.
         """
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))
@@ -108,9 +104,6 @@ class LaneOrder:
         order = np.lexsort((_mix(keys[owners] + numbers.astype(np.uint64)), owners))
         first = position - (int(ends[place]) - int(sizes[0]))
         return (self._firsts[chosen][owners] + order - begins)[first:]
-
-    def _rows(self, epoch: int, block: int) -> NDArray[np.int64]:
-        return self._firsts[block] + permutation(int(self._sizes[block]), *self._key, epoch, block)
 
     def _compute_lane_blocks(self, epoch: int, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Blocks of a lane, and where each ends, counted in the lane's documents."""

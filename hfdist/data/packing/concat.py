@@ -1,6 +1,6 @@
-"""Documents end to end, cut at the length: no filling, and a document may go on in the next sequence.
+"""Documents end to end, cut at the length: no filling, and a document may continue in the next sequence.
 
-Documents of one lane or of many wait in a buffer until they make whole sequences. Many sequences are cut together: all
+Documents of one lane or of many wait in a buffer until they make whole sequences. Many sequences are cut at once: all
 in columns, since a call of numpy costs as much as hundreds of documents, and no token is touched.
 """
 
@@ -19,7 +19,7 @@ from hfdist.data.packing.sequence import Integers, Sequence, Shape, filling
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.errors import CheckpointError, DataError
 
-# Cut together: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
+# Cut at once: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
 
 

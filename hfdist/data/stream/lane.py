@@ -223,7 +223,7 @@ class MultiLaneReader:
         return None
 
     def _lacking(self, first: int) -> list[int]:
-        """A lane and those behind it that will need more soon, as many as are made together now."""
+        """A lane and the next ones that will need more soon, as many as are packed at once now."""
         lanes = list(self._iterators)
         place = lanes.index(first)
         few = self._num_sequences // 4

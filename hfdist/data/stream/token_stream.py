@@ -22,7 +22,7 @@ from hfdist.data.cache.files import digest_of
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
-from hfdist.data.order.mixture import make_mixture
+from hfdist.data.order.mixture import Mixture
 from hfdist.data.order.records import chain
 from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, workers_that_fit
 from hfdist.data.packing.best_fit import RULE
@@ -399,8 +399,13 @@ def _make_plan(
             where="data.anneal",
             hint="TokenStream(..., global_batch_size=...)",
         )
-    weights = {name: source.weight for name, source in config.sources.items()}
-    changes = [(change.step * (global_batch_size or 0), change.weights) for change in config.anneal]
+    # Where there is one pool only, it has no weight.
+    weights = {name: source.weight or 1.0 for name, source in config.sources.items()}
+    phases = [(0, tuple(weights.get(pool.name, 1.0) for pool in corpus.pools))]
+    for change in config.anneal:
+        phases.append(
+            (change.step * (global_batch_size or 0), tuple(change.weights[pool.name] for pool in corpus.pools))
+        )
     fill_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return Plan(
         pools=corpus.pools,
@@ -413,7 +418,7 @@ def _make_plan(
             )
             for pool in corpus.pools
         ],
-        mixture=make_mixture({pool.name: weights.get(pool.name) for pool in corpus.pools}, changes, lanes=config.lanes),
+        mixture=Mixture(phases, lanes=config.lanes),
         packing=config.packing,
         too_long=config.too_long,
         shape=Shape(config.sequence_length, fill_id),

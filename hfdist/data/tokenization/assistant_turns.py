@@ -41,7 +41,7 @@ class _Marked(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """What a template writes for the assistant to go on; may be nothing."""
+    """The generation prompt of a template; may be nothing."""
 
     text: str
     space: str
@@ -174,7 +174,7 @@ class _Conversation:
         return min(found) if found else token.end() if token is not None else end
 
     def _prompt(self, k: int) -> _Prompt:
-        """What the template appends to the messages before k for the assistant to go on."""
+        """The generation prompt behind the messages before k."""
         before = self._messages[k - 1] if k else {}
         key = (before.get("role"), "tool_calls" in before, k == 1, bool(self._tools))
         if key not in self._prompts:

@@ -29,7 +29,7 @@ from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError, T
 from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import ConfigError
 
-# To be counted up when `ExampleEncoder` gives other tokens or targets for the same example and settings.
+# To be counted up when `encode_examples` gives other tokens or targets for the same example and settings.
 _EXAMPLES = 2
 
 Tokens = NDArray[np.int32]
@@ -48,7 +48,7 @@ class Encoders:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
-        self._tokenizer, self._chat = tokenizer, chat
+        self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -57,8 +57,8 @@ class Encoders:
         return Encoder(self._tokenizer)
 
     @cached_property
-    def _examples(self) -> ExampleEncoder:
-        return ExampleEncoder(self._tokenizer, self._chat, self._text)
+    def _conversations(self) -> _ChatEncoder:
+        return _ChatEncoder(self._tokenizer, self._chat, self._text)
 
     @cached_property
     def _text_digest(self) -> str:
@@ -77,7 +77,7 @@ class Encoders:
         """Try the first example, to find a tokenizer that cannot encode it before anything is built.
 
         Raises:
-            ConfigError: see `ExampleEncoder.encode`.
+            ConfigError: see `encode_examples`.
         """
         for _, shard in shards:
             if shard.gives_examples and not hasattr(shard, "token_columns"):
@@ -90,15 +90,58 @@ class Encoders:
         """Give the tokens of some rows of a shard; of an example, complements where a token is no target.
 
         Raises:
-            ConfigError: see `ExampleEncoder.encode`.
+            ConfigError: see `encode_examples`.
         """
         if not shard.gives_examples:
             return list(self._text.encode(texts))
-        made = self._examples.encode(texts)
+        made = self.encode_examples(texts)
         return [
             _bad_row(tokens, f"{shard.name}, row {row}") if isinstance(tokens, ContentError) else tokens
             for row, tokens in zip(rows, made, strict=True)
         ]
+
+    def encode_examples(self, examples: Sequence[str]) -> list[Tokens | ContentError]:
+        """Give the tokens of each example (see `sources/examples.py`), shape [tokens], or why there are none.
+
+        Raises:
+            ConfigError: there are conversations, and the tokenizer or `data.chat` does not fit them.
+        """
+        begun: list[Tokens | _Chat | ContentError] = []
+        for text in examples:
+            try:
+                begun.append(self._begin(json.loads(text)))
+            except RefusedError as error:
+                what = "the chat template does not take the conversation"
+                begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
+        # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
+        chats = [one for one in begun if isinstance(one, _Chat)]
+        encoded = iter(self._conversations.encode(chats) if chats else [])
+        return [next(encoded) if isinstance(one, _Chat) else one for one in begun]
+
+    def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
+        if "text" in example:
+            return self._text.encode([example["text"]])[0]
+        if "messages" not in example:
+            return self._complete(example["prompt"], example["completion"])
+        return self._conversations.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
+
+    def _complete(self, prompt: str, completion: str) -> Tokens:
+        """Give a prompt's own tokens, then its completion's, which are targets.
+
+        Tokens of the whole text, if the prompt's are the first of them; else a token would hold letters of both, and
+        the completion is tokenized by itself: so the prompt's tokens are always those that a user's prompt has.
+        """
+        first, whole = self._text.raw([prompt, prompt + completion])
+        first, whole = self._open(first), self._open(whole)
+        rest = whole[len(first) :] if whole[: len(first)] == first else self._text.inside(completion)
+        tokens = np.array([*first, *rest, self._end], dtype=np.int32)
+        if self._chat.train_on is not TrainOn.all:
+            tokens[: len(first)] = ~tokens[: len(first)]
+        return tokens
+
+    def _open(self, ids: list[int]) -> list[int]:
+        """Without the end that some tokenizers put behind each text."""
+        return ids[:-1] if ids and ids[-1] == self._end else ids
 
 
 def check_token_sources(sources: Mapping[str, SourceConfig], encoders: Encoders) -> None:
@@ -137,67 +180,6 @@ class _Chat(NamedTuple):
     """Texts of special tokens that stand in messages."""
     is_answered: bool
     """Whether it ends with what the assistant says, and that is learned."""
-
-
-class ExampleEncoder:
-    """Turns examples (see `sources/examples.py`) into tokens with their targets.
-
-    Args:
-        tokenizer: must have an end-of-text token; for conversations, a fast one with a chat template.
-        config: `data.chat`.
-        plain: the tokenizer's encoder of plain text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder) -> None:
-        self._tokenizer, self._config = tokenizer, config
-        self._plain = plain
-        self._end = int(tokenizer.eos_token_id)
-        self._chat: _ChatEncoder | None = None
-
-    def encode(self, examples: Sequence[str]) -> list[Tokens | ContentError]:
-        """Give the tokens of each, shape [tokens], or why there are none.
-
-        Raises:
-            ConfigError: there are conversations, and the tokenizer or `data.chat` does not do for them.
-        """
-        begun: list[Tokens | _Chat | ContentError] = []
-        for text in examples:
-            try:
-                begun.append(self._begin(json.loads(text)))
-            except RefusedError as error:
-                what = "the chat template does not take the conversation"
-                begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
-        # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
-        chats = [one for one in begun if isinstance(one, _Chat)]
-        done = iter(self._chat.encode(chats) if self._chat is not None else [])
-        return [next(done) if isinstance(one, _Chat) else one for one in begun]
-
-    def _begin(self, example: dict[str, Any]) -> Tokens | _Chat:
-        if "text" in example:
-            return self._plain.encode([example["text"]])[0]
-        if "messages" not in example:
-            return self._complete(example["prompt"], example["completion"])
-        if self._chat is None:
-            self._chat = _ChatEncoder(self._tokenizer, self._config, self._plain)
-        return self._chat.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
-
-    def _complete(self, prompt: str, completion: str) -> Tokens:
-        """Give a prompt's own tokens, then its completion's, which are targets.
-
-        Tokens of the whole text, if the prompt's are the first of them; else a token would hold letters of both, and
-        the completion is tokenized by itself: so the prompt's tokens are always those that a user's prompt has.
-        """
-        first, whole = self._plain.raw([prompt, prompt + completion])
-        first, whole = self._open(first), self._open(whole)
-        rest = whole[len(first) :] if whole[: len(first)] == first else self._plain.inside(completion)
-        tokens = np.array([*first, *rest, self._end], dtype=np.int32)
-        if self._config.train_on is not TrainOn.all:
-            tokens[: len(first)] = ~tokens[: len(first)]
-        return tokens
-
-    def _open(self, ids: list[int]) -> list[int]:
-        """Without the end that some tokenizers put behind each text."""
-        return ids[:-1] if ids and ids[-1] == self._end else ids
 
 
 class _ChatEncoder:

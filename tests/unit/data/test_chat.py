@@ -7,8 +7,7 @@ import pytest
 
 from hfdist.config.data import ChatConfig, TrainOn
 from hfdist.data.sources.base import ContentError
-from hfdist.data.tokenization.encoders import ExampleEncoder
-from hfdist.data.tokenization.tokenize import Encoder
+from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
 from tests.unit.data.chat_styles import CASES, OPEN, SHUT, STYLES, bracketed, call, chat_tokenizer, said, system, user
@@ -17,8 +16,14 @@ from tests.unit.data.chat_styles import CASES, OPEN, SHUT, STYLES, bracketed, ca
 def encode(tokenizer, messages, tools=None, *, learned_from=None, **settings):
     example = {"messages": messages} | ({"tools": tools} if tools else {})
     example |= {} if learned_from is None else {"learned_from": learned_from}
-    (made,) = ExampleEncoder(tokenizer, ChatConfig(**settings), Encoder(tokenizer)).encode([json.dumps(example)])
+    (made,) = Encoders(tokenizer, ChatConfig(**settings)).encode_examples([json.dumps(example)])
     return made
+
+
+def write(folder, template):
+    path = folder / "chat.jinja"
+    path.write_text(template, encoding="utf-8")
+    return str(path)
 
 
 def learned(name, messages, tools=None, **settings):
@@ -65,9 +70,8 @@ class TestWhatIsLearned:
         messages = [message | ({"weight": 0} if message["content"] == "two" else {}) for message in self.messages]
         assert learned("chatml", messages) == ["one<|im_end|>", "three<|im_end|>"]
 
-    @pytest.mark.parametrize("train_on", [TrainOn.last])
-    def test_a_choice_among_turns_that_the_template_marks(self, train_on):
-        tokens = encode(chat_tokenizer("chatml", marked=True), self.messages, train_on=train_on)
+    def test_a_choice_among_turns_that_the_template_marks(self):
+        tokens = encode(chat_tokenizer("chatml", marked=True), self.messages, train_on=TrainOn.last)
         assert bracketed(chat_tokenizer("chatml"), tokens).split(OPEN)[1] == f"three<|im_end|>{SHUT}\n"
 
 
@@ -80,9 +84,8 @@ class TestDefaults:
         assert "Be kind." not in bracketed(chat_tokenizer("chatml"), tokens)
 
     def test_a_template_of_the_users(self, tmp_path):
-        path = tmp_path / "chat.jinja"
-        path.write_text("{% for m in messages %}{{ mood }}({{ m.content }}){% endfor %}", encoding="utf-8")
-        settings = {"template": str(path), "template_arguments": {"mood": "!"}}
+        template = write(tmp_path, "{% for m in messages %}{{ mood }}({{ m.content }}){% endfor %}")
+        settings = {"template": template, "template_arguments": {"mood": "!"}}
         tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], **settings)
         assert bracketed(chat_tokenizer("chatml"), tokens) == f"!(Hi)!({OPEN}Hello{SHUT}){OPEN}<|im_end|>{SHUT}"
 
@@ -91,15 +94,12 @@ class TestDefaults:
             encode(train_bpe(["a b"], 300), [user("Hi"), said("Hello")])
 
     def test_a_template_that_is_none(self, tmp_path):
-        path = tmp_path / "chat.jinja"
-        path.write_text("{% for m in %}", encoding="utf-8")
         with pytest.raises(ConfigError, match=r"not Jinja[^$]*data\.chat\.template"):
-            encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=str(path))
+            encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=write(tmp_path, "{% for m in %}"))
 
     def test_a_template_that_writes_the_date_is_the_same_every_day(self, tmp_path):
-        path = tmp_path / "chat.jinja"
-        path.write_text("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}")
-        tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=str(path))
+        template = write(tmp_path, "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}\n{% endfor %}")
+        tokens = encode(chat_tokenizer("chatml"), [user("Hi"), said("Hello")], template=template)
         assert bracketed(chat_tokenizer("chatml"), tokens).startswith("26 Jul 2024Hi\n")
 
 
@@ -156,9 +156,9 @@ class TestRefused:
         assert "leaves out the call of add" in made.found
 
     def test_a_turn_that_is_left_out_has_no_targets(self, tmp_path):
-        path = tmp_path / "chat.jinja"
-        path.write_text("{% for m in messages %}{% if m.content != 'drop' %}[{{ m.content }}]{% endif %}{% endfor %}")
-        tokens = encode(chat_tokenizer("plain"), [user("a"), said("drop"), user("b"), said("c")], template=str(path))
+        text = "{% for m in messages %}{% if m.content != 'drop' %}[{{ m.content }}]{% endif %}{% endfor %}"
+        messages = [user("a"), said("drop"), user("b"), said("c")]
+        tokens = encode(chat_tokenizer("plain"), messages, template=write(tmp_path, text))
         assert bracketed(chat_tokenizer("plain"), tokens) == f"[a][b][{OPEN}c{SHUT}]{OPEN}<|endoftext|>{SHUT}"
 
 
@@ -167,7 +167,7 @@ class TestPromptAndCompletion:
     def encode(prompt, completion, **settings):
         tokenizer = chat_tokenizer("plain")
         example = json.dumps({"prompt": prompt, "completion": completion})
-        (tokens,) = ExampleEncoder(tokenizer, ChatConfig(**settings), Encoder(tokenizer)).encode([example])
+        (tokens,) = Encoders(tokenizer, ChatConfig(**settings)).encode_examples([example])
         return tokens, tokenizer
 
     @pytest.mark.parametrize(
@@ -209,10 +209,10 @@ def test_a_turn_begins_where_its_own_conversation_says():
     hint = "{% if 'no_think' in messages[0].content %}{{ '<think></think>' }}{% endif %}"
     tokenizer.chat_template = template.replace("<|im_start|>assistant' }}", "<|im_start|>assistant' }}" + hint)
     quiet = [system("no_think"), user("Hi"), said("Hello")]
-    encoder = ExampleEncoder(tokenizer, ChatConfig(), Encoder(tokenizer))
+    encoders = Encoders(tokenizer, ChatConfig())
     texts = [json.dumps({"messages": messages}) for messages in ([system("x"), user("Hi"), said("Hello")], quiet)]
     try:
-        assert np.array_equal(encoder.encode(texts)[1], encode(tokenizer, quiet))
+        assert np.array_equal(encoders.encode_examples(texts)[1], encode(tokenizer, quiet))
     finally:
         tokenizer.chat_template = template
 

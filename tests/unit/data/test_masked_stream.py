@@ -1,6 +1,7 @@
 """Examples through the stream: cut or left out, packed, cached, held out, resumed, with the same targets throughout."""
 
 import json
+from itertools import takewhile
 
 import datasets
 import numpy as np
@@ -14,8 +15,8 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize import pretokenize
-from hfdist.data.tokenization.encoders import Encoders, ExampleEncoder
-from hfdist.data.tokenization.tokenize import Encoder, text_digest
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.run.preview import preview, survey
@@ -58,10 +59,7 @@ def documents_of(config, rows=None):
 
 
 def encoded(messages):
-    (tokens,) = ExampleEncoder(tokenizer(), ChatConfig(), Encoder(tokenizer())).encode(
-        [json.dumps({"messages": messages})]
-    )
-    return tokens
+    return Encoders(tokenizer(), ChatConfig()).encode_examples([json.dumps({"messages": messages})])[0]
 
 
 def targets_in(stream):
@@ -101,11 +99,8 @@ class TestTooLong:
 
     @pytest.fixture
     def rows(self):
-        return (
-            [{"messages": conversation(1)}] * 2
-            + [{"messages": self.LONG}, {"messages": self.LATE}]
-            + [{"messages": [{"role": "user", "content": "no answer"}]}]
-        )
+        unanswered = [{"role": "user", "content": "no answer"}]
+        return [{"messages": one} for one in (conversation(1), conversation(1), self.LONG, self.LATE, unanswered)]
 
     @pytest.mark.parametrize(
         ("too_long", "fates"),
@@ -127,36 +122,16 @@ class TestTooLong:
     def test_the_ledger_and_the_survey_count_them(self, rows, tmp_path):
         config = config_of(tmp_path, lanes=1)
         stream = stream_of(config, rows)
-        records = np.concatenate([packed.records for _, pool, packed in _packed(stream) if pool is not None])
-        whole = records[records["fate"] == Status.trained]
-        assert sorted(whole["of_tokens"]) == sorted(
-            len(encoded(m)) for m in (conversation(1), conversation(1), self.LONG)
-        )
-        assert (
-            describe_losses([records], config)
-            == f"3 documents read, 1 cut to {LENGTH} tokens, 2 left out without a target"
-        )
+        given = takewhile(lambda one: one[1] is not None, stream.packed(0, 1))
+        records = np.concatenate([packed.records for _, _, packed in given])
+        read = [len(encoded(messages)) for messages in (conversation(1), conversation(1), self.LONG)]
+        assert sorted(records["of_tokens"][records["fate"] == Status.trained]) == sorted(read)
+        losses = f"3 documents read, 1 cut to {LENGTH} tokens, 2 left out without a target"
+        assert describe_losses([records], config) == losses
+        assert describe_losses([records[records["document"] == 0]], config) is None
         told = survey(stream.corpus, tokenizer(), config)
         assert told.startswith("5 examples: ")
         assert told.endswith(f"; 1 cut to {LENGTH} tokens; 2 left out without a target")
-
-    def test_nothing_to_say_where_nothing_is_lost(self, tmp_path):
-        config = config_of(tmp_path, lanes=1)
-        records = np.concatenate(
-            [
-                packed.records
-                for _, pool, packed in _packed(stream_of(config, [{"messages": conversation(1)}]))
-                if pool == 0
-            ]
-        )
-        assert describe_losses([records], config) is None
-
-
-def _packed(stream):
-    for packed in stream.packed(0, 1):
-        if packed[1] is None:
-            return
-        yield packed
 
 
 def test_packed_and_alone_the_losses_are_the_same(tmp_path):
@@ -208,7 +183,7 @@ def test_a_run_goes_on_in_the_middle_with_the_same_targets(packing, tmp_path):
 def test_tokens_come_back_from_the_cache_as_they_were(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     made = documents_of(config)
-    monkeypatch.setattr(ExampleEncoder, "encode", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(Encoders, "encode_examples", lambda *_: pytest.fail("tokenized again"))
     kept = documents_of(config)
     assert [one.tokens.tolist() for one in made] == [one.tokens.tolist() for one in kept]
     assert all((one.tokens < 0).any() and (one.tokens >= 0).any() for one in kept)
@@ -238,11 +213,8 @@ def test_a_template_that_changes_is_not_read_from_the_cache(tmp_path):
     path = tmp_path / "chat.jinja"
     config = config_of(tmp_path, chat=ChatConfig(template=str(path)))
     texts = []
-    for template in (
-        "{% for m in messages %}[{{ m.content }}]{% endfor %}",
-        "{% for m in messages %}({{ m.content }}){% endfor %}",
-    ):
-        path.write_text(template)
+    for before in "[(":
+        path.write_text(f"{{% for m in messages %}}{before}{{{{ m.content }}}}{{% endfor %}}")
         tokens = documents_of(config)[0].tokens
         texts.append(tokenizer().decode(np.where(tokens < 0, ~tokens, tokens)[:1]))
     assert texts == ["[", "("]
@@ -271,18 +243,14 @@ def test_few_examples_are_enough_for_a_held_out_set(tmp_path):
     assert (sequences[0]["labels"] >= 0).sum() < 2048
 
 
-class TestBadConversations:
-    rows = ({"messages": conversation(1)}, {"messages": [{"role": "user", "content": "\U00100000"}]})
-
-    def test_one_stops_the_run_and_is_named(self, tmp_path):
-        with pytest.raises(DataError, match="private characters") as caught:
-            documents_of(config_of(tmp_path, lanes=1), list(self.rows))
-        assert caught.value.where == "x, row 1"
-        assert "data.on_bad_rows=skip, or 'data.quarantine=[\"x:x:1\"]'" in caught.value.hint
-
-    def test_or_is_left_out(self, tmp_path):
-        found = documents_of(config_of(tmp_path, lanes=1, on_bad_rows=BadRows.skip), list(self.rows))
-        assert {one.number: one.fate for one in found} == {0: Status.trained, 1: Status.bad}
+def test_a_bad_conversation_stops_the_run_or_is_left_out(tmp_path):
+    rows = [{"messages": conversation(1)}, {"messages": [{"role": "user", "content": "\U00100000"}]}]
+    with pytest.raises(DataError, match="private characters") as caught:
+        documents_of(config_of(tmp_path, lanes=1), rows)
+    assert caught.value.where == "x, row 1"
+    assert "data.on_bad_rows=skip, or 'data.quarantine=[\"x:x:1\"]'" in caught.value.hint
+    found = documents_of(config_of(tmp_path, lanes=1, on_bad_rows=BadRows.skip), rows)
+    assert {one.number: one.fate for one in found} == {0: Status.trained, 1: Status.bad}
 
 
 def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
@@ -314,7 +282,8 @@ def test_pretokenized_examples_train_as_the_conversations(tmp_path):
     config = config_of(tmp_path)
     corpus = corpus_of(config)
     folder = tmp_path / "tokens"
-    pretokenize(corpus.shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error, chat=config.chat)
+    how = {"workers": 0, "on_bad_rows": BadRows.error}
+    pretokenize(corpus.shards, tokenizer(), folder, **how, chat=config.chat)
     tokens = config_of(tmp_path)
     tokens.sources = {"x": SourceConfig(kind=SourceKind.tokens, path=str(folder), epochs=1)}
     made = TokenStream(open_corpus(tokens), tokenizer(), tokens)
@@ -324,9 +293,7 @@ def test_pretokenized_examples_train_as_the_conversations(tmp_path):
             assert torch.equal(ours[name], theirs[name])
     # Other settings of the chat make other tokens.
     with pytest.raises(ConfigError, match=r"data\.chat"):
-        pretokenize(
-            corpus.shards, tokenizer(), folder, workers=0, on_bad_rows=BadRows.error, chat=ChatConfig(system="s")
-        )
+        pretokenize(corpus.shards, tokenizer(), folder, **how, chat=ChatConfig(system="s"))
 
 
 class TestPreview:
@@ -347,9 +314,8 @@ class TestPreview:
             assert "".join(plain.split()) == "".join(tokenizer().decode(ids).split())
 
     def test_on_a_terminal_in_colour_and_without_control_characters(self, tmp_path, monkeypatch):
-        rows = [
-            {"messages": [{"role": "user", "content": "\x1b[31m" + "Hi " * 900}, {"role": "assistant", "content": "a"}]}
-        ]
+        asked = {"role": "user", "content": "\x1b[31m" + "Hi " * 900}
+        rows = [{"messages": [asked, {"role": "assistant", "content": "a"}]}]
         stream = stream_of(config_of(tmp_path, lanes=1, sequence_length=2048), rows)
         monkeypatch.setattr("sys.stderr.isatty", lambda: True)
         monkeypatch.delenv("NO_COLOR", raising=False)
