@@ -24,7 +24,6 @@ import hfdist
 from hfdist.checkpoint import Saver
 from hfdist.checkpoint.piece import STEP, Piece
 from hfdist.strategies import pieces_replicated
-from hfdist.trainer.checkpointing import checkpointer
 
 OURS, OURS_TRAINER = "hfdist", "hfdist Trainer"
 DCP, DCP_CACHED, DCP_PROCESS = "torch DCP async", "torch DCP async, memory kept", "torch DCP async, process"
@@ -214,8 +213,8 @@ def _our_trainer(model: LlamaForCausalLM) -> Save:
     def save(folder: Path) -> Times:
         shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
         trainer.args.output_dir = str(folder)
-        checkpointer.save(trainer)
-        return _wait(trainer.saving.saver)
+        trainer.checkpointer.save()
+        return _wait(trainer.checkpointer.saver)
 
     return save
 

@@ -20,7 +20,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss import choose_loss
-from hfdist.trainer.options import RunOptions
+from hfdist.trainer.trainer import RunOptions
 
 OURS = "hfdist"
 

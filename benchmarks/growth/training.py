@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 import hfdist
 from benchmarks.growth.traffic import CountCollectives, socket_bytes
 from hfdist.collectives import gather_json
-from hfdist.trainer.checkpointing import checkpointer
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
 _LARGEST_SMALL = 100_000
@@ -180,10 +179,10 @@ def _save_twice(trainer: Any, costs: Costs) -> None:
         if dist.is_initialized():
             dist.barrier()
         begin = time.process_time()
-        checkpointer.save(trainer)
-        trainer.saving.saver.wait()
+        trainer.checkpointer.save()
+        trainer.checkpointer.saver.wait()
         costs.checkpoint_cpu_seconds = time.process_time() - begin
-        (report,) = trainer.saving.saver.take_reports()
+        (report,) = trainer.checkpointer.saver.take_reports()
         costs.checkpoint_bytes, costs.checkpoint_seconds = report.num_bytes, report.total_seconds
         costs.checkpoint_stall_seconds = report.stall_seconds
         trainer.state.global_step += 1

@@ -102,6 +102,9 @@ class Engine(Protocol):
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
 
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape of a parameter of `model` as the whole model has it."""
+
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, as other ranks may, by the model's names."""
 

@@ -42,6 +42,10 @@ class DefaultEngine:
         with torch.no_grad():
             return [function(default.model, batch)]
 
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Its own."""
+        return tuple(parameter.shape)
+
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All of them."""
         return self.model.named_parameters()

@@ -77,7 +77,7 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
         else:
             buffers[MASTER] = flat.stepped.detach()
         for run in flat.runs:
-            name, shape = names[id(run.parameter)], _whole_shape(run.parameter)
+            name, shape = names[id(run.parameter)], whole_shape(run.parameter)
             part = slice(run.offset, run.offset + run.weight.numel())
             _check_not_drifted(name, flat.stepped.detach()[part], run.weight)
             yield from kept.numbers_of(name)
@@ -86,7 +86,7 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
     for name, parameter in model.named_parameters():
         if id(parameter) not in stepped_as_weights:
             start, view = _held_weight(name, parameter)
-            yield Piece(name=name, key=WEIGHT, shape=_whole_shape(parameter), start=start, view=view)
+            yield Piece(name=name, key=WEIGHT, shape=whole_shape(parameter), start=start, view=view)
     yield from list_buffers(model)
 
 
@@ -177,7 +177,8 @@ def _held_weight(name: str, parameter: Any) -> tuple[int, torch.Tensor]:
     return start, share.detach()[: parameter.ds_numel - start]
 
 
-def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Give the shape of a parameter that ZeRO-3 may have partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -228,6 +228,10 @@ class PipelineEngine:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
 
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Its own: a stage holds its parameters whole."""
+        return tuple(parameter.shape)
+
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Those of this rank's stages, which each replica of the pipeline has; tied ones are on several stages."""
         return self.model.named_parameters()

@@ -142,6 +142,10 @@ class ZeroEngine(DefaultEngine):
             scaler.raise_error_at_min_scale = False
         return optimizer
 
+    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """Under ZeRO-3, which partitions parameters, as DeepSpeed notes it."""
+        return pieces_zero.whole_shape(parameter)
+
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Working weights; under ZeRO-3 the small ones, which stay whole on every rank between steps."""
         return pieces_zero.whole_parameters(self.model)

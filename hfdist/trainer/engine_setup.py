@@ -1,64 +1,39 @@
-"""What happens between the arguments of a Trainer's constructor and the constructor itself: the engine is built."""
+"""Between the arguments of a Trainer's constructor and the constructor: arguments are checked, the engine is built."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
-from hfdist.models.probing import uses_all_parameters
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
-from hfdist.trainer.step.loss_scaler import SyncedLossScaler
-from hfdist.trainer.step.sharded_dataloader import deal
-from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, trains_causal_lm
-from hfdist.trainer.validation import check_arguments, check_loss
+from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
+from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, sums_over_targets, trains_causal_lm
 
-_Parameter = inspect.Parameter
-
-
-def adapt_accelerator(trainer: Any, topology: Topology) -> None:
-    """Mend what accelerate does otherwise than a strategy wants.
-
-    Args:
-        trainer: that has just made its accelerator.
-        topology: of this run.
-    """
-    accelerator, handler = trainer.accelerator, trainer.accelerator.ddp_handler
-    if handler is not None:
-        if handler.find_unused_parameters and _uses_all_parameters(trainer):
-            # Else DDP walks through the graph at each forward, and says itself that there is nothing to find.
-            handler.find_unused_parameters = False
-        # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
-        handler.gradient_as_bucket_view = True
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        # The Trainer accumulates by itself and tells accelerate of one step, of which DeepSpeed's config has the truth.
-        accelerator.gradient_accumulation_steps = accelerator.deepspeed_plugin.get_value("gradient_accumulation_steps")
-    if accelerator.mixed_precision == "fp16" and accelerator.distributed_type is not DistributedType.DEEPSPEED:
-        # On a CPU it drops fp16 without a word: give it what a GPU gets.
-        accelerator.native_amp = True
-        accelerator.scaler = SyncedLossScaler(accelerator.device.type)
-    accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
-    if topology.data_size < accelerator.num_processes:
-        # It deals batches over all processes, but ranks of one model replica must read the same.
-        accelerator.prepare_data_loader = partial(deal, accelerator, topology)
-
-
-def _uses_all_parameters(trainer: Any) -> bool:
-    """Whether it is known, where the arguments leave it open, that each step's loss needs all parameters."""
-    is_ddp = trainer.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    is_open = is_ddp and trainer.args.ddp_find_unused_parameters is None and not trainer.engine.reduces_gradients
-    is_plain = isinstance(trainer.model, PreTrainedModel) and owner_of_loss(type(trainer)) is Trainer
-    return is_open and is_plain and uses_all_parameters(trainer.model)
+_REFUSED = {
+    "save_only_model": (
+        "a checkpoint holds all that a run goes on from, in each layout",
+        "each checkpoint is a Hub model folder, too; save_model(folder) writes the model alone",
+    ),
+    "auto_find_batch_size": (
+        "the strategy has planned the batch, and another size would be another training",
+        "a smaller micro_batch_size for hfdist.make_strategy: the global batch stays",
+    ),
+}
+"""Arguments that a strategy refuses: why, and what to do instead."""
 
 
 def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
@@ -75,9 +50,16 @@ def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tupl
     Raises:
         ConfigError: what this class is asked for does not go with the layout.
     """
-    check_arguments(wishes.get("args"), strategy)
-    check_loss(kind, strategy)
-    # Once more where a recipe has done it: from Python nobody else would.
+    _check_arguments(wishes.get("args"), strategy)
+    if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
+        raise ConfigError(
+            "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
+            "wait for the other ranks for ever",
+            where=f"{kind.__name__}.compute_loss",
+            found=f"that of {owner_of_loss(kind).__name__}",
+            hint="compute_loss_func=..., or a strategy without a pipeline, such as zero3",
+        )
+    # A recipe has started it already; from Python nobody else would.
     strategy.start()
     wishes = wishes | _whole_model(kind, wishes)
     check_wishes(kind, wishes, strategy)
@@ -87,6 +69,45 @@ def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tupl
     if own is not None:
         own.move_to(engine.model)
     return engine, wishes | {"model": engine.model}
+
+
+def _check_arguments(args: Any, strategy: Strategy) -> None:
+    """Compare TrainingArguments with the layout's numbers, which the original class reads there."""
+    for name, value in strategy.training_arguments().items():
+        if getattr(args, name, None) != value:
+            raise ConfigError(
+                "the training arguments were not made for this strategy",
+                where=f"args.{name}",
+                found=getattr(args, name, None),
+                hint="TrainingArguments(..., **strategy.training_arguments())",
+            )
+    for name, value in strategy.agreed_arguments().items():
+        if getattr(args, name) != value:
+            raise ConfigError(
+                "the strategy was made for another value, which DeepSpeed works with",
+                where=f"args.{name}",
+                found=getattr(args, name),
+                allowed=str(value),
+                hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments "
+                "(those of TRL are bf16=True by default)",
+            )
+    for name, (reason, hint) in _REFUSED.items():
+        if getattr(args, name):
+            raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
+
+
+def check_has_logits(engine: Engine, wish: str) -> None:
+    """Refuse what needs logits where no rank has them whole.
+
+    Raises:
+        ConfigError: always, under a pipeline.
+    """
+    if not engine.runs_whole_model:
+        raise ConfigError(
+            f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
+            where="strategy.pipeline",
+            hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
+        )
 
 
 def arguments_by_name(kind: type, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -102,15 +123,15 @@ def arguments_by_name(kind: type, given: tuple[Any, ...], named: dict[str, Any])
         if "__init__" not in vars(owner):
             continue
         signature = inspect.signature(vars(owner)["__init__"])
-        own = [p for p in list(signature.parameters.values())[1:] if p.kind is not _Parameter.VAR_KEYWORD]
-        if all(parameter.kind is _Parameter.VAR_POSITIONAL for parameter in own):
+        own = [p for p in list(signature.parameters.values())[1:] if p.kind is not Parameter.VAR_KEYWORD]
+        if all(parameter.kind is Parameter.VAR_POSITIONAL for parameter in own):
             continue
         bound = signature.bind(None, *given, **named)
         wishes = dict(list(bound.arguments.items())[1:])
         for parameter in signature.parameters.values():
-            if parameter.kind is _Parameter.VAR_KEYWORD:
+            if parameter.kind is Parameter.VAR_KEYWORD:
                 wishes |= wishes.pop(parameter.name, {})
-            elif parameter.kind is _Parameter.VAR_POSITIONAL and wishes.pop(parameter.name, ()):
+            elif parameter.kind is Parameter.VAR_POSITIONAL and wishes.pop(parameter.name, ()):
                 break
         else:
             return wishes
@@ -131,9 +152,8 @@ def _whole_model(kind: type, wishes: dict[str, Any]) -> dict[str, Any]:
         set_seed(wishes["args"].seed)
         return {"model": model_init(*[None] * len(inspect.signature(model_init).parameters)), "model_init": None}
     if isinstance(model, str) and trains_causal_lm(kind):
-        fields: dict[str, Any] = {"dtype": torch.float32} | dict(
-            getattr(wishes["args"], "model_init_kwargs", None) or {}
-        )
+        fields: dict[str, Any] = {"dtype": torch.float32}
+        fields |= getattr(wishes["args"], "model_init_kwargs", None) or {}
         # A .bin file is a pickle, which can run code; and where the model goes is the strategy's business.
         fields |= {"use_safetensors": True, "device_map": None}
         with reading_from_hub("model", model):
@@ -147,3 +167,53 @@ def _whole_model(kind: type, wishes: dict[str, Any]) -> dict[str, Any]:
             hint="AutoModelForCausalLM.from_pretrained(NAME, dtype='float32'), after the training arguments",
         )
     return {"model": model}
+
+
+def adapt_accelerator(accelerator: Any, topology: Topology, uses_all_parameters: Callable[[], bool]) -> None:
+    """Change what accelerate does otherwise than a strategy wants.
+
+    Args:
+        accelerator: just made.
+        topology: of this run.
+        uses_all_parameters: whether each step's loss is known to need all parameters, where the user leaves it open.
+    """
+    handler = accelerator.ddp_handler
+    if handler is not None:
+        if handler.find_unused_parameters and uses_all_parameters():
+            # Else DDP walks through the graph at each forward, and says itself that there is nothing to find.
+            handler.find_unused_parameters = False
+        # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
+        handler.gradient_as_bucket_view = True
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        # The Trainer accumulates by itself and tells accelerate of one step, of which DeepSpeed's config has the truth.
+        accelerator.gradient_accumulation_steps = accelerator.deepspeed_plugin.get_value("gradient_accumulation_steps")
+    elif accelerator.mixed_precision == "fp16":
+        # On a CPU it drops fp16 without a word: give it what a GPU gets.
+        accelerator.native_amp = True
+        accelerator.scaler = SyncedLossScaler(accelerator.device.type)
+    accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
+    if topology.data_size < accelerator.num_processes:
+        # It shares batches out to all processes, but ranks of one model replica must read the same.
+        accelerator.prepare_data_loader = partial(
+            prepare_for_data_ranks, accelerator, num_ranks=topology.data_size, rank=topology.data_rank
+        )
+
+
+class SyncedLossScaler(torch.amp.GradScaler):
+    """torch's, but all ranks skip a step whose gradients overflow on any: each may hold another part of the model.
+
+    Every rank must unscale in every step. FSDP's own does so, too, but its flag has a shape that fused Adam refuses.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and note whether any rank's have overflowed."""
+        super().unscale_(optimizer)
+        # Private, but also where optimizers with a scale of their own look.
+        flags: dict[Any, torch.Tensor] = self._found_inf_per_device(optimizer)
+        if not flags:
+            # A rank whose parameters are all frozen still takes part.
+            assert self._scale is not None
+            flags[self._scale.device] = torch.zeros((), device=self._scale.device)
+        if dist.is_initialized():
+            for flag in flags.values():
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)

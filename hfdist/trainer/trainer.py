@@ -6,40 +6,41 @@ tokens) or one line that lets the engine do the step. Without a strategy the Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from hfdist.checkpoint import restore_random_state
+from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.collectives import gather_json
 from hfdist.data import TokenStream
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
+from hfdist.models.architecture import check_router_loss
 from hfdist.models.flops import flops_per_token
+from hfdist.models.loss.head import LossHead
+from hfdist.models.probing.unused_parameters import uses_all_parameters
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.checkpointing import checkpointer
-from hfdist.trainer.checkpointing.log_history import drop_old
-from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine
-from hfdist.trainer.evaluation.loop import Measure, evaluate, evaluating, sharded_batches
-from hfdist.trainer.fault_tolerance.nonfinite_steps import NonfiniteGuard, spread
-from hfdist.trainer.fault_tolerance.rank_flags import Agreement
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer, intervals_of
+from hfdist.trainer.checkpointing.training_state import drop_old
+from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine, check_has_logits
+from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
+from hfdist.trainer.fault_tolerance.rank_flags import RankFlag, RankFlags
 from hfdist.trainer.optimizers import Optimizers
-from hfdist.trainer.options import RunOptions
 from hfdist.trainer.reporting.throughput import Throughput
-from hfdist.trainer.step.lean_step import LeanStep, make_lean_step
-from hfdist.trainer.step.loss import Convention, num_input_tokens
-from hfdist.trainer.step.loss_convention import ask, names_of_labels
-from hfdist.trainer.step.micro_batch import loss_of, weighted_mean
+from hfdist.trainer.step.lean_step import LeanStep
+from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
-from hfdist.trainer.validation import check_has_logits, check_has_trained, check_trainer, check_trials
 from hfdist.watch import watches_among
 
 if TYPE_CHECKING:
@@ -49,51 +50,76 @@ else:
     _Trainer = object
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run asks of its Trainer besides TrainingArguments; the defaults are those of a Trainer from Python."""
+
+    run_values: dict[str, Any] | None = None
+    """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
+    keep: Keep | None = None
+    """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
+    save_in_background: bool = True
+    """Whether training goes on from a copy in memory while a checkpoint is written."""
+    loss_head: LossHead | None = None
+    """Computes training losses without whole logits; None: the model computes them."""
+    limits: Limits = field(default_factory=Limits)
+    """How many steps may be skipped, and how often the run goes back."""
+    measures: Sequence[Measure] = ()
+    """What each evaluation measures besides the loss."""
+    flags: Sequence[RankFlag] = ()
+    """What one rank may want of all ranks, besides a failed save."""
+
+
 class DistributedTrainerMixin(_Trainer):
     """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
 
     Args:
-        given, named: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
-            so already cut), `args` are TrainingArguments made with `**strategy.training_arguments()`.
+        args, kwargs: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
+            so already partitioned), `args` are TrainingArguments made with `**strategy.training_arguments()`.
         strategy: the layout; None: everything is as in the original class.
         options: what a run of a recipe asks besides.
     """
 
     def __init__(
-        self, *given: Any, strategy: Strategy | None = None, options: RunOptions | None = None, **named: Any
+        self, *args: Any, strategy: Strategy | None = None, options: RunOptions | None = None, **kwargs: Any
     ) -> None:
         self.strategy = strategy
         self.options = options or RunOptions()
         self.engine: Engine | None = None
-        self.saving: checkpointer.Saving | None = None
+        self.checkpointer = Checkpointer(self)
+        self.weighted_loss = WeightedLoss(self)
         self._lean_step: LeanStep | None = None
         self._predicts = False
         """Whether an evaluation loop is to keep what the model gives."""
-        self.measures: list[Measure] = []
-        """What each evaluation measures besides the loss."""
-        self.convention: Convention | None = None
-        """What the loss counts; found out at the first batch. None: not yet, or the class has a loss of its own."""
-        self.agreement = Agreement()
         model_init: Any = None
         if strategy is not None:
-            named = arguments_by_name(type(self), given, named)
-            given, model_init = (), named.get("model_init")
-            self.engine, named = build_engine(type(self), strategy, named)
-        super().__init__(*given, **named)
-        if self.engine is not None:
-            # Each training begins with a new model: see `call_model_init`.
-            self.model_init = cast(Any, model_init)
-            # Tells the original not to wrap the model in DDP.
-            self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
-            # A loss that is not finite must be seen, and tokens are counted here.
-            self.args.logging_nan_inf_filter = False
-            self.args.include_num_input_tokens_seen = "no"
-            self.throughput = Throughput(self.args.device)
-            check_trainer(self, self.engine)
-            self._optimizers = Optimizers(self)
-            trl_trainers.adapt(self, self.engine)
-            self.agreement.listeners.append(checkpointer.SaveListener(self))
-            self.add_callback(self.agreement)
+            kwargs = arguments_by_name(type(self), args, kwargs)
+            args, model_init = (), kwargs.get("model_init")
+            self.engine, kwargs = build_engine(type(self), strategy, kwargs)
+        super().__init__(*args, **kwargs)
+        if self.engine is None:
+            return
+        # Each training begins with a new model: see `call_model_init`.
+        self.model_init = cast(Any, model_init)
+        # Tells the original not to wrap the model in DDP.
+        self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
+        # A loss that is not finite must be seen, and tokens are counted here.
+        self.args.logging_nan_inf_filter = False
+        self.args.include_num_input_tokens_seen = "no"
+        self.throughput = Throughput(self.args.device)
+        if not self.engine.runs_whole_model:
+            if self.compute_metrics is not None:
+                check_has_logits(self.engine, "compute_metrics")
+            # Once more: a class may have switched it on since.
+            check_router_loss(cast(PreTrainedModel, self.model).config)
+        self._optimizers = Optimizers(self)
+        if trl_trainers.is_sft(type(self)):
+            # Its loss is divided by the targets of the global batch whatever the model's forward takes: count them.
+            self.model_accepts_loss_kwargs = True
+            self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
+            if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
+                self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
+        self.add_callback(RankFlags([self.checkpointer, *self.options.flags]))
 
     # ---- setting up ----
 
@@ -103,40 +129,54 @@ class DistributedTrainerMixin(_Trainer):
         return trl_trainers.sums_over_targets(type(self))
 
     def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
-        """Find out, once, what the loss counts: of batches like this one. A collective.
+        """Find out, once, what the loss of batches like this one counts. A collective.
 
         Args:
             batch: any one, of this rank.
             forward: runs the model; None: no evaluation goes on.
         """
-        if self.convention is None:
-            with evaluating(self) if forward is None else nullcontext(forward) as run:
-                self.convention = ask(self, run, batch)
+        found = self.weighted_loss.convention
+        if found is None:
+            with Evaluator(self).forwards() if forward is None else nullcontext(forward) as run:
+                found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
             # What `compute_loss` gives is this micro batch's share, whether or not the model divides by itself.
             self.loss_is_scaled_for_ga = True
-        return self.convention
+        return found
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and mend what it does otherwise than a strategy wants."""
+        """Make the accelerator, and change what it does otherwise than a strategy wants."""
         super().create_accelerator_and_postprocess()
         if self.strategy is not None:
-            adapt_accelerator(self, self.strategy.topology)
+            adapt_accelerator(self.accelerator, self.strategy.topology, self._uses_all_parameters)
 
-    def call_model_init(self, *more: Any, **named: Any) -> Any:
+    def _uses_all_parameters(self) -> bool:
+        """Whether it is known, where the arguments leave it open, that each step's loss needs all parameters."""
+        is_ddp = self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        is_open = is_ddp and self.args.ddp_find_unused_parameters is None and not self._engine.reduces_gradients
+        if not is_open or trl_trainers.owner_of_loss(type(self)) is not transformers.Trainer:
+            return False
+        return isinstance(self.model, PreTrainedModel) and uses_all_parameters(self.model)
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """As the original, with an engine of its own for each model."""
-        model = super().call_model_init(*more, **named)
+        model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
         self.engine = self.strategy.build(model)
         return self.engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Weight decay on matrices only; under ZeRO-3 the shape of the whole parameter counts."""
+        """Weight decay on matrices only."""
         if self.engine is None:
             return super().get_decay_parameter_names(model)
-        return [name for name, p in model.named_parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
+        return [name for name, p in model.named_parameters() if len(self.engine.whole_shape(p)) >= 2]
 
-    def predict(self, *more: Any, **named: Any) -> Any:
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As the original, where each rank can run the model.
 
         Raises:
@@ -146,33 +186,33 @@ class DistributedTrainerMixin(_Trainer):
             check_has_logits(self.engine, "predict()")
         self._predicts = True
         try:
-            return super().predict(*more, **named)
+            return super().predict(*args, **kwargs)
         finally:
             self._predicts = False
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step over all data ranks; ranks of one model replica share theirs."""
-        return (
-            super().get_total_train_batch_size(args) if self.strategy is None else self.strategy.batch.global_batch_size
-        )
+        if self.strategy is None:
+            return super().get_total_train_batch_size(args)
+        return self.strategy.batch.global_batch_size
 
     def get_train_dataloader(self) -> Any:
-        """A token stream reads this rank's share by itself: accelerate must not cut it again."""
+        """A token stream reads this rank's share by itself: accelerate must not shard it again."""
         if self.strategy is not None and isinstance(self.train_dataset, TokenStream):
             return self.train_dataset.loader(batch_size=self.args.per_device_train_batch_size)
         if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
-        with sharding_each_once(self.accelerator, self.strategy.topology, names_of_labels(self)):
+        with sharding_each_once(self.accelerator, self.strategy.topology, self.weighted_loss.label_names):
             return super().get_train_dataloader()
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: Any, trial: Any
     ) -> Any:
-        more = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
+        args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
-            return super()._init_training_state(*more)
-        with checkpointer.arguments_of(Path(resume_from_checkpoint), self.args):
-            begun = super()._init_training_state(*more)
+            return super()._init_training_state(*args)
+        with intervals_of(Path(resume_from_checkpoint), self.args):
+            begun = super()._init_training_state(*args)
         # Of this training, where the original goes on with those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
@@ -185,14 +225,14 @@ class DistributedTrainerMixin(_Trainer):
         with self._optimizers.made_for(self.engine):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._guard = NonfiniteGuard(self, self.options.limits, came_from)
+        self._guard = NonfiniteGuard(self, came_from)
         self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
-        self._lean_step = make_lean_step(self, self.model_wrapped, *inherited)
-        self.saving = checkpointer.Saving(self, in_background=self.options.save_in_background)
+        self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
+        self.checkpointer.begin()
         if came_from is not None:
-            checkpointer.restore(self, came_from)
+            self.checkpointer.restore(came_from)
         elif isinstance(self.train_dataset, TokenStream):
             # A run that was killed before its first checkpoint may have written for it.
             self.train_dataset.cut_ledger()
@@ -208,31 +248,36 @@ class DistributedTrainerMixin(_Trainer):
             num_devices=self.args.world_size,
         )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
-        """As the original; a save that goes on at an error is waited for.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the original; at an error, a save that goes on ends first.
 
         Raises:
             CheckpointError: there is nothing to go on from, or it is damaged or another program's.
         """
         if resume_from_checkpoint and self.engine is not None:
-            resume_from_checkpoint = checkpointer.find_start(self, resume_from_checkpoint)
-        with checkpointer.settled(self):
-            return super().train(resume_from_checkpoint, *more, **named)
+            resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
+        with self.checkpointer.waiting_at_errors():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _finalize_training(self, *more: Any, **named: Any) -> Any:
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As the original, once nothing is being saved: its last line and `on_train_end` come behind all others."""
-        checkpointer.wait(self)
-        return super()._finalize_training(*more, **named)
+        self.checkpointer.wait()
+        return super()._finalize_training(*args, **kwargs)
 
-    def hyperparameter_search(self, *more: Any, **named: Any) -> Any:
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As the original.
 
         Raises:
-            ConfigError: see `check_trials`.
+            ConfigError: several ranks, of which only the first knows which trial it is, and checkpoints.
         """
-        if self.engine is not None:
-            check_trials(self)
-        return super().hyperparameter_search(*more, **named)
+        if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
+            raise ConfigError(
+                "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint",
+                where="hyperparameter_search with args.save_strategy",
+                found=f"{SaveStrategy(self.args.save_strategy).value}, {self.args.world_size} processes",
+                hint="save_strategy='no', or one process a trial",
+            )
+        return super().hyperparameter_search(*args, **kwargs)
 
     # ---- the step ----
 
@@ -240,7 +285,7 @@ class DistributedTrainerMixin(_Trainer):
         """Let the engine run forward and backward of one micro batch."""
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        return self.engine.forward_backward(inputs, num_items_in_batch, self._defaults(model))
+        return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -251,20 +296,19 @@ class DistributedTrainerMixin(_Trainer):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.loss, model)
-            if self.convention is not None and not self.convention.divides and num_items_in_batch is not None:
-                compute = partial(weighted_mean, self, compute)
+            convention = self.weighted_loss.convention
+            if convention is not None and not convention.divides and num_items_in_batch is not None:
+                compute = partial(self.weighted_loss.of_mean, compute)
             # By name, as the original calls it: the class after the mixin may take only some of these.
             result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
-        return (spread(result[0]), result[1]) if return_outputs else spread(result)
+        return (propagate_nan(result[0]), result[1]) if return_outputs else propagate_nan(result)
 
-    def _defaults(self, model: nn.Module) -> TrainerHooks:
-        return TrainerHooks(
-            model=model,
-            training_step=super().training_step if self._lean_step is None else self._lean_step.run,
-            loss=partial(loss_of, self),
-        )
+    def hooks(self, model: nn.Module) -> TrainerHooks:
+        """What an engine may call of this Trainer, for the model as accelerate prepared it."""
+        step = super().training_step if self._lean_step is None else self._lean_step.run
+        return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Targets of the global batch, as the loss counts them; ranks of one model replica read the same batch."""
@@ -283,18 +327,21 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             super()._sync_replicated_trainable_parameters(model)
 
-    def _run_epoch(self, *more: Any, **named: Any) -> None:
-        if self.engine is not None and (
-            self.control.should_training_stop or self.state.global_step >= self.state.max_steps
-        ):
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        if self.engine is not None and is_over:
             # Resumed at its end: an endless stream would otherwise give one step more.
             self.control.should_training_stop = True
             return
         with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
-            super()._run_epoch(*more, **named)
+            super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
+        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step.
+
+        Raises:
+            DataError: the data end before the first step.
+        """
         for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
@@ -302,12 +349,18 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None or self.strategy is None:
             return samples, num_items
         if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_lack_targets:
-            # Agreed by all ranks, since targets are counted over all.
+            # The same on all ranks, since targets are counted over all.
             while num_items == 0:
                 if all(gather_json(self.train_dataset.has_ended)):
-                    check_has_trained(self.state.global_step)
+                    if self.state.global_step == 0:
+                        raise DataError(
+                            "the data have ended, and there was nothing in them to train on",
+                            where="data.sources",
+                            found="only rows that are empty, bad, held out or quarantined",
+                            hint="python recipes/audit.py run=... counts them",
+                        )
                     self.control.should_training_stop = True
-                    self.control.should_save = self.args.save_strategy != "no" and not checkpointer.is_saved(self)
+                    self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
                 samples, num_items = read()
         self.throughput.add(sum(num_input_tokens(batch) for batch in samples) * self.strategy.topology.data_size)
@@ -324,14 +377,11 @@ class DistributedTrainerMixin(_Trainer):
         return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
 
     def _flops_per_token(self, sequence_length: int) -> float:
-        assert self.engine is not None
-        return flops_per_token(cast(PreTrainedModel, self.model).config, self.engine.size, sequence_length)
+        return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip
-        if self.engine is None:
-            return default()
-        return self.engine.clip_grad_norm(self.args.max_grad_norm, default)
+        return default() if self.engine is None else self.engine.clip_grad_norm(self.args.max_grad_norm, default)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The last hook before the optimizer's step."""
@@ -343,26 +393,37 @@ class DistributedTrainerMixin(_Trainer):
         self._guard.judge(grad_norm)
         return grad_norm
 
-    def _maybe_log_save_evaluate(self, *more: Any, **named: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.engine is None or not self._guard.end_step():
-            super()._maybe_log_save_evaluate(*more, **named)
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
         if self.engine is not None:
             if "loss" in logs:
                 logs |= self.throughput.read(self.state.global_step)
             if any(name == "loss" or name.endswith("_loss") for name in logs):
-                trl_trainers.share_metrics(self, self.engine)
-        super().log(logs, *more, **named)
+                self._share_sft_metrics()
+        super().log(logs, *args, **kwargs)
         if self.options.run_values is not None:
             # A run logs each step: in a million of them that is half a GB of memory, and with many saves more.
             drop_old(self.state.log_history)
 
+    def _share_sft_metrics(self) -> None:
+        if self._engine.runs_whole_model or not trl_trainers.is_sft(type(self)):
+            return
+        own: Any = self
+        mode = "train" if own.model.training else "eval"
+        # Of other modes nothing: what stays behind here would be taken for this rank's own the next time.
+        shared = trl_trainers.shared_metrics(own._metrics[mode], own._total_train_tokens)
+        if shared is not None:
+            metrics, own._total_train_tokens = shared
+            own._metrics[mode].update(metrics)
+
     # ---- evaluation ----
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Deal the held-out items over the data ranks, with equally many batches on each."""
+        """Shard the held-out items over the data ranks, with equally many batches on each."""
         if self.strategy is None or self.compute_metrics is not None or not self._sums_targets:
             return super().get_eval_dataloader(eval_dataset)
         own: Any = self.eval_dataset
@@ -380,17 +441,17 @@ class DistributedTrainerMixin(_Trainer):
             own,
             topology=self.strategy.topology,
             micro_batch_size=self.args.per_device_eval_batch_size,
-            collator=CountingCollator(collate, names_of_labels(self)),
+            collator=CountingCollator(collate, self.weighted_loss.label_names),
         )
 
-    def evaluation_loop(self, dataloader: Any, *more: Any, **named: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
         if self.engine is None:
-            return super().evaluation_loop(dataloader, *more, **named)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
             if self.compute_metrics is not None or not self._sums_targets or self._predicts:
-                return super().evaluation_loop(dataloader, *more, **named)
-            return evaluate(self, dataloader, named.get("metric_key_prefix", "eval"))
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+            return Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
 
     # ---- saving and resuming ----
 
@@ -399,18 +460,18 @@ class DistributedTrainerMixin(_Trainer):
             super()._save_checkpoint(model, trial)
             return
         with self.throughput.paused():
-            checkpointer.save(self)
-            if checkpointer.is_awaited(self):
-                checkpointer.wait(self)
+            self.checkpointer.save()
+            if self.checkpointer.is_awaited():
+                self.checkpointer.wait()
 
-    def save_model(self, *given: Any, **named: Any) -> None:
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
         if self.engine is None:
-            super().save_model(*given, **named)
+            super().save_model(*args, **kwargs)
             return
-        output_dir = named.get("output_dir", given[0] if given else None)
+        output_dir = kwargs.get("output_dir", args[0] if args else None)
         with self._optimizers.evaluating(self.engine):
-            checkpointer.export(self, Path(str(output_dir or self.args.output_dir)))
+            self.checkpointer.export(Path(str(output_dir or self.args.output_dir)))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # With an engine, weights are read together with the optimizer's state, once both exist.
@@ -421,7 +482,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             super()._load_best_model()
         else:
-            checkpointer.restore_best(self)
+            self.checkpointer.restore_best()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called once the batches of an epoch that were done are skipped, which draws random numbers."""

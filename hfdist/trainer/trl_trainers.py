@@ -1,17 +1,16 @@
-"""What must be known of TRL's trainers to run them in any layout: by their names, since TRL need not be installed.
+"""TRL's trainers in any layout: known by their names, since TRL need not be installed.
 
     class PipelineSFT(hfdist.DistributedTrainerMixin, trl.SFTTrainer): ...
 
 Of all of them `SFTTrainer` alone has a loss that is a sum over targets divided by their number in the global batch. So
-it can run in a pipeline, once three things are taken care of: the metrics that it gathers beside the loss, where only
-the last stage has one; the logging of those metrics by rank 0; and rows without padding, which cannot be cut.
+it can run in a pipeline, with three changes: the metrics that it gathers beside the loss, where only the last stage has
+one; the logging of those metrics by rank 0; and rows without padding, which cannot be split.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -23,7 +22,7 @@ from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.probing import keeps_documents_apart
-from hfdist.strategies.base import Engine, Strategy
+from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.loss import Convention
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,9 @@ _DEPENDENT = {
     "DistillationTrainer": "each process draws its own completions",
 }
 _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}
-"""What is kept of a row without padding, and what fills a shorter one up: each such token is a document of its own."""
+"""What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
+SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
+"""What the loss of SFTTrainer counts, whatever the model's forward takes."""
 
 
 def owner_of_loss(kind: type) -> type:
@@ -142,19 +143,8 @@ def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
         )
 
 
-def adapt(trainer: Any, engine: Engine) -> None:
-    """Fit a trainer that is complete to its engine. Not one of TRL: nothing happens."""
-    if not is_sft(type(trainer)):
-        return
-    # Its loss is divided by the targets of the global batch whatever the model's forward takes: count them.
-    trainer.model_accepts_loss_kwargs = True
-    trainer.convention = Convention(shifts=True, divides=True, is_of_tokens=True)
-    if not engine.runs_whole_model and getattr(trainer.data_collator, "padding_free", False):
-        trainer.data_collator = partial(collate_rows, trainer.data_collator)
-
-
 def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any]) -> dict[str, torch.Tensor]:
-    """Put items below each other where `collate` puts them into one row, which a pipeline cannot cut.
+    """Put items below each other where `collate` puts them into one row, which a pipeline cannot split.
 
     Args:
         collate: TRL's, without padding.
@@ -170,19 +160,17 @@ def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any
     }
 
 
-def share_metrics(trainer: Any, engine: Engine) -> None:
-    """Give all ranks the metrics that were made beside the loss, so that rank 0 can log them. Call on all ranks."""
-    if engine.runs_whole_model or not is_sft(type(trainer)):
-        return
-    mode = "train" if trainer.model.training else "eval"
-    # Of other modes nothing: what stays behind here would be taken for this rank's own the next time.
-    own = {"metrics": trainer._metrics[mode], "num_tokens": trainer._total_train_tokens}
+def shared_metrics(metrics: dict[str, list[float]], num_tokens: float) -> tuple[dict[str, list[float]], float] | None:
+    """Give all ranks the metrics that the last stages have made beside the loss, so that rank 0 can log them.
+
+    All ranks call it. None: no rank has any.
+    """
     # Those of several last stages are equal, since they were gathered among them.
-    found = next((rank for rank in gather_json(own) if rank["metrics"]), None)
+    found = next((rank for rank in gather_json([metrics, num_tokens]) if rank[0]), None)
     if found is None:
-        return
-    # A micro batch of nothing but filling has no target, and was given zeros.
-    counts = [entropy > 0 for entropy in found["metrics"].get("entropy", ())]
-    for name, values in found["metrics"].items():
-        trainer._metrics[mode][name] = list(compress(values, counts)) if len(values) == len(counts) else values
-    trainer._total_train_tokens = found["num_tokens"]
+        return None
+    metrics, num_tokens = found
+    # A micro batch of nothing but padding has no target, and was given zeros.
+    counts = [entropy > 0 for entropy in metrics.get("entropy", ())]
+    same = {k: list(compress(v, counts)) if len(v) == len(counts) else v for k, v in metrics.items()}
+    return same, num_tokens

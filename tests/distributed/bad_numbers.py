@@ -127,15 +127,15 @@ class _Messages(logging.Handler):
 
 def _run(config, faults):
     messages = _Messages()
-    build, compute_loss = builder.build_trainer, transformers.Trainer.compute_loss
+    build, compute_loss = builder.Run.build_trainer, transformers.Trainer.compute_loss
 
-    def build_with_faults(*arguments):
-        trainer = build(*arguments)
+    def build_with_faults(run):
+        build(run)
+        trainer = run.trainer
         trainer.saboteur = _Saboteur(faults, trainer)
         trainer.add_callback(trainer.saboteur)
         trainer.add_callback(_Witness(trainer))
         logging.getLogger("hfdist").addHandler(messages)
-        return trainer
 
     def compute_loss_with_faults(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
@@ -143,7 +143,7 @@ def _run(config, faults):
             loss = loss if kind is Kind.flipped_bit else _break_loss(kind, loss)
         return loss
 
-    builder.build_trainer, transformers.Trainer.compute_loss = build_with_faults, compute_loss_with_faults
+    builder.Run.build_trainer, transformers.Trainer.compute_loss = build_with_faults, compute_loss_with_faults
     main.__wrapped__(config)
     return messages.texts
 

@@ -19,7 +19,7 @@ import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
 from hfdist.testing import forget_parent
-from hfdist.trainer.checkpointing import checkpointer
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
@@ -161,7 +161,7 @@ def slow(rank: int) -> None:
     if rank != 1:
         return
     long_seconds = 3.0
-    step, save, evaluate = Trainer.training_step, checkpointer.save, Trainer.evaluation_loop
+    step, save, evaluate = Trainer.training_step, Checkpointer.save, Trainer.evaluation_loop
     steps = 0
 
     def training_step(self, *more, **named):
@@ -178,4 +178,4 @@ def slow(rank: int) -> None:
         time.sleep(long_seconds)
         return evaluate(self, *more, **named)
 
-    Trainer.training_step, Trainer.evaluation_loop, checkpointer.save = training_step, evaluation_loop, slow_save
+    Trainer.training_step, Trainer.evaluation_loop, Checkpointer.save = training_step, evaluation_loop, slow_save

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
-from hfdist.trainer.reporting.jsonl import earlier
+from hfdist.trainer.reporting.callbacks import METRICS, earlier, read_metrics
 from hfdist.trainer.run.run_lock import LOCK
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights

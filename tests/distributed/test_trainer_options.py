@@ -15,10 +15,8 @@ from transformers.trainer_utils import HPSearchBackend
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.checkpointing import log_history as trainer_history
-from hfdist.trainer.checkpointing.checkpointer import folder_of
-from hfdist.trainer.checkpointing.model_files import RenderedModelFiles
-from hfdist.trainer.options import RunOptions
+from hfdist.trainer.checkpointing import checkpointer, training_state
+from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_trainer import (
     LENGTH,
     STEPS,
@@ -147,8 +145,8 @@ class Listens(TrainerCallback):
 def saves_reported(folder):
     listens = Listens()
     # Slow enough for the next save to wait for it.
-    write = RenderedModelFiles.write
-    RenderedModelFiles.write = lambda self, path: (time.sleep(0.2), write(self, path))
+    newest = checkpointer.newest_entries
+    checkpointer.newest_entries = lambda history: (time.sleep(0.2), newest(history))[1]
     trainer = make_trainer(folder, arguments=SAVING, callbacks=[listens])
     trainer.train()
     return listens.told, trainer.state.log_history
@@ -168,7 +166,7 @@ def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
 
 
 def bounded_history(folder):
-    trainer_history.NUM_ENTRIES = 2
+    training_state.NUM_ENTRIES = 2
     trainer = make_trainer(folder, arguments=SAVING | EVALUATING)
     trainer.train()
     written = [
@@ -187,7 +185,7 @@ def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_pa
 
 
 def history_of_a_run(folder):
-    trainer_history.NUM_ENTRIES = 1
+    training_state.NUM_ENTRIES = 1
     trainer = make_trainer(folder, arguments={"logging_steps": 1}, options=RunOptions(run_values={}))
     trainer.train()
     return trainer.state.log_history
@@ -203,7 +201,7 @@ def folder_of_a_trial(folder):
     trainer = make_trainer(folder, arguments=SAVING)
     # As Optuna's backend and `train(trial=...)` leave it.
     trainer.hp_search_backend, trainer._trial = HPSearchBackend.OPTUNA, SimpleNamespace(number=3)
-    return str(folder_of(trainer))
+    return str(trainer.checkpointer.folder)
 
 
 def test_the_checkpoints_of_a_trial_stand_in_a_folder_of_its_own(tmp_path):

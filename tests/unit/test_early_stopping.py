@@ -7,8 +7,8 @@ import pytest
 
 from hfdist.config.ranges import LIMIT
 from hfdist.config.run import EvaluateConfig
-from hfdist.trainer.checkpointing.log_history import NUM_ENTRIES, drop_old, newest_entries, newest_losses
-from hfdist.trainer.evaluation.early_stopping import num_without_improvement
+from hfdist.trainer.checkpointing.training_state import NUM_ENTRIES, drop_old, newest_entries, newest_losses
+from hfdist.trainer.evaluation.evaluators import num_without_improvement
 
 
 @pytest.mark.parametrize(

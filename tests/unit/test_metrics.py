@@ -7,8 +7,7 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, read_metrics
-from hfdist.trainer.reporting.jsonl import earlier
+from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, earlier, read_metrics
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
 
@@ -55,7 +54,7 @@ def test_lines_of_an_earlier_life_are_kept_beside(path):
         assert read_metrics(path) == [{"step": 0, "eval_loss": float(attempt)}]
     kept = [*LINES[6:], *LINES[:6], {"step": 7, "loss": 2.0}, {"step": 0, "eval_loss": 0.0}]
     assert read_metrics(earlier(path)) == kept
-    begin(path.parent, 9).on_go_back(TrainerState(global_step=9))
+    begin(path.parent, 9).on_rollback(TrainerState(global_step=9))
     assert read_metrics(earlier(path)) == kept
 
 

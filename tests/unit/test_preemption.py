@@ -12,9 +12,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
 from hfdist.data.stream.workers import forward_to_rank
-from hfdist.trainer.fault_tolerance import preemption
-from hfdist.trainer.fault_tolerance.preemption import Preemption
-from hfdist.trainer.fault_tolerance.rank_flags import Agreement
+from hfdist.trainer.fault_tolerance import rank_flags
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption, RankFlags
 from tests.unit.data.corpora import files_config, tokenizer, write_txt
 
 FORK = get_context("fork")
@@ -22,16 +21,16 @@ FORK = get_context("fork")
 
 def train(listening, seconds):
     """Is in a step for so long, and says by its exit status whether it was to stop after it."""
-    callback, agreement, control = Preemption(), Agreement(), TrainerControl()
-    agreement.listeners.append(callback)
+    callback, control = Preemption(), TrainerControl()
+    flags = RankFlags([callback])
     state, arguments = TrainerState(max_steps=100, global_step=7), TrainingArguments("unused", use_cpu=True)
     callback.on_train_begin(arguments, state, control)
     listening.set()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.01)
-    agreement.on_step_begin(arguments, state, control)
-    agreement.on_step_end(arguments, state, control)
+    flags.on_step_begin(arguments, state, control)
+    flags.on_step_end(arguments, state, control)
     callback.on_train_end(arguments, state, control)
     os._exit(33 if control.should_save and control.should_training_stop else 0)
 
@@ -39,7 +38,7 @@ def train(listening, seconds):
 @pytest.fixture
 def step(monkeypatch):
     """Gives a process that is in a step."""
-    monkeypatch.setattr(preemption, "_SAME_WISH_SECONDS", 0.3)
+    monkeypatch.setattr(rank_flags, "_SAME_REQUEST_SECONDS", 0.3)
     started = []
 
     def start(seconds=1.0):
@@ -61,7 +60,7 @@ def test_without_a_signal_nothing_stops(step):
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("number", preemption.SIGNALS)
+@pytest.mark.parametrize("number", rank_flags.SIGNALS)
 def test_a_signal_lets_the_step_end(step, number):
     process = step()
     os.kill(process.pid, number)

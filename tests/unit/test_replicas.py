@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 
 from hfdist.testing import run_ranks
-from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, spread
+from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, Skipped, propagate_nan
 from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
-from hfdist.trainer.fault_tolerance.skipped_step import Skipped
 
 
 def test_a_majority_names_the_rank():
@@ -64,12 +63,12 @@ def test_any_flipped_bit_changes_the_sum():
 def test_a_spread_loss_is_the_same_or_spoils_every_gradient():
     for value in (1.7, -0.0, 3e38):
         weight = torch.tensor(value, requires_grad=True)
-        loss = spread(weight * 1)
+        loss = propagate_nan(weight * 1)
         loss.backward()
         assert loss.view(torch.int32) == weight.view(torch.int32)
         assert weight.grad == 1
     weight = torch.tensor(2.0, requires_grad=True)
-    spread(weight + torch.inf).backward()
+    propagate_nan(weight + torch.inf).backward()
     assert weight.grad.isnan()
 
 

@@ -6,7 +6,7 @@ from hfdist.config.data import ChatConfig
 from hfdist.config.run import Chat
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import train_bpe
-from hfdist.trainer.evaluation.samples import encode_prompts
+from hfdist.trainer.evaluation.generation import encode_prompts
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"

@@ -68,7 +68,7 @@ def in_parts(model_type, folder):
     )
     trainer.train()
     step = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    return step["loss"], step["grad_norm"], trainer.evaluate()["eval_loss"], trainer.convention
+    return step["loss"], step["grad_norm"], trainer.evaluate()["eval_loss"], trainer.weighted_loss.convention
 
 
 @pytest.fixture(autouse=True)

@@ -1,38 +1,79 @@
-"""Config, generation config and tokenizer of the model that is trained, as files of a Hub folder."""
+"""Config, generation config and tokenizer of a Hub folder, and the files of an adapter's PEFT folder."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfdist.trainer.checkpointing.adapter_files import has_adapter, write_adapter_config
-
-# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a save.
+from hfdist.checkpoint.piece import Piece
+from hfdist.errors import CheckpointError
+from hfdist.models.trainable.adapter import NAME
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = "base_model.model."
+"""PEFT's wrapper around a model: all names in its files carry it."""
 
-def write_model_files(trainer: Any, folder: Path) -> None:
-    """Write all that makes a Hub model of weights, or a PEFT folder of an adapter's."""
-    # As in the original, that of the collator where the Trainer was given none.
-    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if not has_adapter(trainer.model):
-        write_hub_files(trainer.model, tokenizer, folder)
+
+def has_adapter(model: Any) -> bool:
+    """Whether the model, or this rank's part of it, holds an adapter."""
+    return NAME in getattr(model, "peft_config", {})
+
+
+def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Give the pieces that belong to the model's adapter, under PEFT's names; without an adapter, all as they are.
+
+    Raises:
+        CheckpointError: something is trained that PEFT would not keep.
+    """
+    if not has_adapter(model):
+        yield from pieces
         return
-    write_adapter_config(trainer.model, folder)
-    if tokenizer is not None:
-        _save_tokenizer(tokenizer, folder)
+    names = _names_in_files(model)
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    for piece in pieces:
+        if piece.name in names:
+            yield dataclasses.replace(piece, name=names[piece.name])
+        elif piece.name in trained:
+            raise CheckpointError(
+                "a trained weight is no part of the adapter, so PEFT's files have no place for it",
+                where=piece.name,
+                hint="adapter.modules_to_save=[...] names what is trained besides",
+            )
+
+
+def _names_in_files(model: nn.Module) -> dict[str, str]:
+    """PEFT's name of each tensor of the adapter, by the model's own name; only of the tensors on this rank."""
+    from peft import get_peft_model_state_dict
+
+    # PEFT chooses and renames by names alone, so names can stand in for the values.
+    names = {name: name for name in model.state_dict(keep_vars=True)}
+    kept = get_peft_model_state_dict(model, state_dict=names, adapter_name=NAME, save_embedding_layers=False)
+    return {own: name if name.startswith(_PREFIX) else _PREFIX + name for name, own in kept.items()}
+
+
+def write_model_files(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what makes a Hub model of weights, or a PEFT folder of an adapter; `tokenizer` may be None."""
+    if has_adapter(model):
+        write_adapter_config(model, folder)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, folder)
+    else:
+        write_hub_files(model, tokenizer, folder)
 
 
 def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write config, generation config and tokenizer (None: no tokenizer); of a module without a config the rest."""
+    """Write config, generation config and tokenizer, where there is one."""
     if isinstance(getattr(model, "config", None), PreTrainedConfig):
         config = copy.deepcopy(model.config)
         # What `PreTrainedModel.save_pretrained` fills in; and a cache, which training has switched off.
@@ -41,38 +82,25 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
         config.use_cache = True
         config.save_pretrained(folder)
     if isinstance(model, PreTrainedModel) and model.can_generate():
-        _save_generation_config(model.generation_config, folder)
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
+            logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)
 
 
-class RenderedModelFiles:
-    """The same files in memory: they do not change while a model is trained, and a large tokenizer takes long."""
-
-    def __init__(self) -> None:
-        self._content: dict[str, bytes] = {}
-
-    def render(self, trainer: Any) -> None:
-        """Make them."""
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            write_model_files(trainer, folder)
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            self._content = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-    def write(self, folder: Path) -> None:
-        """Write them."""
-        for name, content in self._content.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-
-
-def _save_generation_config(config: Any, folder: Path) -> None:
-    try:
-        config.save_pretrained(folder)
-    except ValueError as error:
-        # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
-        logger.warning("generation_config.json is left out: %s", str(error).splitlines()[0])
+def write_adapter_config(model: Any, folder: Path) -> None:
+    """Write `adapter_config.json`, the same in every layout."""
+    config = copy.deepcopy(model.peft_config[NAME])
+    config.inference_mode = True
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, set):
+            # The order of a set is that of this process.
+            setattr(config, field.name, sorted(value))
+    config.save_pretrained(str(folder))
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -84,3 +112,12 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+
+
+def read_files(write: Callable[[Path], None]) -> dict[str, bytes]:
+    """Give the contents of the files that `write` writes into a folder, by their paths in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -1,20 +1,33 @@
-"""What `evaluate.*` adds to a Trainer: samples, metrics and early stopping; and the names in it, checked beforehand."""
+"""What `evaluate.*` adds to a Trainer: samples, metrics and early stopping."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.prompts import take_examples
 from hfdist.errors import DataError
 from hfdist.topology import Topology
+from hfdist.trainer.checkpointing.training_state import newest_losses
 from hfdist.trainer.evaluation import lm_eval
-from hfdist.trainer.evaluation.early_stopping import EarlyStopping
+from hfdist.trainer.evaluation.generation import GenerationMetrics, PromptSamples, continue_prompts, find_limits
+from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.evaluation.metrics import load_metrics
-from hfdist.trainer.evaluation.samples import GenerationMetrics, PromptSamples
 
-# A trainer is Any here: transformers declares all its parts as optional, and they exist by now.
+logger = logging.getLogger(__name__)
 
 
 def check_named(config: RunConfig, topology: Topology) -> None:
@@ -28,30 +41,99 @@ def check_named(config: RunConfig, topology: Topology) -> None:
         lm_eval.check(config.evaluate, knows_tasks=topology.is_main)
 
 
-def add_evaluators(trainer: Any, held_out: Any, config: RunConfig) -> None:
-    """Add what evaluations do besides the loss, and what they may end.
+def make_evaluators(
+    config: RunConfig,
+    held_out: Any,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: TrainingArguments,
+    topology: Topology,
+) -> tuple[list[Measure], list[TrainerCallback]]:
+    """Give what evaluations measure besides the loss, and the callbacks that belong to it.
 
     Args:
-        trainer: with a strategy and a tokenizer.
-        held_out: the held-out set; None: nothing is evaluated.
         config: of the run.
+        held_out: the held-out set; None: nothing is evaluated.
+        model: that is trained, or this rank's part of it.
+        tokenizer: of the model.
+        arguments: of the Trainer.
+        topology: of the run.
 
     Raises:
         ConfigError: the prompts do not go with the tokenizer or the model.
         DataError: the held-out set has nothing to continue.
     """
     evaluate = config.evaluate
+    measures: list[Measure] = []
+    callbacks: list[TrainerCallback] = []
     if held_out is None:
-        return
+        return measures, callbacks
+    if evaluate.prompts or evaluate.metrics:
+        generate = partial(
+            continue_prompts,
+            limits=find_limits(model, tokenizer, evaluate.max_new_tokens),
+            topology=topology,
+            rows_at_once=arguments.per_device_eval_batch_size,
+            device=arguments.device,
+        )
     if evaluate.prompts:
-        samples = PromptSamples(Path(config.run.dir), trainer, evaluate, config.data.chat)
-        trainer.measures.append(samples)
-        trainer.add_callback(samples)
+        samples = PromptSamples(Path(config.run.dir), tokenizer, generate, evaluate, config.data.chat)
+        measures.append(samples)
+        callbacks.append(samples)
     if evaluate.metrics:
         examples = take_examples(held_out, evaluate.num_generations)
         if not examples:
             raise DataError("no held-out document is long enough to continue it", where="evaluate.metrics")
         metrics = load_metrics(evaluate.metrics)
-        trainer.measures.append(GenerationMetrics(trainer, examples, metrics, evaluate.max_new_tokens))
+        measures.append(GenerationMetrics(tokenizer, generate, examples, metrics, evaluate.max_new_tokens))
     if evaluate.patience is not None:
-        trainer.add_callback(EarlyStopping(evaluate.patience, evaluate.min_delta))
+        callbacks.append(EarlyStopping(evaluate.patience, evaluate.min_delta))
+    return measures, callbacks
+
+
+def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
+    """Count the last evaluations that were not lower than the best before them, by `min_delta` at least.
+
+    A loss that is not finite is no improvement. What improves by less is not the best: many small steps add up.
+    """
+    best, since = float("inf"), 0
+    for loss in losses:
+        if loss < best and best - loss >= min_delta:
+            best, since = loss, 0
+        else:
+            since += 1
+    return since
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends the training on all ranks after the same evaluation: all have the same losses.
+
+    transformers' own keeps a counter that our checkpoints would have to carry and a run that goes back to turn back;
+    the newest losses are in `state.log_history`, which both already do.
+
+    Args:
+        patience: evaluations in a row without an improvement; less than `NUM_ENTRIES`.
+        min_delta: by how much a loss must at least be lower than the best.
+    """
+
+    def __init__(self, patience: int, min_delta: float) -> None:
+        self._patience, self._min_delta = patience, min_delta
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A run that goes on where it had stopped is over."""
+        control.should_training_stop |= self._is_over(state)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop, with a checkpoint."""
+        if not self._is_over(state) or state.global_step >= state.max_steps:
+            return
+        control.should_training_stop = True
+        control.should_save = args.save_strategy != "no"
+        logger.info(
+            "stopping at step %d: %d evaluations in a row without a lower held-out loss (min_delta %g)",
+            *(state.global_step, self._patience, self._min_delta),
+        )
+
+    def _is_over(self, state: TrainerState) -> bool:
+        return num_without_improvement(newest_losses(state.log_history), self._min_delta) >= self._patience

@@ -1,4 +1,4 @@
-"""Greedy continuations of prompts in the layout that trains: forwards of whole sequences, alike on all ranks.
+"""Greedy continuations in the layout that trains: of fixed prompts, for people, and of held-out ones, for metrics.
 
 There is no cache of keys and values: a pipeline's stages and ZeRO-3's parameters are only there for forwards as in
 training, and one way for all layouts gives the same tokens in all.
@@ -7,20 +7,37 @@ training, and one way for all layouts gives the same tokens in all.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState
 
+from hfdist.collectives import on_rank_zero
+from hfdist.config.data import ChatConfig
+from hfdist.config.run import Chat, EvaluateConfig
+from hfdist.data.documents.prompts import Example
+from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
+from hfdist.trainer.evaluation.metrics import Generation, Metric, compute
+from hfdist.trainer.reporting.callbacks import StepLines
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "samples.jsonl"
 
 _LENGTH_STEP_TOKENS = 64
-"""Sequences are filled up to a multiple of it, so that few shapes occur."""
+"""Sequences are padded to a multiple of it, so that few shapes occur."""
+
+Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
+"""(prompts, forward) -> their continuations, on all ranks. All ranks call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +51,7 @@ class Limits:
     """That the model can read; None: any number."""
 
     def room(self) -> int | None:
-        """Tokens of a prompt, at the most.
+        """The most tokens of a prompt.
 
         Raises:
             ConfigError: `max_new_tokens` leaves none.
@@ -51,6 +68,22 @@ class Limits:
         return self.most_tokens - self.max_new_tokens
 
 
+def find_limits(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Limits:
+    """Read the limits off a model and its tokenizer.
+
+    Raises:
+        ConfigError: so many tokens leave the model no room for a prompt.
+    """
+    # Chat models may end an answer with another token than a document.
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most_tokens = positions if isinstance(positions, int) and positions > 0 else None
+    limits = Limits(max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens)
+    limits.room()
+    return limits
+
+
 @dataclass
 class _Row:
     ids: list[int]
@@ -58,7 +91,6 @@ class _Row:
     is_done: bool = False
 
     def take(self, token: int, limits: Limits) -> None:
-        """Go on with the next token."""
         if token in limits.end_ids:
             self.is_done = True
             return
@@ -75,22 +107,21 @@ def continue_prompts(
     rows_at_once: int,
     device: torch.device,
 ) -> list[list[int]]:
-    """Give each prompt's continuation, on all ranks. Call it on all ranks.
+    """Give each prompt's continuation, on all ranks. All ranks call it.
 
     Args:
         prompts: token ids, at least one each; the beginning of one that is too long for the model is left out.
         forward: runs the model.
         limits: where continuations end.
         topology: each data rank continues a share of the prompts.
-        rows_at_once: sequences of one forward of a data rank, at the most.
+        rows_at_once: the most sequences of one forward of a data rank.
         device: of tensors that travel between ranks.
     """
-    room = limits.room()
+    room, step = limits.room(), rows_at_once * topology.data_size
     continued: list[list[int]] = []
-    for start in range(0, len(prompts), rows_at_once * topology.data_size):
-        together = prompts[start : start + rows_at_once * topology.data_size]
-        cut = [list(prompt if room is None else prompt[-room:]) for prompt in together]
-        rows = [_Row(prompt, len(prompt)) for prompt in cut]
+    for start in range(0, len(prompts), step):
+        short = [list(prompt if room is None else prompt[-room:]) for prompt in prompts[start : start + step]]
+        rows = [_Row(prompt, len(prompt)) for prompt in short]
         _continue_rows(rows, forward, limits, topology, device)
         continued += [row.ids[row.num_prompt_tokens :] for row in rows]
     return continued
@@ -99,12 +130,15 @@ def continue_prompts(
 def _continue_rows(
     rows: list[_Row], forward: Forward, limits: Limits, topology: Topology, device: torch.device
 ) -> None:
-    """Continue them together, each data rank its share, which copies of the first row fill up to equal sizes."""
+    """Each data rank continues its share of the rows; copies of the first row pad the shares to equal sizes."""
     share = -(-len(rows) // topology.data_size)
     places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
     while not all(row.is_done for row in rows):
         # The same length on all ranks and in all layouts.
-        length = _rounded(max(len(row.ids) for row in rows), limits.most_tokens)
+        longest = max(len(row.ids) for row in rows)
+        length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
+        if limits.most_tokens is not None:
+            length = max(longest, min(length, limits.most_tokens))
         own = [rows[place].ids if place < len(rows) else rows[0].ids for place in places]
         batch = {
             "input_ids": torch.tensor([ids + [0] * (length - len(ids)) for ids in own]),
@@ -120,11 +154,6 @@ def _continue_rows(
         for row, token in zip(rows, tokens.flatten().tolist(), strict=False):
             if not row.is_done:
                 row.take(token, limits)
-
-
-def _rounded(num_tokens: int, most_tokens: int | None) -> int:
-    rounded = -(-num_tokens // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
-    return rounded if most_tokens is None else max(num_tokens, min(rounded, most_tokens))
 
 
 def next_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -146,3 +175,134 @@ def next_tokens(model: nn.Module, batch: Batch) -> torch.Tensor:
 def _logits(outputs: Any) -> torch.Tensor:
     logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     return logits
+
+
+class PromptSamples(StepLines):
+    """Lets the model continue fixed prompts at each evaluation, and writes the texts into samples.jsonl.
+
+    Args:
+        run_dir: of the run.
+        tokenizer: of the model.
+        generate: continues prompts.
+        config: `evaluate.*`.
+        chat: `data.chat`, by which the training's conversations are rendered.
+
+    Raises:
+        ConfigError: the tokenizer's chat template is missing, or refuses a prompt.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generate,
+        config: EvaluateConfig,
+        chat: ChatConfig,
+    ) -> None:
+        super().__init__(run_dir / SAMPLES)
+        self._tokenizer, self._generate, self._prompts = tokenizer, generate, config.prompts
+        self._ids = encode_prompts(tokenizer, config.prompts, config.chat, chat)
+        self._state = TrainerState()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Open the file."""
+        self._state = state
+        super().on_train_begin(args, state, control)
+
+    def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
+        """Continue, write and log; gives no figure."""
+        step = self._state.global_step
+        for prompt, ids in zip(self._prompts, self._generate(self._ids, forward), strict=True):
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            self.write({"step": step, "prompt": prompt, "text": text})
+            logger.info("step %d continues %r: %r", step, prompt, text)
+        return {}
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Chat, rendering: ChatConfig
+) -> list[list[int]]:
+    """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text.
+
+    Raises:
+        ConfigError: `chat` asks for a template that the tokenizer does not have, or the template refuses a prompt.
+    """
+    if chat is Chat.always and not tokenizer.chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where="evaluate.chat",
+            found=chat.value,
+            hint="evaluate.chat=auto, or a tokenizer with a chat template",
+        )
+    encoded = []
+    if chat is Chat.never or not tokenizer.chat_template:
+        for prompt in prompts:
+            ids = list(tokenizer(prompt)["input_ids"])
+            # Some tokenizers put an end-of-text token behind each text.
+            encoded.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids)
+        return encoded
+    template = ChatTemplate(tokenizer, rendering)
+    system = [] if rendering.system is None else [{"role": "system", "content": rendering.system}]
+    for prompt in prompts:
+        try:
+            text = template.render([*system, {"role": "user", "content": prompt}], None, asks=True)
+        except RefusedError as error:
+            raise ConfigError(
+                f"the chat template refuses a prompt: {error}",
+                where="evaluate.prompts",
+                found=prompt,
+                hint="evaluate.chat=never",
+            ) from error
+        # The template has written the special tokens.
+        encoded.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return encoded
+
+
+class GenerationMetrics:
+    """Lets the model continue held-out prompts at each evaluation, and gives the texts to metrics.
+
+    A metric that fails is logged, and its figure left out: the training goes on, since no loss depends on it.
+
+    Args:
+        tokenizer: of the model.
+        generate: continues prompts.
+        examples: held-out prompts and references.
+        metrics: by name.
+        max_new_tokens: of each continuation, and of each reference.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generate: Generate,
+        examples: Sequence[Example],
+        metrics: Mapping[str, Metric],
+        max_new_tokens: int,
+    ) -> None:
+        self._tokenizer, self._generate, self._examples, self._metrics = tokenizer, generate, examples, metrics
+        self._max_new_tokens = max_new_tokens
+
+    def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
+        """Give `eval_<metric>`, computed on rank 0, on all ranks."""
+        continued = self._generate([example.prompt for example in self._examples], forward)
+        figures: dict[str, float | None] = on_rank_zero(lambda: self._compute(continued))
+        return {f"{prefix}_{name}": value for name, value in figures.items()}
+
+    def _compute(self, continued: list[list[int]]) -> dict[str, float | None]:
+        def text(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        generations = [
+            Generation(
+                prompt=text(example.prompt), text=text(ids), reference=text(example.reference[: self._max_new_tokens])
+            )
+            for example, ids in zip(self._examples, continued, strict=True)
+        ]
+        figures: dict[str, float | None] = {}
+        for name, metric in self._metrics.items():
+            try:
+                figures |= compute(name, metric, generations)
+            except Exception as error:  # whatever a metric raises
+                logger.warning("the metric %s fails: %s: %s", name, type(error).__name__, error)
+                figures[name] = None
+        return figures

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 PACKAGE = "lm_eval"
 RESULTS = "lm_eval.json"
 
-_CHILD = "hfdist.trainer.evaluation.lm_eval_process"
-
 
 class HarnessError(Exception):
     """The harness has failed; its own words."""
@@ -100,7 +98,7 @@ def _ask(request: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         child = subprocess.run(
-            [sys.executable, "-m", _CHILD, json.dumps(request), str(answer)],
+            [sys.executable, "-m", "hfdist.trainer.evaluation.lm_eval", json.dumps(request), str(answer)],
             env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -132,3 +130,34 @@ def table(figures: Mapping[str, float]) -> str:
         f"  {task:<{widths[0]}}  {metric:<{widths[1]}}  {value:.4f}"
         for (task, _, metric), value in zip(rows, figures.values(), strict=True)
     )
+
+
+def _answer(request: dict[str, Any]) -> Any:
+    """In the harness's process: list the tasks, or measure a model."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    if request["what"] == "tasks" and request["include"] is not None:
+        own = TaskManager(include_path=request["include"], include_defaults=False).all_tasks
+        if set(request["tasks"]) <= set(own):
+            # Its own thousands need not be read.
+            return own
+    tasks = TaskManager(include_path=request["include"])
+    if request["what"] == "tasks":
+        return sorted(tasks.all_tasks)
+    measured = simple_evaluate(
+        model="hf",
+        # Not as text, in which a comma in the path would end it.
+        model_args={"pretrained": request["model"], "trust_remote_code": request["trust_remote_code"]},
+        tasks=request["tasks"],
+        task_manager=tasks,
+        batch_size=request["batch_size"],
+        device=request["device"],
+        log_samples=False,
+    )
+    assert measured is not None
+    return {name: measured[name] for name in ("results", "versions", "n-samples") if name in measured}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(_answer(json.loads(sys.argv[1])), default=str), encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Steps whose numbers are not finite are skipped, on all ranks alike; what does not pass takes the run back.
+"""Steps whose numbers are not finite are skipped, on all ranks alike; too many in a row take the run back.
 
-Nobody is asked: a loss that is not finite makes every gradient of its rank so, and the norm is computed from gradients
-that are summed over all ranks.
+No extra message is needed: a loss that is not finite makes every gradient of its rank NaN, and the norm is computed
+from gradients that are summed over all ranks.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import TrainerState
 
-from hfdist.collectives import gather_json, world_size
-from hfdist.data import TokenStream
-from hfdist.errors import NumericsError
-from hfdist.trainer.checkpointing import checkpointer
+from hfdist.checkpoint import find_newest
+from hfdist.checkpoint.folder import step_of
+from hfdist.collectives import gather_json, on_rank_zero, world_size
+from hfdist.data import LEDGER, TokenStream
+from hfdist.data.stream.ledger import read_records
+from hfdist.errors import NumericsError, printable
+from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE
 from hfdist.trainer.fault_tolerance.replicas import find_differences
-from hfdist.trainer.fault_tolerance.rollback import find_way_back, go_back
-from hfdist.trainer.fault_tolerance.skipped_step import Skipped, describe, quarantine_hint
+from hfdist.trainer.reporting.callbacks import OnRollback
+from hfdist.watch import SAVING, watches_among
 
 logger = logging.getLogger(__name__)
 
 LEAST_LOSS_SCALE = 1.0
 """Under fp16, gradients that overflow even at this scale are not the scale's fault."""
+_MOST_NAMES = 4
+"""Documents that a message names; the audit shows the others."""
+# What steps change in the Trainer's state; the rest is settings.
+_STATE_OF_STEPS = ("global_step", "epoch", "log_history", "num_input_tokens_seen", "total_flos",
+                   "best_metric", "best_global_step", "best_model_checkpoint")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +52,28 @@ class Limits:
     """Steps between comparisons; None: none."""
 
 
-def spread(loss: torch.Tensor) -> torch.Tensor:
-    """Give the same loss and the same gradients, bit by bit; of a loss that is not finite, gradients all of NaN.
+def propagate_nan(loss: torch.Tensor) -> torch.Tensor:
+    """Give the same loss and the same gradients, bit by bit; if the loss is not finite, all gradients become NaN.
 
     An infinite loss may have finite gradients, and then the other ranks would never know.
     """
     return loss * (1 + 0 * loss.detach())
+
+
+class Skipped(NamedTuple):
+    """A step that no rank has taken."""
+
+    step: int
+    data_ranks: tuple[int, ...]
+    """Those whose loss was not finite; none: the losses were, and the gradient was not."""
+    end_sample: int
+    """The number of sequences that the run had read after this step."""
+
+    def __str__(self) -> str:
+        if not self.data_ranks:
+            return "its gradient is not finite, though its loss is"
+        ranks = f"rank{'s' * (len(self.data_ranks) > 1)} {', '.join(map(str, self.data_ranks))}"
+        return f"its loss is not finite on data {ranks}"
 
 
 @dataclass
@@ -87,24 +113,28 @@ class SkipCounter:
 
 
 class NonfiniteGuard:
-    """Watches the steps of one Trainer.
+    """Watches the steps of one training.
 
     Args:
         trainer: with an engine.
-        limits: what it bears.
         came_from: the checkpoint at which this training began, if any.
     """
 
-    def __init__(self, trainer: Any, limits: Limits, came_from: Path | None) -> None:
+    def __init__(self, trainer: Any, came_from: Path | None) -> None:
         self._trainer, self._came_from = trainer, came_from
         self._has_saved = False
-        self._tally = SkipCounter(limits)
+        self._counter = SkipCounter(trainer.options.limits)
         self._is_finite: bool | None = None
-        """Of the step's gradients; None: no step since the last look."""
+        """Whether the step's gradients are; None: no step since the last look."""
         self._loss_before: torch.Tensor | None = None
-        self._schedule_before: tuple[dict[str, Any], list[float]] | None = None
-        self._put_off = (False, False)
+        self._schedule_before: tuple[dict[str, Any], list[float]] = {}, []
+        self._deferred = (False, False)
         """An evaluation and a save that fell on skipped steps."""
+
+    @property
+    def _stream(self) -> TokenStream | None:
+        dataset = self._trainer.train_dataset
+        return dataset if isinstance(dataset, TokenStream) else None
 
     def begin_step(self) -> None:
         """Remember what a skipped step must not change."""
@@ -136,96 +166,126 @@ class NonfiniteGuard:
             NumericsError: it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
-        has_gone_back = is_finite is not None and self._settle(self._trainer.state.global_step, is_finite)
+        step, has_gone_back = self._trainer.state.global_step, False
+        if is_finite is not None:
+            has_gone_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
         self._has_saved |= self._trainer.control.should_save
         return has_gone_back
 
-    def _settle(self, step: int, is_finite: bool) -> bool:
-        if not is_finite:
-            self._restore_schedule()
-            skipped = self._find_fault(step)
-            if skipped is None:
-                return False
-            self._leave_out(skipped)
-            return self._tally.skip(skipped) and self._go_back(step, self._too_many_skipped)
-        self._take_up()
-        differences = self._compare_replicas(step)
+    def _end_taken_step(self, step: int) -> bool:
+        control = self._trainer.control
+        control.should_evaluate |= self._deferred[0]
+        control.should_save |= self._deferred[1]
+        self._deferred = False, False
+        every = self._counter.limits.compare_replicas_every
+        # Before each save, too: what is found later must have a sound checkpoint to go back to.
+        is_due = every is not None and (step % every == 0 or control.should_save) and world_size() > 1
+        differences = find_differences(self._trainer.engine.whole_parameters()) if is_due else []
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
         if differences:
             return self._go_back(step, lambda: self._unequal_replicas(step, differences))
-        self._tally.take(step)
+        self._counter.take(step)
         return False
 
-    def _restore_schedule(self) -> None:
-        assert self._schedule_before is not None
+    def _end_skipped_step(self, step: int) -> bool:
+        trainer, control = self._trainer, self._trainer.control
         state, rates = self._schedule_before
-        self._trainer.lr_scheduler.load_state_dict(state)
-        for group, rate in zip(self._trainer.lr_scheduler.optimizer.param_groups, rates, strict=True):
+        trainer.lr_scheduler.load_state_dict(state)
+        for group, rate in zip(trainer.lr_scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-    def _find_fault(self, step: int) -> Skipped | None:
-        """Of a step without finite gradients; None: it is only how the loss scale of fp16 finds its limit."""
-        trainer = self._trainer
         own = [trainer.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
         data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
         if trainer.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
-            return None
-        return Skipped(step=step, data_ranks=data_ranks, end_sample=checkpointer.num_samples(trainer))
+            # It is only how the loss scale finds its limit.
+            return False
+        skipped = Skipped(step=step, data_ranks=data_ranks, end_sample=trainer.checkpointer.num_samples())
+        # Out of the mean loss.
+        trainer._tr_loss.copy_(self._loss_before)
+        trainer._globalstep_last_logged += 1
+        logger.warning("step %d is skipped: %s", step, skipped)
+        trainer.log({"loss": None, "skipped": True})
+        if not control.should_training_stop:
+            # Until a step is taken, the last checkpoint is of before what is wrong.
+            self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
+            control.should_evaluate = control.should_save = False
+        return self._counter.skip(skipped) and self._go_back(step, self._too_many_skipped)
 
     def _loss_scale(self) -> float:
         scaler = self._trainer.accelerator.scaler
         scale = self._trainer.engine.numbers()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
         return float(scale)
 
-    def _leave_out(self, skipped: Skipped) -> None:
-        """Keep a skipped step out of the mean loss, and put off what it would have evaluated and saved."""
-        trainer, control = self._trainer, self._trainer.control
-        trainer._tr_loss.copy_(self._loss_before)
-        trainer._globalstep_last_logged += 1
-        logger.warning("step %d is skipped: %s", skipped.step, skipped)
-        trainer.log({"loss": None, "skipped": True})
-        if not control.should_training_stop:
-            # Until a step is taken, the last checkpoint is of before what is wrong.
-            self._put_off = control.should_evaluate or self._put_off[0], control.should_save or self._put_off[1]
-            control.should_evaluate = control.should_save = False
-
-    def _take_up(self) -> None:
-        control = self._trainer.control
-        control.should_evaluate |= self._put_off[0]
-        control.should_save |= self._put_off[1]
-        self._put_off = False, False
-
-    def _compare_replicas(self, step: int) -> list[str]:
-        every = self._tally.limits.compare_replicas_every
-        # Before each save, too: what is found later must have a sound checkpoint to go back to.
-        is_due = every is not None and (step % every == 0 or self._trainer.control.should_save)
-        return find_differences(self._trainer.engine.whole_parameters()) if is_due and world_size() > 1 else []
+    # ---- going back ----
 
     def _go_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
-        trainer = self._trainer
-        checkpoint = find_way_back(trainer, self._came_from) if self._can_go_back() else None
+        has_checkpoint = self._has_saved or self._came_from is not None
+        can_go_back = has_checkpoint and self._counter.may_go_back and self._stream is not None
+        checkpoint = self._find_checkpoint() if can_go_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
-            checkpointer.write_ledger(trainer)
+            self._trainer.checkpointer.write_ledger()
             raise failure()
-        self._tally.go_back(step)
-        self._put_off = False, False
-        go_back(trainer, checkpoint)
+        self._counter.go_back(step)
+        self._deferred = False, False
+        self._restore(checkpoint)
         logger.warning(
             "going back from step %d to %s (%d of at most %d times without progress)",
-            *(step, checkpoint, self._tally.rollbacks, self._tally.limits.rollbacks),
+            *(step, checkpoint, self._counter.rollbacks, self._counter.limits.rollbacks),
         )
         return True
 
+    def _find_checkpoint(self) -> Path | None:
+        """The newest checkpoint of this training that verifies; None: there is none."""
+        trainer, came_from = self._trainer, self._came_from
+        for watch in watches_among(trainer.callback_handler.callbacks):
+            # Checkpoints are verified and read, which may take as long as a save.
+            watch.progress.exempt = SAVING
+        trainer.checkpointer.wait()
+        newest = find_newest(trainer.checkpointer.folder)
+        if newest is None:
+            return came_from if came_from is not None and came_from.is_dir() else None
+        # A later one is of another training that has used the folder.
+        return newest if step_of(newest.name) <= trainer.state.global_step else None
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Undo within the process what training has changed since `checkpoint`."""
+        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        trainer.checkpointer.restore(checkpoint)
+        was_over = state.global_step >= state.max_steps
+        saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+        for name in _STATE_OF_STEPS:
+            setattr(state, name, getattr(saved, name))
+        # As at a resume: the logged loss and throughput are of the steps that follow.
+        trainer._tr_loss.zero_()
+        trainer._total_loss_scalar = 0.0
+        trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
+        trainer.start_clock()
+        control.should_log = control.should_evaluate = control.should_save = False
+        if was_over:
+            control.should_training_stop = False
+        # The next epoch begins with a fresh iterator over the stream, which stands where the checkpoint left it.
+        control.should_epoch_stop = True
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, OnRollback):
+                callback.on_rollback(state)
+
+    # ---- what to say ----
+
     def _too_many_skipped(self) -> NumericsError:
-        skipped = self._tally.skipped
+        skipped = self._counter.skipped
+        names = on_rank_zero(lambda: self._name_documents(skipped[0]))
+        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+        read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
+        audit = f"python recipes/audit.py run={self._trainer.args.output_dir} step={skipped[0].step}"
+        rows = ",".join(f'"{name}"' for name in names[:_MOST_NAMES])
+        look = f"{audit} shows the documents; 'data.quarantine=[{rows}]' takes some out; or " if names else ""
         return NumericsError(
             f"the loss or the gradient was not finite {len(skipped)} steps in a row, {self._why_no_way_back()}",
             where=f"step {skipped[0].step}",
-            found=describe(self._trainer, skipped),
-            hint=f"{quarantine_hint(self._trainer, skipped[0])}a lower optimizer.lr or train.max_grad_norm, a longer "
-            "warm-up, or train.precision=fp32; checkpoints are from before it",
+            found=(str(skipped[0]), *read, *(f"step {later.step}: {later}" for later in skipped[1:])),
+            hint=f"{look}a lower optimizer.lr or train.max_grad_norm, a longer warm-up, or train.precision=fp32; "
+            "checkpoints are from before it",
         )
 
     def _unequal_replicas(self, step: int, differences: list[str]) -> NumericsError:
@@ -237,13 +297,25 @@ class NonfiniteGuard:
             "which round differently, train.compare_replicas_every=null",
         )
 
-    def _can_go_back(self) -> bool:
-        has_checkpoint = self._has_saved or self._came_from is not None
-        return has_checkpoint and self._tally.may_go_back and isinstance(self._trainer.train_dataset, TokenStream)
-
     def _why_no_way_back(self) -> str:
-        if not self._tally.may_go_back:
-            return f"and the run has gone back {self._tally.rollbacks} times without getting beyond it"
-        if not isinstance(self._trainer.train_dataset, TokenStream):
+        if not self._counter.may_go_back:
+            return f"and the run has gone back {self._counter.rollbacks} times without getting beyond it"
+        if self._stream is None:
             return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"
         return "and there is no checkpoint to go back to"
+
+    def _name_documents(self, skipped: Skipped) -> list[str]:
+        """SOURCE:FILE:ROW of what was trained on; only of the data ranks whose loss was not finite, if any."""
+        stream, strategy = self._stream, self._trainer.strategy
+        if stream is None or stream.ledger is None:
+            return []
+        documents: dict[int, None] = {}
+        for sample in range(skipped.end_sample - strategy.batch.global_batch_size, skipped.end_sample):
+            number, lane = divmod(sample, stream.config.lanes)
+            if skipped.data_ranks and lane % strategy.topology.data_size not in skipped.data_ranks:
+                continue
+            records = read_records(Path(self._trainer.args.output_dir) / LEDGER, lane)
+            begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()
+            records = records[begin:end]
+            documents |= dict.fromkeys(records["document"][records["num_tokens"] > 0].tolist())
+        return [printable(str(stream.corpus.origin(document))) for document in documents]

@@ -1,65 +1,129 @@
-"""Once a step the ranks ask each other whether anyone wants something of all of them.
+"""Once a step the ranks tell each other whether one of them wants something of all: a signal, a failed save.
 
-It is one reduction of a few numbers that runs beside the step, in a group of its own on the CPU: nobody waits for it,
+This is one reduction of a few numbers that runs beside the step, in a group of its own on the CPU: nobody waits for it,
 and the GPU is not synchronised.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.errors import PreemptedError
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# A terminal sends Ctrl-C to all processes, and a launcher that gets it sends SIGTERM after it: both are one request.
+_SAME_REQUEST_SECONDS = 2.0
 
 
-class Listener(Protocol):
-    """Somebody whose wish concerns all ranks."""
+class RankFlag(Protocol):
+    """Something that one rank notices and that concerns all ranks."""
 
-    def wish(self) -> int:
-        """Say what this rank wants; 0: nothing. Of all ranks' wishes the largest counts."""
+    def flag(self) -> int:
+        """Say what this rank wants; 0: nothing. The largest flag of all ranks counts."""
 
-    def agreed(self, wish: int, state: TrainerState, control: TrainerControl) -> None:
-        """Act upon a wish that is not 0, at the end of the same step on all ranks."""
+    def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
+        """Act upon a flag that is not 0, at the end of the same step on all ranks."""
 
 
-class Agreement(TrainerCallback):
-    """Asks at the beginning of each step, and acts at its end."""
+class RankFlags(TrainerCallback):
+    """Starts the reduction at the beginning of each step, and acts at its end.
 
-    def __init__(self) -> None:
-        self.listeners: list[Listener] = []
-        """The same on all ranks, in the same order."""
+    Args:
+        flags: the same on all ranks, in the same order.
+    """
+
+    def __init__(self, flags: Sequence[RankFlag]) -> None:
+        self._flags = flags
         self._group: dist.ProcessGroup | None = None
-        self._asked: list[int] | tuple[torch.Tensor, dist.Work] | None = None
-        """What one process wants; or of several the largest wishes, which are on their way."""
+        self._values = torch.zeros(len(flags), dtype=torch.int64)
+        self._work: dist.Work | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the group. A collective."""
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Ask."""
-        own = [listener.wish() for listener in self.listeners]
-        if self._group is None:
-            self._asked = own
-            return
-        wishes = torch.tensor(own, dtype=torch.int64)
-        self._asked = wishes, dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start the reduction."""
+        self._values = torch.tensor([flag.flag() for flag in self._flags], dtype=torch.int64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Act."""
-        assert self._asked is not None
-        if isinstance(self._asked, list):
-            agreed = self._asked
-        else:
-            wishes, work = self._asked
-            work.wait()
-            agreed = wishes.tolist()
-        for listener, wish in zip(self.listeners, agreed, strict=True):
-            if wish:
-                listener.agreed(wish, state, control)
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Act upon the flags."""
+        if self._work is not None:
+            self._work.wait()
+        for flag, value in zip(self._flags, self._values.tolist(), strict=True):
+            if value:
+                flag.on_flag(value, state, control)
+
+
+class Preemption(TrainerCallback):
+    """A signal to any process lets all ranks finish the same step, save once, and end with exit code 75.
+
+    It listens from the beginning of training to its end: before and after there is nothing to lose.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by: str | None = None
+        """Name of the signal after which this run has stopped."""
+        self._received = 0
+        self._received_seconds = 0.0
+        self._before: Mapping[signal.Signals, Any] = {}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begin to listen."""
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+
+    def flag(self) -> int:
+        """Number of the signal that this rank was sent; 0: none."""
+        return self._received
+
+    def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
+        """Save and stop."""
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            return
+        self.stopped_by = signal.Signals(flag).name
+        logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
+        control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Listen no more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self, run_dir: str) -> None:
+        """End a run that was told to stop.
+
+        Raises:
+            PreemptedError: it was.
+        """
+        if self.stopped_by is not None:
+            raise PreemptedError(
+                "the run was told to stop, and has saved where it was",
+                where=run_dir,
+                found=self.stopped_by,
+                hint="the same command goes on from there",
+            )
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received and now - self._received_seconds > _SAME_REQUEST_SECONDS:
+            # The second request: at once. What is being saved has no name yet, so that nothing is damaged.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self._received:
+            self._received, self._received_seconds = number, now

@@ -1,92 +1,181 @@
-"""What people and scripts see while a run goes: metrics.jsonl and a progress bar, on rank 0 only."""
+"""What people and scripts see of a run, on rank 0 only: metrics.jsonl, a progress bar, pictures."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.errors import ResourceError
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
 from hfdist.strategies.base import Engine
-from hfdist.trainer.reporting.jsonl import StepLines, read_lines
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
 _WRITTEN = ("data/", "checkpoint/", "lm_eval/")
+_SHOWN = (
+    ("loss", "loss", "{:.3f}"),
+    ("eval_loss", "held-out", "{:.3f}"),
+    ("eval_perplexity", "ppl", "{:.1f}"),
+    ("tokens_per_second", "tok/s", "{:,.0f}"),
+    ("mfu", "mfu", "{:.1%}"),
+)
 
 
 @runtime_checkable
-class GoesBack(Protocol):
+class OnRollback(Protocol):
     """A callback that must know when the run goes back to a checkpoint."""
 
-    def on_go_back(self, state: TrainerState) -> None:
+    def on_rollback(self, state: TrainerState) -> None:
         """Forget the steps behind `state.global_step`: they will be done again."""
 
 
-class MetricsWriter(TrainerCallback):
-    """One JSON object for each logged step and each evaluation, floats at full precision.
+class StepLines(TrainerCallback):
+    """A file with one JSON object a line, each of a step: floats at full precision, null if they are not finite.
 
-    A value that is not finite is written as null: JSON has no NaN.
+    Lines of steps that the run will do again move to `earlier(path)`.
 
     Raises:
-        ResourceError: in any of its events, a line that the disk does not take.
+        ResourceError: the disk does not take a line.
     """
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Open the file on rank 0; go on behind the lines up to the present step, at step 0 behind none."""
+        self.on_rollback(state)
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Set the lines of later steps aside."""
+        if not state.is_world_process_zero:
+            return
+        if self._file is not None:
+            self._file.close()
+        set_aside(self._path, state.global_step if state.global_step > 0 else -1)
+        with _writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line, where the file is open."""
+        if self._file is None:
+            return
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        with _writing(self._path):
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+
+
+def earlier(path: Path) -> Path:
+    """Where lines are that were set aside: `metrics.earlier.jsonl` beside `metrics.jsonl`."""
+    return path.with_suffix(f".earlier{path.suffix}")
+
+
+def set_aside(path: Path, step: int = -1) -> None:
+    """Move the lines of later steps than `step` to the end of `earlier(path)`, and with them what is no such line.
+
+    Raises:
+        ResourceError: the disk does not take them; they are where they were.
+    """
+    kept: list[str] = []
+    moved: list[str] = []
+    for line in _lines_of(path):
+        content = _parse(line) if line.endswith("\n") else None
+        number = -1 if content is None else content.get("step")
+        (kept if isinstance(number, (int, float)) and 0 <= number <= step else moved).append(line)
+    if moved:
+        _replace(earlier(path), [*_lines_of(earlier(path)), *moved])
+        _replace(path, kept)
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    # Beside the old file first: a run that is killed in between must find the lines again.
+    unfinished = path.with_suffix(".tmp")
+    with _writing(path):
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(line.rstrip("\n") + "\n" for line in lines)
+            # Its name must not reach the disk before its lines: a machine that stops would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read such a file; none: an empty list. A line cut off by a kill is left out."""
+    return [content for line in _lines_of(path) if (content := _parse(line)) is not None]
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # A disk that takes no line takes no checkpoint either; the last one is whole.
+        raise ResourceError(
+            "a line cannot be written",
+            where=str(path),
+            found=f"{error.strerror}; {shutil.disk_usage(path.parent).free:,} bytes free",
+            hint="free space, or another disk for run.dir",
+        ) from error
+
+
+class MetricsWriter(StepLines):
+    """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
+
     def __init__(self, run_dir: Path) -> None:
-        self._lines = StepLines(run_dir / METRICS)
+        super().__init__(run_dir / METRICS)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
-        """Open the file; lines of steps that will be done are set aside, as in all such files."""
-        if state.is_world_process_zero:
-            self._lines.open(state.global_step)
-
-    def on_go_back(self, state: TrainerState) -> None:
-        """Set the lines aside of steps that will be done again."""
-        if state.is_world_process_zero:
-            self._lines.open(state.global_step)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> None:
-        """Write training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`.
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write a line.
 
         The line of a save is of the step that was saved, also where it has ended some steps later: a run that goes on
         from this step keeps it.
         """
-        if logs and any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
-            self._lines.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
+        logs = kwargs.get("logs") or {}
+        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
+            self.write({"step": logs.get("checkpoint/step", state.global_step)} | logs)
 
 
 class TimelineDrawer(TrainerCallback):
     """Draws the measured schedule of the third step, which is past all warming up: timeline.png and timeline.json."""
 
     def __init__(self, run_dir: Path, engine: Engine) -> None:
-        self._run_dir = run_dir
-        self._engine = engine
+        self._run_dir, self._engine = run_dir, engine
         self._steps_until = 2
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for the record of the step that begins."""
         if self._steps_until == 0 and self._engine.step_record is not None:
             self._engine.step_record.ask()
         self._steps_until -= 1
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Draw it, if there were three steps and they had a schedule."""
         record = self._engine.step_record
         if record is None or not record.events or not state.is_world_process_zero:
@@ -105,11 +194,6 @@ class TimelineDrawer(TrainerCallback):
         logger.info("schedule: %s, %.1f %% idle, %.1f %% by the formula", picture, measured, expected)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl; none: an empty list. A line cut off by a kill is left out."""
-    return read_lines(path)
-
-
 class ProgressBar(TrainerCallback):
     """A bar with loss, held-out loss, its perplexity and tokens/s."""
 
@@ -117,42 +201,24 @@ class ProgressBar(TrainerCallback):
         self._bar: tqdm[Any] | None = None
         self._shown: dict[str, str] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar, from the step at which the run goes on."""
         if state.is_world_process_zero:
-            self._bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                desc="train",
-                unit="step",
-                file=sys.stderr,
-                dynamic_ncols=True,
-                mininterval=0.5,
-            )
+            known = {"total": state.max_steps, "initial": state.global_step, "desc": "train", "unit": "step"}
+            self._bar = tqdm(**known, file=sys.stderr, dynamic_ncols=True, mininterval=0.5)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Advance."""
-        self._move(state)
+        self.on_rollback(state)
 
-    def on_go_back(self, state: TrainerState) -> None:
-        """Show the step at which the run goes on."""
-        self._move(state)
-
-    def _move(self, state: TrainerState) -> None:
+    def on_rollback(self, state: TrainerState) -> None:
+        """Show the present step."""
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the newest figures."""
+        logs = kwargs.get("logs")
         if self._bar is None or logs is None:
             return
         for key, label, form in _SHOWN:
@@ -160,17 +226,40 @@ class ProgressBar(TrainerCallback):
                 self._shown[label] = form.format(logs[key])
         self._bar.set_postfix(self._shown, refresh=False)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the full bar on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
-_SHOWN = (
-    ("loss", "loss", "{:.3f}"),
-    ("eval_loss", "held-out", "{:.3f}"),
-    ("eval_perplexity", "ppl", "{:.1f}"),
-    ("tokens_per_second", "tok/s", "{:,.0f}"),
-    ("mfu", "mfu", "{:.1%}"),
-)
+def plot_losses(run_dir: Path) -> Path:
+    """Draw `loss.png` from `metrics.jsonl` and give its path."""
+    # Here: a run begins without it.
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(run_dir / METRICS)
+    train = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
+    # An evaluation before the first step stands at the left edge.
+    tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}
+    held_out = [
+        (tokens_at[line["step"]], line["eval_loss"])
+        for line in lines
+        if line.get("eval_loss") is not None and line["step"] in tokens_at
+    ]
+    # A Figure of its own, without pyplot, needs no display and leaves no state behind.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=1, color="tab:blue", label="training, each logged step")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(run_dir.name)
+    axes.grid(alpha=0.3)
+    if train or held_out:
+        axes.legend()
+    path = run_dir / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -27,6 +27,7 @@ from hfdist.checkpoint import Keep, find_newest, read_state, verify
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.collectives import on_rank_zero
 from hfdist.config.checks.preflight import check_run
+from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.run import RunConfig
@@ -40,12 +41,13 @@ from hfdist.data import (
     TokenStream,
     build_held_out,
     cache_dir,
+    count_steps,
     open_corpus,
     open_held_out_sources,
 )
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.errors import CheckpointError, ConfigError, HfdistError
+from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
@@ -57,23 +59,19 @@ from hfdist.optim.registry import check_optimizer, find_optimizer
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS, write_ledger
-from hfdist.trainer.evaluation.evaluators import add_evaluators, check_named
-from hfdist.trainer.evaluation.samples import SAMPLES
+from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
+from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
+from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
-from hfdist.trainer.fault_tolerance.preemption import Preemption
-from hfdist.trainer.options import RunOptions
-from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer
-from hfdist.trainer.reporting.jsonl import set_aside
+from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer, set_aside
 from hfdist.trainer.reporting.logs import IS_PRINTABLE, set_up_logging
 from hfdist.trainer.run.end_of_run import finish
-from hfdist.trainer.run.num_steps import count_max_steps
-from hfdist.trainer.run.preview import preview, survey
 from hfdist.trainer.run.run_lock import RunLock
-from hfdist.trainer.run.summary import describe_run
+from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
-from hfdist.trainer.trainer import Trainer
+from hfdist.trainer.trainer import RunOptions, Trainer
 from hfdist.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -181,8 +179,59 @@ class Run:
         )
 
     def build_trainer(self) -> None:
-        """Make the Trainer, and say what it is about to do."""
-        self.trainer = build_trainer(self.config, self.arguments, self.model, self.strategy, self.data)
+        """Make the Trainer, and log what it is about to do."""
+        config, arguments, model, data = self.config, self.arguments, self.model, self.data
+        run_dir, checkpoint, train = Path(config.run.dir), config.checkpoint, config.train
+        self._preemption = Preemption()
+        if keeps_documents_apart(model) is False:
+            logger.warning(
+                "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
+            )
+        if compiles_blocks(config, model):
+            compile_blocks(model)
+        measures, evaluators = make_evaluators(
+            config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
+        )
+        bar = [ProgressBar()] if config.report.progress else []
+        trainer = Trainer(
+            model,
+            arguments,
+            strategy=self.strategy,
+            train_dataset=data.stream,
+            eval_dataset=data.held_out,
+            processing_class=data.tokenizer,
+            data_collator=default_data_collator,
+            callbacks=[MetricsWriter(run_dir), *bar, *evaluators],
+            optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
+            options=RunOptions(
+                run_values=to_values(config),
+                keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+                save_in_background=checkpoint.background,
+                loss_head=choose_loss(config, model),
+                limits=Limits(
+                    skipped_steps=train.max_skipped_steps,
+                    rollbacks=train.max_rollbacks,
+                    compare_replicas_every=train.compare_replicas_every,
+                ),
+                measures=measures,
+                # Without checkpoints there is nothing that a stop could save.
+                flags=[] if checkpoint.every is None else [self._preemption],
+            ),
+        )
+        if train.gradient_checkpointing and train.recompute is Recompute.cheap:
+            keep_expensive(model)
+        logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+        if trainer.is_world_process_zero():
+            if data.corpus.has_examples:
+                logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
+            for text in preview(data.stream, data.tokenizer, config.report.preview):
+                logger.info("%s", text, extra={IS_PRINTABLE: True})
+        assert trainer.engine is not None
+        if config.report.timeline:
+            trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
+        # The bar and metrics.jsonl say the same, legibly.
+        trainer.remove_callback(PrinterCallback)
+        self.trainer = trainer
 
     def train(self) -> None:
         """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
@@ -192,8 +241,21 @@ class Run:
             PeerError: the connection to another rank is lost.
             ResourceError: the model is trained and saved, but could not be uploaded.
         """
-        with Watch(self.config.run.dir, self.config.watch.heartbeat_seconds) as watch:
-            not_uploaded = _train_watched(self.trainer, self.data, self.config, watch)
+        config, trainer = self.config, self.trainer
+        with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+            if config.checkpoint.every is not None:
+                trainer.add_callback(self._preemption)
+            # Behind it, since it decides what follows a step.
+            trainer.add_callback(watch)
+            checkpoint = _resume_from(config)
+            # The first of all, since it sets lines of an earlier start aside.
+            trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
+            trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
+            trainer.train(resume_from_checkpoint=checkpoint)
+            self._preemption.check(config.run.dir)
+            # Of a run without checkpoints; with them, the last one has written it.
+            trainer.checkpointer.write_ledger()
+            not_uploaded = finish(trainer, self.data.held_out, config)
         if not_uploaded is not None:
             raise not_uploaded
 
@@ -238,96 +300,36 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     return RunData(corpus, tokenizer, stream, held_out)
 
 
-def build_trainer(
-    config: RunConfig, arguments: TrainingArguments, model: PreTrainedModel, strategy: Strategy, data: RunData
-) -> Trainer:
-    """Make the Trainer and say what it is about to do."""
-    if keeps_documents_apart(model) is False:
-        logger.warning(
-            "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
-        )
-    if compiles_blocks(config, model):
-        compile_blocks(model)
-    callbacks = [MetricsWriter(Path(config.run.dir)), *([ProgressBar()] if config.report.progress else [])]
-    trainer = Trainer(
-        model,
-        arguments,
-        strategy=strategy,
-        train_dataset=data.stream,
-        eval_dataset=data.held_out,
-        processing_class=data.tokenizer,
-        data_collator=default_data_collator,
-        callbacks=callbacks,
-        optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
-        options=_options(config, model),
-    )
-    if config.train.gradient_checkpointing and config.train.recompute is Recompute.cheap:
-        keep_expensive(model)
-    add_evaluators(trainer, data.held_out, config)
-    logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
-    if trainer.is_world_process_zero():
-        _show_data(config, data)
-    assert trainer.engine is not None
-    if config.report.timeline:
-        trainer.add_callback(TimelineDrawer(Path(config.run.dir), trainer.engine))
-    # The bar and metrics.jsonl say the same, legibly.
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the number of steps in the config, or as many steps as its epochs take, if those are fewer.
 
-
-def _options(config: RunConfig, model: PreTrainedModel) -> RunOptions:
-    checkpoint, train = config.checkpoint, config.train
-    return RunOptions(
-        run_values=to_values(config),
-        keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
-        save_in_background=checkpoint.background,
-        loss_head=choose_loss(config, model),
-        limits=Limits(
-            skipped_steps=train.max_skipped_steps,
-            rollbacks=train.max_rollbacks,
-            compare_replicas_every=train.compare_replicas_every,
-        ),
-    )
-
-
-def _show_data(config: RunConfig, data: RunData) -> None:
-    if data.corpus.has_examples:
-        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
-    for text in preview(data.stream, data.tokenizer, config.report.preview):
-        logger.info("%s", text, extra={IS_PRINTABLE: True})
-
-
-def _train_watched(trainer: Trainer, data: RunData, config: RunConfig, watch: Watch) -> HfdistError | None:
-    preemption = Preemption()
-    if config.checkpoint.every is not None:
-        # Without checkpoints there is nothing that a stop could save.
-        trainer.add_callback(preemption)
-        trainer.agreement.listeners.append(preemption)
-    # Behind it, since it decides what follows a step.
-    trainer.add_callback(watch)
-    checkpoint = _resume_from(config)
-    # The first of all, whose lines of an earlier life it sets aside.
-    trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
-    trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    preemption.check(config.run.dir)
-    # Of a run without checkpoints; with them, the last one has written it.
-    write_ledger(trainer)
-    return finish(trainer, data.held_out, config)
+    Raises:
+        ConfigError: the warm-up is longer than that.
+        DataError: there is nothing to learn from.
+    """
+    train = config.train
+    if train.epochs is None:
+        assert train.max_steps is not None  # checked with the config
+        return train.max_steps
+    data = replace(config.data, quarantine=[])
+    if config.data.quarantine:
+        # Counted with them, as rows may be taken out while a run goes on, whose learning rates must stay.
+        corpus = open_corpus(data)
+    max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
+    check_schedule(config, max_steps)
+    return max_steps
 
 
 class _Beginning(TrainerCallback):
     """Writes the config down, once the checkpoint is read: a start that is refused changes nothing in the run folder.
 
-    Lines of an earlier life that nothing goes on from are set aside, whatever their step.
+    Lines of an earlier start from which this run does not go on are set aside, whatever their step.
     """
 
     def __init__(self, config: RunConfig, checkpoint: str | None) -> None:
         self._config, self._checkpoint = config, checkpoint
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Call on all ranks."""
         on_rank_zero(self._begin)
 

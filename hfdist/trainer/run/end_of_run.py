@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import re
+import resource
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -17,24 +19,17 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.checkpoint.folder import step_name
-from hfdist.collectives import on_rank_zero, world_size
+from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.run import Export, RunConfig
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
-from hfdist.trainer.checkpointing.checkpointer import (
-    data_reports,
-    find_best_checkpoint,
-    last_held_out_loss,
-    restore_weights,
-)
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.loop import perplexity
 from hfdist.trainer.export.merge import without_zero3, write_merged
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
-from hfdist.trainer.reporting.memory import describe_peak_memory
-from hfdist.trainer.reporting.plot import plot_losses
+from hfdist.trainer.reporting.callbacks import plot_losses
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +49,7 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
     """
     run_dir = Path(run.run.dir)
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
-    reports = data_reports(trainer)
+    reports = trainer.checkpointer.data_reports()
     for pool in reports:
         logger.info(
             "data %s: %.1f %% of the sequences, %s tokens, %.2f epochs; sequences filled to %.1f %%",
@@ -64,7 +59,10 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
         if (losses := describe_losses(lanes, run.data)) is not None:
             logger.info("data: %s", losses)
-    loss, step = None if held_out is None else _last_held_out_loss(trainer), trainer.state.global_step
+    loss, step = None, trainer.state.global_step
+    if held_out is not None:
+        loss = trainer.checkpointer.last_held_out_loss()
+        loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
     if run.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
@@ -90,6 +88,21 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         # process closes them as well.
         trainer.end()
     return not_uploaded
+
+
+def describe_peak_memory(device: torch.device) -> str:
+    """Give the most memory that each rank has used, such as `host 974, 932 MiB by rank`. A collective.
+
+    Host memory is the process's largest resident size, pages of mapped files included.
+    """
+    # In KiB, but in bytes on macOS.
+    unit_bytes = 1 if sys.platform == "darwin" else 2**10
+    peaks_bytes = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes}
+    if device.type == "cuda":
+        peaks_bytes["GPU"] = torch.cuda.max_memory_allocated(device)
+    every = gather_json(peaks_bytes)
+    parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
+    return f"{'; '.join(parts)} MiB by rank"
 
 
 def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
@@ -125,28 +138,24 @@ def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None
     return model if on_rank_zero(lambda: _merge(trainer, run, adapter, model), patient) else adapter
 
 
-def _merge(trainer: Any, run: RunConfig, adapter: Path, model: Path) -> bool:
+def _merge(trainer: Trainer, run: RunConfig, adapter: Path, folder: Path) -> bool:
+    model: Any = trainer.model
+    # Where its weights were read from, and not the Hub, where a branch may have moved on since.
+    base = replace(run.model, name=model.name_or_path, revision=None, gguf_file=None)
     with without_zero3(trainer.args):
         return write_merged(
             adapter,
-            model,
-            # Where its weights were read from, and not the Hub, where a branch may have moved on since.
-            base=replace(run.model, name=trainer.model.name_or_path, revision=None, gguf_file=None),
-            config=copy.deepcopy(trainer.model.config),
-            generation=trainer.model.generation_config,
+            folder,
+            base=base,
+            config=copy.deepcopy(model.config),
+            generation=model.generation_config,
             tokenizer=trainer.processing_class,
         )
 
 
-def _last_held_out_loss(trainer: Trainer) -> float:
-    """The evaluation of the last step, made now unless it has been made."""
-    last = last_held_out_loss(trainer)
-    return float(trainer.evaluate()["eval_loss"]) if last is None else last
-
-
 def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:
     """Put the weights of the best checkpoint into the model; give their held-out loss and step."""
-    best, last_step = find_best_checkpoint(trainer), trainer.state.global_step
+    best, last_step = trainer.checkpointer.find_best(), trainer.state.global_step
     if best is None:
         logger.warning("no checkpoint was evaluated: the model is that of the last step")
         return last_loss, last_step
@@ -155,7 +164,7 @@ def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None,
         logger.info("the best model is that of the last step")
         return last_loss, last_step
     logger.info("the best checkpoint is %s", path.name)
-    restore_weights(trainer, path)
+    trainer.checkpointer.restore_weights(path)
     return loss, int(path.name.removeprefix("step-"))
 
 

@@ -1,12 +1,25 @@
-"""The start-up summary: layout, parameters per rank, batch arithmetic and tokens, for people."""
+"""What a run says before it trains: layout, batch arithmetic, and the first sequences that it reads."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from typing import cast
 
-from transformers import PreTrainedModel
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.config.data import DataConfig
 from hfdist.config.run import RunConfig
+from hfdist.data import Corpus, TokenStream
+from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.order.records import Status
+from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
+from hfdist.data.packing.sequence import Sequence as Packed
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.errors import printable
 from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small, values_per_weight
@@ -72,3 +85,79 @@ def _describe_trained(config: RunConfig, size: ModelSize) -> str:
     if not adapter.is_used:
         return share
     return f"{share}: {adapter.type or 'the adapter of ' + str(adapter.path)}"
+
+
+_CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
+_OPEN, _SHUT = "\u27e6", "\u27e7"
+_MOST_CHARACTERS = 600
+_SURVEYED_DOCUMENTS = 256
+
+
+def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
+    """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is.
+
+    On a terminal, targets are green and context is dim; elsewhere, targets stand between brackets.
+    """
+    colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    how = "targets in green" if colours else f"targets between {_OPEN} and {_SHUT}"
+    for number, (_, _, sequence) in enumerate(islice(stream.packed(0, 1), count), 1):
+        num_targets = int((sequence.rows[LABELS] >= 0).sum())
+        share = 100 * num_targets / max(sequence.num_tokens, 1)
+        head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them targets ({share:.1f} %)"
+        yield f"{head}, {how}\n{_show(sequence, tokenizer, colours=colours)}"
+
+
+def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> str:
+    lines = []
+    rows = sequence.rows[:, : sequence.num_tokens]
+    starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
+    for start, stop in pairwise(starts):
+        ids, is_target = rows[INPUT_IDS, start:stop], rows[LABELS, start:stop] >= 0
+        edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), stop - start]
+        shown, before = "", ""
+        for first, end in pairwise(edges):
+            # From the beginning each time: some tokenizers write a piece by itself without the space before it.
+            text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+            shown += _paint(_safe(text[len(before) :]), bool(is_target[first]), colours=colours)
+            before = text
+        lines.append(f"  {shown}".replace("\n", "\n  "))
+    return "\n  --\n".join(lines)
+
+
+def _paint(text: str, is_target: bool, *, colours: bool) -> str:
+    if colours:
+        return f"{_TARGET if is_target else _CONTEXT}{text}{_RESET}"
+    return f"{_OPEN}{text}{_SHUT}" if is_target else text
+
+
+def _safe(text: str) -> str:
+    """Without control characters, so that data cannot write to the terminal; what is long, without its middle."""
+    safe = "\n".join(map(printable, text.split("\n")))
+    if len(safe) <= _MOST_CHARACTERS:
+        return safe
+    half = _MOST_CHARACTERS // 2
+    return f"{safe[:half]} [{len(safe) - 2 * half:,} characters] {safe[-half:]}"
+
+
+def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    """Say what becomes of some examples: how long they are, how much of them is learned, and what is cut or left out.
+
+    Raises:
+        DataError: one is bad, and `data.on_bad_rows` is to stop.
+    """
+    documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
+    read = (one for block in corpus.mixed_blocks() for chunk in documents.read(block) for one in chunk)
+    found = list(islice(read, _SURVEYED_DOCUMENTS))
+    trained = [one for one in found if one.fate is Status.trained]
+    num_tokens = sum(len(one.tokens) for one in trained)
+    share = 100 * sum(int((one.tokens >= 0).sum()) for one in trained) / max(num_tokens, 1)
+    fates = {fate: sum(one.fate is fate for one in found) for fate in (Status.too_long, Status.no_target, Status.bad)}
+    notes = [
+        (sum(one.cut_tokens > 0 for one in trained), f"cut to {config.sequence_length:,} tokens"),
+        (fates[Status.too_long], "left out as too long"),
+        (fates[Status.no_target], "left out without a target"),
+        (fates[Status.bad], "left out as bad"),
+    ]
+    told = "".join(f"; {count} {what}" for count, what in notes if count)
+    mean = num_tokens / max(len(trained), 1)
+    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them targets{told}"

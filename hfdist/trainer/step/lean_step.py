@@ -8,7 +8,7 @@ is unusual, the original runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter, is_
 from types import ModuleType
@@ -29,11 +29,7 @@ from hfdist.strategies.base import Batch
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
 
-_PLAIN = (
-    DistributedType.NO,
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-)
+_PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _HOOKS = (
     "_prepare_context_parallel_inputs",
     "_prepare_inputs",
@@ -43,18 +39,41 @@ _HOOKS = (
     "_has_mixed_mesh_grads",
 )
 """What the original step calls besides `compute_loss`, which is called here too."""
-_OF_ACCELERATE = ("backward", "clip_grad_norm_")
 _is_training = attrgetter("training")
 
 
 class LeanStep:
-    """Micro batches and clipping of one training.
+    """Micro batches and clipping of one training; see `make`."""
 
-    Args:
-        trainer: in whose training nothing is unusual.
-        model: as accelerate prepared it.
-        compute_loss: as the class after the mixin does it.
-    """
+    @classmethod
+    def make(cls, trainer: Any, model: nn.Module, inherited: Sequence[Callable[..., Any]]) -> LeanStep | None:
+        """Make it where nothing is unusual; otherwise None.
+
+        Args:
+            trainer: whose optimizer and accelerator are ready.
+            model: as accelerate prepared it.
+            inherited: `training_step`, `compute_loss` and `_clip_grad_norm` of the class after the mixin.
+        """
+        training_step, compute_loss, clip_grad_norm = inherited
+        args, accelerator = trainer.args, trainer.accelerator
+        of_trainer = [training_step, clip_grad_norm, *(getattr(trainer, name) for name in _HOOKS)]
+        of_accelerator = [accelerator.backward, accelerator.clip_grad_norm_]
+        is_plain = (
+            all(_is_untouched(method, transformers.trainer) for method in of_trainer)
+            and all(_is_untouched(method, accelerate.accelerator) for method in of_accelerator)
+            and not is_sagemaker_mp_enabled()
+            and accelerator.distributed_type in _PLAIN
+            and accelerator.gradient_accumulation_steps == 1
+            and getattr(accelerator, "parallelism_config", None) is None
+            and isinstance(trainer.optimizer, AcceleratedOptimizer)
+            # Those without a schedule want to be told, and LOMO's steps are in the backward.
+            and not hasattr(trainer.optimizer.optimizer, "train")
+            and not is_lomo_available()
+            and args.n_gpu <= 1
+            and args.torch_empty_cache_steps is None
+            and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        )
+        return cls(trainer, model, compute_loss) if is_plain else None
 
     def __init__(self, trainer: Any, model: nn.Module, compute_loss: Callable[..., Any]) -> None:
         self._trainer, self._model = trainer, model
@@ -112,7 +131,7 @@ class LeanStep:
                 moved = {}
                 break
             moved[name] = value.to(self._device)
-        # What is nested, or of a type of its own, is looked through.
+        # The original searches what is nested, or of a type of its own.
         return moved or cast(Batch, self._trainer._prepare_inputs(inputs))
 
     def _is_divided(self, num_items: Any) -> bool:
@@ -152,7 +171,7 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class Gradients:
-    """Those of a model; knows of nothing else, since a copy of the model takes a copy of this along."""
+    """Clears the gradients of a model; knows nothing else, since a copy of the model takes a copy of this along."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -165,44 +184,6 @@ class Gradients:
             return
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def make_lean_step(
-    trainer: Any,
-    model: nn.Module,
-    training_step: Callable[..., Any],
-    compute_loss: Callable[..., Any],
-    clip_grad_norm: Callable[..., Any],
-) -> LeanStep | None:
-    """Make it where nothing is unusual; otherwise None.
-
-    Args:
-        trainer: whose optimizer and accelerator are ready.
-        model: as accelerate prepared it.
-        training_step: as the class after the mixin has it, and so are the others.
-        compute_loss: likewise.
-        clip_grad_norm: likewise.
-    """
-    args, accelerator = trainer.args, trainer.accelerator
-    of_trainer = [training_step, clip_grad_norm, *(getattr(trainer, name) for name in _HOOKS)]
-    of_accelerator = [getattr(accelerator, name) for name in _OF_ACCELERATE]
-    optimizer = getattr(trainer.optimizer, "optimizer", None)
-    is_plain = (
-        all(_is_untouched(method, transformers.trainer) for method in of_trainer)
-        and all(_is_untouched(method, accelerate.accelerator) for method in of_accelerator)
-        and not is_sagemaker_mp_enabled()
-        and accelerator.distributed_type in _PLAIN
-        and accelerator.gradient_accumulation_steps == 1
-        and getattr(accelerator, "parallelism_config", None) is None
-        and isinstance(trainer.optimizer, AcceleratedOptimizer)
-        # Those without a schedule want to be told, and LOMO's steps are in the backward.
-        and not hasattr(optimizer, "train")
-        and not is_lomo_available()
-        and args.n_gpu <= 1
-        and args.torch_empty_cache_steps is None
-        and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    )
-    return LeanStep(trainer, model, compute_loss) if is_plain else None
 
 
 def _is_untouched(method: Callable[..., Any], home: ModuleType) -> bool:

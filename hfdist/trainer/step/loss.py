@@ -1,15 +1,24 @@
-"""What a loss counts: so that the losses of micro batches of any size add up to that of the global batch."""
+"""What a loss counts, and the loss of one micro batch: micro batches of any size add up to the global batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import find_batch_size
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from hfdist.data import TokenStream
 from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import ConfigError
+from hfdist.pipeline.preserve_state import preserve_state
+from hfdist.strategies.base import Batch, Forward
 
 NUM_ROWS = "hfdist_num_rows"
 """Where a batch without labels says how many of its rows count."""
@@ -36,9 +45,9 @@ class Convention:
     """How a loss weighs what it is a mean of."""
 
     label_names: tuple[str, ...] = ("labels",)
-    """Of what a batch may hold to compare with; the first one found is counted."""
+    """The labels that a batch may hold; the first one found is counted."""
     is_of_tokens: bool = False
-    """Whether each target is a token, or the like: one of many in a row."""
+    """Whether each target is a token, one of many in a row."""
     shifts: bool
     """Whether position t + 1 is the target of position t, so that the first label of a row is none."""
     moves: bool = False
@@ -75,3 +84,169 @@ class Convention:
                     labels = torch.cat([labels[:, 1:], ignored_like(labels[:, :1])], 1)
                 changed[name] = labels.masked_fill(weight == 0, 0)
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}
+
+
+# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
+
+
+class WeightedLoss:
+    """The loss of one Trainer, for micro batches of any number of targets.
+
+    Args:
+        trainer: with an engine by the time of a batch. It is Any here: transformers declares all its parts as optional.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.convention: Convention | None = None
+        """What the loss counts; None: not found out yet, or the class has a loss of its own."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels that a batch may hold."""
+        return tuple(dict.fromkeys(("labels", *self._trainer.label_names)))
+
+    def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+        """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(batch)
+        with trainer.compute_loss_context_manager(), _gathering(trainer.accelerator, trainer.engine.loss_group):
+            return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
+
+    def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
+        """Compute a loss that is a mean over its batch, and give it the weight of that batch in the global one.
+
+        Args:
+            mean: `Trainer.compute_loss` of the class after the mixin, for the trainer's model.
+            batch: on its device.
+            num_items_in_batch: weight of the global batch.
+
+        Returns:
+            What `mean` returns: the loss, or the loss and the outputs.
+        """
+        trainer, convention = self._trainer, self.convention
+        assert convention is not None
+        weight = convention.weight(batch).to(trainer.args.device)
+        # A function of the user's may ask for a number that it does not divide by.
+        own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
+        result = mean(convention.prepared(batch, weight), num_items_in_batch=own_number)
+        share = weight / num_items_in_batch
+        if own_number is None and trainer.args.average_tokens_across_devices:
+            # Gradients are averaged over the processes, and the targets are counted over all.
+            share = share * trainer.accelerator.num_processes
+        return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
+
+    def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give the sum of the losses of all targets (float64), and their number, of a batch that is on its device."""
+        trainer, convention = self._trainer, self.convention
+        assert convention is not None
+        weight = convention.weight(batch).to(trainer.args.device)
+        # Divided by those of this batch, it is their mean.
+        mean = self.of(model, batch, weight.clamp(min=1)).double()
+        if trainer.args.average_tokens_across_devices:
+            mean = mean / trainer.accelerator.num_processes
+        return torch.where(weight > 0, mean * weight, 0.0), weight
+
+    def find_convention(self, batch: Batch, forward: Forward) -> Convention:
+        """Try the loss on a row with other labels and other counts: signatures promise what many models do not do.
+
+        A collective, once a run.
+
+        Args:
+            batch: any one, of this rank.
+            forward: runs the model in evaluation mode.
+
+        Raises:
+            ConfigError: a pipeline, and labels of a kind that it cannot ignore in padding rows.
+        """
+        trainer, names = self._trainer, self.label_names
+        plain = Convention(label_names=names, shifts=False, divides=False)
+        labels = plain.labels(batch)
+        if not trainer.engine.runs_whole_model:
+            _check_pipeline(batch, labels)
+        if labels is None:
+            return plain
+        name = next(name for name in names if batch.get(name) is labels)
+        row = _first_row(batch, len(labels))
+        none = ignored_like(row[name])
+        some = row[name].masked_fill(~is_target(row[name]), 0)
+        is_of_tokens = name == "labels" and labels.ndim > 1 and not labels.is_floating_point()
+        may_shift = is_of_tokens and labels.ndim == 2
+        may_divide = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+
+        def loss(labels: torch.Tensor, num_items: float = 1.0) -> torch.Tensor:
+            number = torch.tensor(num_items, device=trainer.args.device) if may_divide else None
+            with preserve_state(trainer.model):
+                values = forward(row | {name: labels}, lambda model, part: self.of(model, part, number))
+            # Without values on all but the last stage of a pipeline, which then answer no to both questions.
+            return values[0].float() if values else torch.zeros(())
+
+        counts_first = divides = False
+        with torch.compiler.set_stance("force_eager"):
+            if may_shift:
+                first = torch.cat([some[:, :1], none[:, 1:]], 1)
+                # The mean of no target is NaN.
+                counts_first = not torch.isclose(loss(none), loss(first), rtol=1e-6, atol=0.0, equal_nan=True)
+            if may_divide:
+                divides = not torch.isclose(loss(some), loss(some, 2.0), rtol=1e-3, atol=0.0)
+        if dist.is_initialized():
+            answers = torch.tensor([counts_first, divides], dtype=torch.int32, device=trainer.args.device)
+            dist.all_reduce(answers, op=dist.ReduceOp.MAX)
+            counts_first, divides = map(bool, answers.tolist())
+        # A stream gives each token as its own label; such a loss would train to copy it.
+        moves = may_shift and counts_first and isinstance(trainer.train_dataset, TokenStream)
+        return Convention(
+            label_names=names,
+            is_of_tokens=is_of_tokens,
+            shifts=may_shift and not counts_first,
+            moves=moves,
+            divides=divides and not moves,
+        )
+
+
+def _first_row(batch: Batch, num_rows: int) -> Batch:
+    """One row is enough, where all tensors have rows."""
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    has_rows = all(value.ndim > 0 and len(value) == num_rows for value in tensors)
+    return {name: value[:1] if has_rows and isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
+    if labels is None or labels is not batch.get("labels") or labels.is_floating_point():
+        raise ConfigError(
+            "a pipeline fills batches up with rows whose labels are ignored, and these rows have none that could be",
+            where="train_dataset, eval_dataset, data_collator",
+            found=f"batches of {', '.join(batch)}",
+            allowed="whole numbers as labels",
+            hint="a data_collator that adds them, or a strategy without a pipeline",
+        )
+
+
+@contextmanager
+def _gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Gather among the ranks that compute a loss in this moment: the others would never answer.
+
+    Args:
+        accelerator: whose `gather` and `gather_for_metrics` a class calls in its `compute_loss`.
+        group: those ranks; None: all.
+    """
+    if group is None:
+        yield
+        return
+    accelerator.gather = accelerator.gather_for_metrics = partial(_gather, group)
+    try:
+        yield
+    finally:
+        del accelerator.gather, accelerator.gather_for_metrics
+
+
+def _gather(group: dist.ProcessGroup, values: Any) -> Any:
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        own = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
+        if group.size() == 1:
+            return own
+        found = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(found, own, group=group)
+        return torch.cat(found)
+
+    return tree_map_only(torch.Tensor, gather, values)

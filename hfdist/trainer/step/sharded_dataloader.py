@@ -1,15 +1,14 @@
-"""Deal the rows of a user's own dataset over data ranks: those of one model replica must read the same.
+"""Shard the rows of a user's own dataset over data ranks: ranks of one model replica must read the same.
 
 A step reads the same rows in any layout, each of them once. Where they do not divide, as at the end of an epoch,
-accelerate reads some rows twice; here the ranks that have none left read one without its targets, which a loss summed
-over targets does not see.
+accelerate reads some rows twice; here the ranks that have none left read one row without its targets, which a loss
+summed over targets does not see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class Blank(int):
 
 
 class ShardedBatches(BatchSampler):
-    """Every data_size-th batch of a sampler, and a blank one where those of the last turn do not go round."""
+    """Every data_size-th batch of a sampler; a batch of one `Blank` row pads the last round."""
 
     def __init__(self, batches: BatchSampler, topology: Topology) -> None:
         # Under the names by which accelerate finds the sampler, to seed it and to put another one in its place.
@@ -43,21 +42,21 @@ class ShardedBatches(BatchSampler):
         return -(-len(self.batch_sampler) // self._size)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        turn: list[list[Any]] = []
+        group: list[list[Any]] = []
         for batch in self.batch_sampler:
-            turn.append(batch)
-            if len(turn) == self._size:
-                yield turn[self._rank]
-                turn = []
-        if turn:
-            yield turn[self._rank] if self._rank < len(turn) else [Blank(turn[0][0])]
+            group.append(batch)
+            if len(group) == self._size:
+                yield group[self._rank]
+                group = []
+        if group:
+            yield group[self._rank] if self._rank < len(group) else [Blank(group[0][0])]
 
 
 class CountedRows(Dataset[tuple[Any, bool]]):
     """Rows together with whether they count."""
 
     total_dataset_length = 0
-    """Of what accelerate would have to cut off gathered metrics again: nothing is read twice."""
+    """Rows that accelerate would have to drop from gathered metrics: none is read twice."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -80,7 +79,7 @@ class CountingCollator:
 
     Args:
         collate: the user's.
-        label_names: of what a row or a batch may hold to compare with.
+        label_names: the labels that a row or a batch may hold.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], label_names: Collection[str]) -> None:
@@ -118,44 +117,35 @@ def _ignored(labels: Any) -> Any:
 def sharding_each_once(accelerator: Any, topology: Topology, label_names: Collection[str]) -> Iterator[None]:
     """Let data loaders that are prepared meanwhile read each row once; for losses summed over targets."""
     before = accelerator.prepare_data_loader
-    accelerator.prepare_data_loader = partial(_deal_each_once, accelerator, topology, label_names, before)
+
+    def prepare(data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        is_sharded_elsewhere = isinstance(data_loader.dataset, IterableDataset) or accelerator.split_batches
+        is_plain = isinstance(data_loader.batch_sampler, BatchSampler)
+        if topology.data_size == 1 or is_sharded_elsewhere or not is_plain:
+            return before(data_loader, device_placement, slice_fn_for_dispatch)
+        sharded: DataLoader[Any] = DataLoader(
+            CountedRows(data_loader.dataset),
+            batch_sampler=ShardedBatches(data_loader.batch_sampler, topology),
+            collate_fn=CountingCollator(data_loader.collate_fn, label_names),
+            **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
+        )
+        return prepare_for_data_ranks(accelerator, sharded, device_placement, num_ranks=1, rank=0)
+
+    accelerator.prepare_data_loader = prepare
     yield
     accelerator.prepare_data_loader = before
 
 
-def _deal_each_once(
+def prepare_for_data_ranks(
     accelerator: Accelerator,
-    topology: Topology,
-    label_names: Collection[str],
-    otherwise: Callable[..., Any],
     data_loader: Any,
     device_placement: Any = None,
     slice_fn_for_dispatch: Any = None,
+    *,
+    num_ranks: int,
+    rank: int,
 ) -> Any:
-    is_dealt_elsewhere = isinstance(data_loader.dataset, IterableDataset) or accelerator.split_batches
-    if topology.data_size == 1 or is_dealt_elsewhere or not isinstance(data_loader.batch_sampler, BatchSampler):
-        return otherwise(data_loader, device_placement, slice_fn_for_dispatch)
-    dealt: DataLoader[Any] = DataLoader(
-        CountedRows(data_loader.dataset),
-        batch_sampler=ShardedBatches(data_loader.batch_sampler, topology),
-        collate_fn=CountingCollator(data_loader.collate_fn, label_names),
-        **{name: getattr(data_loader, name) for name in _KEPT if hasattr(data_loader, name)},
-    )
-    return _prepare(accelerator, dealt, device_placement, num_ranks=1, rank=0)
-
-
-def deal(
-    accelerator: Accelerator,
-    topology: Topology,
-    data_loader: Any,
-    device_placement: Any = None,
-    slice_fn_for_dispatch: Any = None,
-) -> Any:
-    """`Accelerator.prepare_data_loader`, over data ranks instead of processes."""
-    return _prepare(accelerator, data_loader, device_placement, num_ranks=topology.data_size, rank=topology.data_rank)
-
-
-def _prepare(accelerator: Accelerator, data_loader: Any, device_placement: Any, *, num_ranks: int, rank: int) -> Any:
+    """`Accelerator.prepare_data_loader`, over so many data ranks instead of all processes."""
     prepared = prepare_data_loader(
         data_loader,
         accelerator.device,

@@ -19,7 +19,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
-from hfdist.trainer.run.preview import preview, survey
+from hfdist.trainer.run.summary import preview, survey
 from tests.unit.data.chat_styles import chat_tokenizer
 
 LENGTH = 48

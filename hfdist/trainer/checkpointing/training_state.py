@@ -1,4 +1,4 @@
-"""The learning rate's schedule in a checkpoint."""
+"""The learning rate's schedule and the log's history in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,31 +10,52 @@ from hfdist.errors import CheckpointError
 
 # A scheduler is Any here: that of a plateau is of another class than the others.
 
+NUM_ENTRIES = 1000
+"""Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
+
 _SET_BY_SCHEDULES = ("lr", "betas", "momentum")
 
 
-def state_of(scheduler: Any) -> dict[str, Any]:
-    """Give what `restore` needs, as JSON values. Most schedules are functions of the step alone."""
+def newest_entries(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the newest `NUM_ENTRIES` evaluations and the newest `NUM_ENTRIES` other entries, in their order."""
+    kept: list[dict[str, Any]] = []
+    numbers = {True: 0, False: 0}
+    for entry in reversed(log_history):
+        is_evaluation = "eval_loss" in entry
+        numbers[is_evaluation] += 1
+        if numbers[is_evaluation] <= NUM_ENTRIES:
+            kept.append(entry)
+    return kept[::-1]
+
+
+def drop_old(log_history: list[dict[str, Any]]) -> None:
+    """Take older entries out of the list itself once it holds four times as many: less often than with each entry."""
+    if len(log_history) >= 4 * NUM_ENTRIES:
+        log_history[:] = newest_entries(log_history)
+
+
+def newest_losses(log_history: list[dict[str, Any]]) -> list[float]:
+    """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first: before a resume as after it."""
+    return [entry["eval_loss"] for entry in log_history if "eval_loss" in entry][-NUM_ENTRIES:]
+
+
+def schedule_state(scheduler: Any) -> dict[str, Any]:
+    """Give what `restore_schedule` needs, as JSON values. Most schedules are functions of the step alone."""
     own = None
-    if not _is_function_of_steps(scheduler):
-        own = {
-            "scheduler": scheduler.state_dict(),
-            "groups": [
-                {name: group[name] for name in _SET_BY_SCHEDULES if name in group}
-                for group in scheduler.optimizer.param_groups
-            ],
-        }
+    if not isinstance(scheduler, LambdaLR):
+        rates = [{k: group[k] for k in _SET_BY_SCHEDULES if k in group} for group in scheduler.optimizer.param_groups]
+        own = {"scheduler": scheduler.state_dict(), "groups": rates}
     return {"schedule_steps": getattr(scheduler, "last_epoch", None), "schedule": own}
 
 
-def restore(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put the schedule and the rates back to where `state_of` found them.
+def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Put the schedule and the rates back to where `schedule_state` found them.
 
     Raises:
         CheckpointError: the checkpoint is of a schedule of another kind.
     """
     steps, own = state["schedule_steps"], state.get("schedule")
-    if (own is None) != _is_function_of_steps(scheduler):
+    if (own is None) != isinstance(scheduler, LambdaLR):
         raise CheckpointError(
             "the checkpoint is of a learning rate's schedule of another kind",
             where="lr_scheduler_type",
@@ -50,10 +71,6 @@ def restore(scheduler: Any, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(_typed_as(scheduler.state_dict(), own["scheduler"]))
     for group, saved in zip(scheduler.optimizer.param_groups, own["groups"], strict=True):
         group.update(_typed_as(group, saved))
-
-
-def _is_function_of_steps(scheduler: Any) -> bool:
-    return isinstance(scheduler, LambdaLR)
 
 
 def _typed_as(model: Any, value: Any) -> Any:
