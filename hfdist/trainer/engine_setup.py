@@ -42,10 +42,7 @@ def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tupl
     Args:
         kind: class of the trainer, with the mixin before the class that computes the loss.
         strategy: the layout.
-        wishes: all arguments of the class after the mixin, by name.
-
-    Returns:
-        The engine, and the arguments with the engine's model in the place of the whole one.
+        wishes: all arguments of the class after the mixin, by name; they come back with the engine's model.
 
     Raises:
         ConfigError: what this class is asked for does not go with the layout.
@@ -97,11 +94,7 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
 
 
 def check_has_logits(engine: Engine, wish: str) -> None:
-    """Refuse what needs logits where no rank has them whole.
-
-    Raises:
-        ConfigError: always, under a pipeline.
-    """
+    """Raise a ConfigError under a pipeline, where no rank has whole logits."""
     if not engine.runs_whole_model:
         raise ConfigError(
             f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
@@ -170,12 +163,9 @@ def _whole_model(kind: type, wishes: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapt_accelerator(accelerator: Any, topology: Topology, uses_all_parameters: Callable[[], bool]) -> None:
-    """Change what accelerate does otherwise than a strategy wants.
+    """Change what a new accelerator does otherwise than a strategy wants.
 
-    Args:
-        accelerator: just made.
-        topology: of this run.
-        uses_all_parameters: whether each step's loss is known to need all parameters, where the user leaves it open.
+    `uses_all_parameters` says whether each step's loss is known to need all parameters, where the user leaves it open.
     """
     handler = accelerator.ddp_handler
     if handler is not None:

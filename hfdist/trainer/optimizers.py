@@ -21,12 +21,8 @@ from hfdist.strategies.base import Engine
 class OwnOptimizer:
     """A user's own, by names: a layout may put other tensors in the place of the parameters that it was made for.
 
-    Args:
-        optimizer: made for parameters of the model.
-        model: whole.
-
     Raises:
-        ConfigError: it holds what is no parameter of the model.
+        ConfigError: it holds what is no parameter of the whole model.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -60,11 +56,7 @@ class OwnOptimizer:
 
 
 class Optimizers:
-    """What a Trainer with an engine does with its optimizer.
-
-    Args:
-        trainer: just made; an optimizer and a schedule that it has are the user's own.
-    """
+    """The optimizer of a Trainer with an engine, which is just made: one that it has is the user's own."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -75,7 +67,7 @@ class Optimizers:
 
     @contextmanager
     def made_for(self, engine: Engine) -> Iterator[None]:
-        """While this is open, what the Trainer makes as its optimizer is checked and made ready for the layout.
+        """Meanwhile, what the Trainer makes as its optimizer is checked and made ready for the layout.
 
         Raises:
             ConfigError: its mathematics would change, or no checkpoint could hold it.

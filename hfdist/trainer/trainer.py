@@ -131,9 +131,7 @@ class DistributedTrainerMixin(_Trainer):
     def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
         """Find out, once, what the loss of batches like this one counts. A collective.
 
-        Args:
-            batch: any one, of this rank.
-            forward: runs the model; None: no evaluation goes on.
+        `forward` runs the model in evaluation mode; None: no evaluation goes on.
         """
         found = self.weighted_loss.convention
         if found is None:
@@ -177,11 +175,7 @@ class DistributedTrainerMixin(_Trainer):
         return [name for name, p in model.named_parameters() if len(self.engine.whole_shape(p)) >= 2]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original, where each rank can run the model.
-
-        Raises:
-            ConfigError: it cannot, and neither can metrics be computed from logits.
-        """
+        """As the original; ConfigError: no rank has whole logits."""
         if self.engine is not None:
             check_has_logits(self.engine, "predict()")
         self._predicts = True
@@ -241,11 +235,9 @@ class DistributedTrainerMixin(_Trainer):
 
     def start_clock(self) -> None:
         """Measure the throughput from the present step on."""
+        state, num_devices = self.state, self.args.world_size
         self.throughput.start(
-            step=self.state.global_step,
-            tokens=self.state.num_input_tokens_seen,
-            flops_per_token=self._flops_per_token,
-            num_devices=self.args.world_size,
+            state.global_step, state.num_input_tokens_seen, self._flops_per_token, num_devices=num_devices
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -265,11 +257,7 @@ class DistributedTrainerMixin(_Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original.
-
-        Raises:
-            ConfigError: several ranks, of which only the first knows which trial it is, and checkpoints.
-        """
+        """As the original; ConfigError: several ranks save, and only the first knows which trial it is."""
         if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
             raise ConfigError(
                 "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint",
@@ -363,7 +351,7 @@ class DistributedTrainerMixin(_Trainer):
                     self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
                 samples, num_items = read()
-        self.throughput.add(sum(num_input_tokens(batch) for batch in samples) * self.strategy.topology.data_size)
+        self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # Where batches are no tokens, as those of rewards, the class may count for itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self._guard.begin_step()

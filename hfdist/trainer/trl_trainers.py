@@ -66,12 +66,7 @@ def trains_causal_lm(kind: type) -> bool:
 
 
 def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None:
-    """Check what a trainer of TRL was asked for, before anything is built. Other trainers pass.
-
-    Args:
-        kind: class of the trainer.
-        wishes: the arguments of its constructor, by name; `model` is whole.
-        strategy: the layout.
+    """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass.
 
     Raises:
         ConfigError: what would be left out, wait for ever or be trained wrongly.
@@ -144,14 +139,10 @@ def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
 
 
 def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any]) -> dict[str, torch.Tensor]:
-    """Put items below each other where `collate` puts them into one row, which a pipeline cannot split.
+    """Put items below each other where TRL's `collate` puts them into one row, which a pipeline cannot split.
 
-    Args:
-        collate: TRL's, without padding.
-        items: each one packed or single row of tokens.
-
-    Returns:
-        Tensors of shape [items, tokens of the longest]; where positions begin anew, so does a document.
+    Each item is one packed or single row of tokens. Gives tensors of shape [items, tokens of the longest]; where
+    positions begin anew, so does a document.
     """
     rows = [collate([item]) for item in items]
     return {

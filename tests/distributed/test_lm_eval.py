@@ -13,7 +13,7 @@ from hfdist.trainer.evaluation.evaluators import check_named
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL, pretrain
 
-IS_THERE = importlib.util.find_spec(lm_eval.PACKAGE) is not None
+IS_THERE = importlib.util.find_spec("lm_eval") is not None
 HERE = pytest.mark.skipif(not IS_THERE, reason="pip install lm-eval")
 
 TASK = """\

@@ -42,9 +42,9 @@ TRAINER_STATE = "trainer_state.json"
 
 
 class Checkpointer:
-    """Saves and restores one Trainer. All ranks call its methods together, except where a docstring says otherwise.
+    """Saves and restores one Trainer. All ranks call its methods together, unless a docstring says otherwise.
 
-    It is a flag of the ranks, too: once a save has failed, all ranks raise its error after the same step.
+    It is a `RankFlag`, too: once a save has failed, all ranks raise its error after the same step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -77,10 +77,7 @@ class Checkpointer:
         return self.folder / (original_name if self._trainer.options.run_values is None else step_name)(step)
 
     def save(self) -> None:
-        """Write the checkpoint of this step, and remove those that nothing keeps.
-
-        The writing goes on beside the training; `wait` waits for it.
-        """
+        """Begin to write the checkpoint of this step, and remove those that nothing keeps; `wait` waits for it."""
         begin = time.monotonic()
         trainer = self._trainer
         assert self.saver is not None
@@ -327,11 +324,7 @@ class Checkpointer:
         return state
 
     def restore_best(self) -> None:
-        """Put the weights of the checkpoint with the best metric into the model.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """Put the weights of the checkpoint with the best metric into the model; CheckpointError: it is damaged."""
         self.wait()
         state = self._trainer.state
         path = Path(state.best_model_checkpoint)

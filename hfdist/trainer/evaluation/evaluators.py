@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_named(config: RunConfig, topology: Topology) -> None:
-    """Check that the metrics and tasks that are named exist.
-
-    Raises:
-        ConfigError: one does not, or its package is not installed.
-    """
+    """Check that the metrics and tasks that are named exist; ConfigError: one does not, or is not installed."""
     load_metrics(config.evaluate.metrics)
     if config.evaluate.lm_eval:
         lm_eval.check(config.evaluate, knows_tasks=topology.is_main)
@@ -50,15 +46,7 @@ def make_evaluators(
     arguments: TrainingArguments,
     topology: Topology,
 ) -> tuple[list[Measure], list[TrainerCallback]]:
-    """Give what evaluations measure besides the loss, and the callbacks that belong to it.
-
-    Args:
-        config: of the run.
-        held_out: the held-out set; None: nothing is evaluated.
-        model: that is trained, or this rank's part of it.
-        tokenizer: of the model.
-        arguments: of the Trainer.
-        topology: of the run.
+    """Give what evaluations of the held-out set measure besides the loss, and the callbacks that belong to it.
 
     Raises:
         ConfigError: the prompts do not go with the tokenizer or the model.
@@ -110,11 +98,7 @@ class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
     transformers' own keeps a counter that our checkpoints would have to carry and a run that goes back to turn back;
-    the newest losses are in `state.log_history`, which both already do.
-
-    Args:
-        patience: evaluations in a row without an improvement; less than `NUM_ENTRIES`.
-        min_delta: by how much a loss must at least be lower than the best.
+    the newest losses are in `state.log_history`, which both already do. `patience` is below `NUM_ENTRIES`.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:

@@ -51,11 +51,7 @@ class Limits:
     """That the model can read; None: any number."""
 
     def room(self) -> int | None:
-        """The most tokens of a prompt.
-
-        Raises:
-            ConfigError: `max_new_tokens` leaves none.
-        """
+        """The most tokens of a prompt; ConfigError: `max_new_tokens` leaves none."""
         if self.most_tokens is None:
             return None
         if self.max_new_tokens >= self.most_tokens:
@@ -69,11 +65,7 @@ class Limits:
 
 
 def find_limits(model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> Limits:
-    """Read the limits off a model and its tokenizer.
-
-    Raises:
-        ConfigError: so many tokens leave the model no room for a prompt.
-    """
+    """Read the limits off a model and its tokenizer; ConfigError: they leave no room for a prompt."""
     # Chat models may end an answer with another token than a document.
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
@@ -180,12 +172,7 @@ def _logits(outputs: Any) -> torch.Tensor:
 class PromptSamples(StepLines):
     """Lets the model continue fixed prompts at each evaluation, and writes the texts into samples.jsonl.
 
-    Args:
-        run_dir: of the run.
-        tokenizer: of the model.
-        generate: continues prompts.
-        config: `evaluate.*`.
-        chat: `data.chat`, by which the training's conversations are rendered.
+    `chat` is `data.chat`, by which the training's conversations are rendered.
 
     Raises:
         ConfigError: the tokenizer's chat template is missing, or refuses a prompt.
@@ -262,13 +249,7 @@ class GenerationMetrics:
     """Lets the model continue held-out prompts at each evaluation, and gives the texts to metrics.
 
     A metric that fails is logged, and its figure left out: the training goes on, since no loss depends on it.
-
-    Args:
-        tokenizer: of the model.
-        generate: continues prompts.
-        examples: held-out prompts and references.
-        metrics: by name.
-        max_new_tokens: of each continuation, and of each reference.
+    Continuations and references have at most `max_new_tokens`.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ from hfdist.topology import without_launcher
 
 logger = logging.getLogger(__name__)
 
-PACKAGE = "lm_eval"
 RESULTS = "lm_eval.json"
 
 
@@ -32,16 +31,12 @@ class HarnessError(Exception):
 
 
 def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
-    """Check that the package is there, and the tasks.
-
-    Args:
-        evaluate: `evaluate.*`.
-        knows_tasks: whether this process is to look at the tasks, which takes the harness some seconds.
+    """Check that the package is there, and the tasks, if this process is to look at them: that takes some seconds.
 
     Raises:
         ConfigError: one is not.
     """
-    if importlib.util.find_spec(PACKAGE) is None:
+    if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "the evaluation harness is not installed",
             where="evaluate.lm_eval",
@@ -71,10 +66,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
 
 
 def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:
-    """Run the tasks on a Hub model folder; on one process.
-
-    Returns:
-        The harness's `results`, `versions` and `n-samples`.
+    """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`.
 
     Raises:
         HarnessError: it fails, for example as a task's data cannot be reached.

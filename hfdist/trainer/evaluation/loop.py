@@ -34,10 +34,9 @@ class Measure(Protocol):
 
 
 def sharded_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, collator: CountingCollator) -> Any:
-    """Give this rank's batches of a map-style dataset: equally many on each, since ZeRO-3's forwards are collectives.
+    """Give this rank's DataLoader of a map-style dataset; for several held-out sources one each, by name.
 
-    Returns:
-        A DataLoader; for several held-out sources one each, by name.
+    All ranks have equally many batches, since ZeRO-3's forwards are collectives.
     """
 
     def load(part: Any) -> DataLoader[Any]:
@@ -59,11 +58,7 @@ def sharded_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, 
 
 
 class Evaluator:
-    """Evaluates the model of one Trainer.
-
-    Args:
-        trainer: with an engine by the time of an evaluation.
-    """
+    """Evaluates the model of a Trainer that has an engine."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,8 +17,6 @@ from hfdist.plugins import load_plugin
 
 GROUP = "hfdist.metrics"
 """Of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
-
-
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
 
 
@@ -65,14 +62,14 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     Raises:
         ConfigError: no package offers one, several do, it cannot be imported, or its name is taken.
     """
-    for name in names:
-        if _RESERVED.fullmatch(name):
-            raise ConfigError(
-                "a metric of this name would take the place of a figure that each evaluation has",
-                where="evaluate.metrics",
-                found=name,
-                hint="another name for its entry point",
-            )
+    taken = next(filter(_RESERVED.fullmatch, names), None)
+    if taken is not None:
+        raise ConfigError(
+            "a metric of this name would take the place of a figure that each evaluation has",
+            where="evaluate.metrics",
+            found=taken,
+            hint="another name for its entry point",
+        )
     return {name: BUILT_IN[name] if name in BUILT_IN else _load(name) for name in names}
 
 
@@ -89,20 +86,14 @@ def compute(name: str, metric: Metric, generations: Sequence[Generation]) -> dic
     Raises:
         Exception: whatever the metric raises; TypeError, ValueError: it does not give numbers.
     """
-    with _generators_kept():
-        value = metric(generations)
-    if isinstance(value, Mapping):
-        return {f"{name}_{key}": float(figure) for key, figure in value.items()}
-    return {name: float(value)}
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            value = metric(generations)
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": float(figure) for key, figure in value.items()}
+    return {name: float(value)}

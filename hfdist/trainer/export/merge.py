@@ -24,15 +24,9 @@ logger = logging.getLogger(__name__)
 def write_merged(
     adapter: Path, folder: Path, *, base: ModelConfig, config: PreTrainedConfig, generation: Any, tokenizer: Any
 ) -> bool:
-    """Open the base as it is in its files, merge the adapter, and write a Hub model of the base's type.
+    """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 
-    Args:
-        adapter: a PEFT folder.
-        folder: made if missing; an older model in it is replaced.
-        base: names the base.
-        config: of the trained model.
-        generation: its generation config.
-        tokenizer: or None.
+    An older model in `folder` is replaced; `config`, `generation` and `tokenizer` are those of the trained model.
 
     Returns:
         Whether PEFT can merge this adapter; otherwise nothing is written, and the log says why.
@@ -59,6 +53,7 @@ def write_merged(
 
 def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> Any:
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     assert base.name is not None  # checked with the config
     with reading_from_hub("model.name", base.name):
@@ -75,34 +70,25 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        merged = _merge(PeftModel.from_pretrained(model, str(adapter)))
+        opened = PeftModel.from_pretrained(model, str(adapter))
+        for layer in list(opened.modules()):
+            if isinstance(layer, BaseTunerLayer):
+                # In float32, one layer at a time, so that the sum is rounded once.
+                weights = layer.get_base_layer()
+                dtype = next(weights.parameters()).dtype
+                weights.to(torch.float32)
+                layer.merge(safe_merge=True)
+                weights.to(dtype)
+        merged = opened.merge_and_unload()
     for name, parameter in merged.named_parameters():
         # Modules that were trained whole are in float32; an untied head has a name of its own now.
         parameter.data = parameter.data.to(dtypes.get(name, model.dtype))
     return merged
 
 
-def _merge(opened: Any) -> Any:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in list(opened.modules()):
-        if isinstance(layer, BaseTunerLayer):
-            # In float32, one layer at a time, so that the sum is rounded once.
-            weights = layer.get_base_layer()
-            dtype = next(weights.parameters()).dtype
-            weights.to(torch.float32)
-            layer.merge(safe_merge=True)
-            weights.to(dtype)
-    return opened.merge_and_unload()
-
-
 @contextmanager
 def without_zero3(arguments: Any) -> Iterator[None]:
-    """Open models whole in this process: under ZeRO-3, transformers would cut them over all ranks.
-
-    Args:
-        arguments: the run's TrainingArguments.
-    """
+    """Open models whole in this process: under ZeRO-3, transformers would partition them over all ranks."""
     config = getattr(arguments, "hf_deepspeed_config", None)
     deepspeed.unset_hf_deepspeed_config()
     try:

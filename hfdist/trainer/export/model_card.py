@@ -29,31 +29,23 @@ _PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "data
 
 
 class Exported(NamedTuple):
-    """Which weights the folder holds."""
+    """Which weights the folder holds; `commit` is that of the repository that the training started from, if known."""
 
     step: int
     held_out_loss: float | None
     commit: str | None
-    """Of the repository that the training started from, where it is known."""
 
 
 def write_card(
     folder: Path, config: RunConfig, reports: Sequence[PoolReport], exported: Exported, *, ranks: int
 ) -> None:
-    """Write README.md, and beside it the picture of the losses where the run has one.
-
-    Args:
-        folder: of the exported model or adapter.
-        config: of the run.
-        reports: what was read of each pool of documents.
-        exported: which weights the folder holds.
-        ranks: number of processes.
-    """
+    """Write README.md into an exported folder, and beside it the picture of the losses where the run has one."""
     run_dir = Path(config.run.dir)
     has_picture = (run_dir / _PICTURE).is_file()
     if has_picture:
         shutil.copyfile(run_dir / _PICTURE, folder / _PICTURE)
     is_adapter = (folder / "adapter_config.json").is_file()
+    packages = (*_PACKAGES, "peft") if config.adapter.is_used else _PACKAGES
     parts = [
         f"---\n{_metadata(config, is_adapter).to_yaml()}\n---",
         f"# {config.run.name}",
@@ -62,15 +54,14 @@ def write_card(
         "## Losses\n\n" + _describe_losses(read_metrics(run_dir / METRICS), exported),
         f"![Losses]({_PICTURE})" if has_picture else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
-        "## Versions\n\n" + _describe_versions(config),
+        "## Versions\n\n" + "\n".join([f"- Python {platform.python_version()}", *map(_version, packages)]),
     ]
     (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
 
 
 def _metadata(config: RunConfig, is_adapter: bool) -> ModelCardData:
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
-    sources = config.data.sources.values()
-    datasets = [_hub_id(source.path) for source in sources if source.kind is SourceKind.hub]
+    datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
@@ -82,9 +73,8 @@ def _metadata(config: RunConfig, is_adapter: bool) -> ModelCardData:
 
 def _hub_id(name: str | None) -> str | None:
     """Give a name that is one of the Hub; a path of this machine says nothing to others."""
-    if name is None or Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        return None
-    return name
+    is_of_hub = name is not None and not Path(name).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    return name if is_of_hub else None
 
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
@@ -99,8 +89,12 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
 
 
 def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
+    def public(path: str) -> str:
+        # An address or a Hub id; of a file of this machine, its name.
+        return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
+
     sources = [
-        f"- {name}: {source.kind.value}" + (f" `{_public(source.path)}`" if source.path else "")
+        f"- {name}: {source.kind.value}" + (f" `{public(source.path)}`" if source.path else "")
         for name, source in config.data.sources.items()
     ]
     rows = [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
@@ -108,16 +102,12 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
     return "\n".join([*sources, *(["", *table] if rows else [])])
 
 
-def _public(path: str) -> str:
-    """An address or a Hub id; of a file of this machine, its name."""
-    return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
-
-
 def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> str:
     trained = [line for line in lines if line.get("loss") is not None]
     held_out = [line for line in lines if line.get("eval_loss") is not None]
-    found = [(f"training, step {line['step']:,}", line["loss"]) for line in _ends(trained)]
-    found += [(f"held out, step {line['step']:,}", line["eval_loss"]) for line in _ends(held_out)]
+    # The first and the last.
+    found = [(f"training, step {line['step']:,}", line["loss"]) for line in trained[:1] + trained[1:][-1:]]
+    found += [(f"held out, step {line['step']:,}", line["eval_loss"]) for line in held_out[:1] + held_out[1:][-1:]]
     if not found:
         return "None was logged."
     rows = [f"| {what} | {loss:.4f} | {math.exp(min(loss, 700.0)):.1f} |" for what, loss in found]
@@ -125,10 +115,6 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> 
     loss = exported.held_out_loss
     measured = "" if loss is None else f", with a held-out loss of {loss:.4f}"
     return f"{table}\n\nThese weights are of step {exported.step:,}{measured}."
-
-
-def _ends(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return lines[:1] + lines[1:][-1:]
 
 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
@@ -156,14 +142,9 @@ def public_values(value: Any) -> Any:
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
-def _describe_versions(config: RunConfig) -> str:
-    packages = (*_PACKAGES, "peft") if config.adapter.is_used else _PACKAGES
-    return "\n".join([f"- Python {platform.python_version()}", *(f"- {name} {_version(name)}" for name in packages)])
-
-
 def _version(package: str) -> str:
     try:
-        return version(package)
+        return f"- {package} {version(package)}"
     except PackageNotFoundError:
         # A checkout that is not installed.
-        return "of an unknown version"
+        return f"- {package} of an unknown version"

@@ -1,9 +1,8 @@
-"""The exported folder to the Hub: whether that will do is asked before the training, and it is done at the end."""
+"""Upload the exported folder to the Hub: checked before the training, done at the end."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from hfdist.models.hub_client import LOG_IN, ask
 logger = logging.getLogger(__name__)
 
 _KEY = "export.push_to"
-_LOOK_SECONDS = 1.0
 
 
 def check_push(export: ExportConfig) -> None:
@@ -27,9 +25,9 @@ def check_push(export: ExportConfig) -> None:
         ConfigError: no token, or none that may write there.
         ResourceError: the Hub does not answer.
     """
-    if export.push_to is None:
-        return
     name = export.push_to
+    if name is None:
+        return
     if is_offline_mode():
         raise ConfigError(
             "an upload needs the Hub, which is switched off", where=_KEY, found=name, hint="unset HF_HUB_OFFLINE"
@@ -49,32 +47,34 @@ def check_push(export: ExportConfig) -> None:
 
 
 def push(folder: Path, export: ExportConfig) -> HfdistError | None:
-    """Upload the folder from rank 0, while the others wait. Call on all ranks.
+    """Upload the folder from rank 0, while the others wait; give on rank 0 why it is not uploaded, if so.
 
-    Files that are there already are not sent again, so an upload that broke off goes on.
-
-    Returns:
-        On rank 0, why it is not uploaded; the folder stays.
+    All ranks call it. Files that are there already are not sent again, so an upload that broke off goes on.
     """
     name = export.push_to
     if name is None:
         return None
 
-    def upload() -> str:
-        api = HfApi()
+    if rank() != 0:
+        # One collective that waits for all of it could take longer than it may.
+        while not gather_json(None)[0]:
+            pass
+        return None
 
-        def action() -> str:
-            message = f"Upload {folder.name} of {folder.parent.name}"
-            return str(
-                api.upload_folder(
-                    repo_id=name, folder_path=folder, revision=export.revision, commit_message=message
-                ).commit_url
-            )
-
-        return ask(action, key=_KEY, name=name)
+    def action() -> str:
+        message = f"Upload {folder.name} of {folder.parent.name}"
+        done = HfApi().upload_folder(repo_id=name, folder_path=folder, revision=export.revision, commit_message=message)
+        return str(done.commit_url)
 
     try:
-        url = _while_others_wait(upload)
+        with ThreadPoolExecutor(1) as pool:
+            task = pool.submit(ask, action, key=_KEY, name=name)
+            is_done = False
+            while not is_done:
+                wait([task], timeout=1.0)
+                is_done = task.done()
+                gather_json(is_done)
+            logger.info("uploaded: %s", task.result())
     except HfdistError as error:
         branch = f" --revision {export.revision}" if export.revision else ""
         return ResourceError(
@@ -83,22 +83,4 @@ def push(folder: Path, export: ExportConfig) -> HfdistError | None:
             found=name,
             hint=f"{error.hint or 'later'}; then: hf upload {name} {folder} .{branch}",
         )
-    if url is not None:
-        logger.info("uploaded: %s", url)
     return None
-
-
-def _while_others_wait(action: Callable[[], str]) -> str | None:
-    """Run `action` on rank 0, in a thread: one collective that waits for it could take longer than it may."""
-    if rank() != 0:
-        while not gather_json(None)[0]:
-            pass
-        return None
-    with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(action)
-        while True:
-            wait([task], timeout=_LOOK_SECONDS)
-            is_done = task.done()
-            gather_json(is_done)
-            if is_done:
-                return task.result()

@@ -113,12 +113,7 @@ class SkipCounter:
 
 
 class NonfiniteGuard:
-    """Watches the steps of one training.
-
-    Args:
-        trainer: with an engine.
-        came_from: the checkpoint at which this training began, if any.
-    """
+    """Watches the steps of one training, which began at the checkpoint `came_from`, if any."""
 
     def __init__(self, trainer: Any, came_from: Path | None) -> None:
         self._trainer, self._came_from = trainer, came_from
@@ -143,8 +138,7 @@ class NonfiniteGuard:
     def judge(self, grad_norm: Any) -> None:
         """Leave the optimizer nothing to step with, if the gradients are not finite.
 
-        Args:
-            grad_norm: of the gradients of all ranks, on each the same; DeepSpeed has skipped the step already.
+        The norm is the same on all ranks. DeepSpeed has skipped the step already.
         """
         norm = 0.0 if grad_norm is None else float(grad_norm)
         # DeepSpeed's kernels also say -1 for it.
@@ -157,10 +151,7 @@ class NonfiniteGuard:
             self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:
-        """See what became of the step, before it is logged, evaluated and saved.
-
-        Returns:
-            Whether the run has gone back, so that nothing of this is to be done.
+        """See what became of the step; give whether the run has gone back, so nothing is logged, evaluated or saved.
 
         Raises:
             NumericsError: it cannot go back, or has done so too often.

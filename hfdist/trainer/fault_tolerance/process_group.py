@@ -11,10 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_POLL_SECONDS = 0.02
-_TIMEOUT_SECONDS = 1800
-"""Of a collective, as `TrainingArguments.ddp_timeout` has it by default; torch's own for NCCL is ten minutes."""
-
 
 def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: int | None = None) -> None:
     """Make the group before accelerate does, where torchrun's agents keep one store for all starts; else nothing.
@@ -22,10 +18,7 @@ def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: i
     In that store gloo would find the addresses of the ranks of an earlier start, and fail with `connectFullMesh ...
     Connection refused` (torch 2.13). So each start has keys of its own, which its ranks agree on: the environment does
     not tell starts apart, since TORCHELASTIC_RESTART_COUNT only counts failures, and by each agent for itself.
-
-    Args:
-        backend: as `TrainingArguments.ddp_backend`; None: gloo, or NCCL where there are GPUs.
-        timeout_seconds: of a collective; None: half an hour.
+    The arguments are `ddp_backend` and `ddp_timeout` of TrainingArguments.
     """
     if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return
@@ -33,7 +26,8 @@ def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: i
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    timeout = timedelta(seconds=timeout_seconds or _TIMEOUT_SECONDS)
+    # As by default in TrainingArguments; torch's own for NCCL is ten minutes.
+    timeout = timedelta(seconds=timeout_seconds or 1800)
     token = agree_on_start(store, rank, world_size)
     store = dist.PrefixStore(f"start-{token}", store)  # type: ignore[attr-defined]  # not in its stubs
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -60,5 +54,5 @@ def agree_on_start(store: Any, rank: int, world_size: int) -> str:
             elif store.check([f"asks-{other}"]) and answered.get(other) != (name := store.get(f"asks-{other}")):
                 answered[other] = name
                 store.set(f"answer-{name.decode()}", token)
-        time.sleep(_POLL_SECONDS if missing else 0)
+        time.sleep(0.02 if missing else 0)
     return token

@@ -38,11 +38,7 @@ class RankFlag(Protocol):
 
 
 class RankFlags(TrainerCallback):
-    """Starts the reduction at the beginning of each step, and acts at its end.
-
-    Args:
-        flags: the same on all ranks, in the same order.
-    """
+    """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags."""
 
     def __init__(self, flags: Sequence[RankFlag]) -> None:
         self._flags = flags
@@ -106,11 +102,7 @@ class Preemption(TrainerCallback):
         self._before = {}
 
     def check(self, run_dir: str) -> None:
-        """End a run that was told to stop.
-
-        Raises:
-            PreemptedError: it was.
-        """
+        """Raise a PreemptedError, if the run was told to stop."""
         if self.stopped_by is not None:
             raise PreemptedError(
                 "the run was told to stop, and has saved where it was",

@@ -16,7 +16,7 @@ from hfdist.collectives import gather_json
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
     """Parameters whose bits the ranks that hold them do not agree on."""
 
@@ -27,15 +27,13 @@ class Difference:
 
 
 def find_differences(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Compare this rank's parameters with those of all others; one line for each group of ranks that differs.
+    """Compare the parameters that this rank holds whole, by their names, with those of all others.
 
-    All ranks get the same answer. A collective, of a few bytes a rank where all is well.
-
-    Args:
-        parameters: that this rank holds whole, by their names in the model.
+    All ranks get the same lines, one for each group of ranks that differs. A collective, of a few bytes if all is well.
     """
     own = sum_bits(parameters)
-    every = gather_json([_digest(list(own)), _digest(list(own.values()))])
+    digests = (hashlib.blake2b(json.dumps(part).encode(), digest_size=16) for part in (list(own), list(own.values())))
+    every = gather_json([digest.hexdigest() for digest in digests])
     if len({tuple(digests) for digests in every}) == len({names for names, _ in every}):
         return []
     held, hosts = zip(*gather_json([own, socket.gethostname()]), strict=True)
@@ -52,11 +50,7 @@ def sum_bits(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def vote(held: Sequence[Mapping[str, int]]) -> list[Difference]:
-    """Say who is wrong.
-
-    Args:
-        held: for each rank, the sums of what it holds; several ranks hold the same, or parts of it.
-    """
+    """Say who is wrong, from the sums of what each rank holds; several ranks hold the same, or parts of it."""
     ranks_by_sum: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(held):
         for name, value in sums.items():
@@ -70,14 +64,7 @@ def vote(held: Sequence[Mapping[str, int]]) -> list[Difference]:
         has_majority = 2 * len(most) > len(holders)
         suspects = sorted(set(holders) - set(most)) if has_majority else holders
         found[tuple(suspects), has_majority].append(name)
-    return [
-        Difference(parameters=tuple(names), ranks=ranks, has_majority=has_majority)
-        for (ranks, has_majority), names in found.items()
-    ]
-
-
-def _digest(values: list[str] | list[int]) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
+    return [Difference(tuple(names), ranks, has_majority) for (ranks, has_majority), names in found.items()]
 
 
 def _describe(difference: Difference, hosts: Sequence[str]) -> str:

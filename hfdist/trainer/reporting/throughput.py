@@ -16,7 +16,7 @@ class Throughput:
 
     def __init__(self, device: torch.device) -> None:
         self.tokens = 0
-        """Tokens read by all data ranks since the beginning of the run, resumes included."""
+        """Tokens read by all data ranks since the beginning of the run, resumes included; who reads them adds them."""
         self._peak_flops = peak_flops(device)
         self._num_devices = 1
         self._flops: Callable[[int], float] | None = None
@@ -26,23 +26,12 @@ class Throughput:
         self._last_tokens = 0
         self._last_seconds = 0.0
 
-    def start(self, *, step: int, tokens: int, flops_per_token: Callable[[int], float], num_devices: int) -> None:
-        """Start the clock.
-
-        Args:
-            step: steps done before, where a run is resumed.
-            tokens: read before.
-            flops_per_token: operations of one token, by the length of its sequence.
-            num_devices: that share the work.
-        """
+    def start(self, step: int, tokens: int, flops_per_token: Callable[[int], float], *, num_devices: int) -> None:
+        """Start the clock behind so many steps and tokens; FLOPs of a token go by the length of its sequence."""
         self.tokens = self._last_tokens = tokens
         self._last_step = step
         self._flops, self._num_devices = flops_per_token, num_devices
         self._last_seconds = time.monotonic()
-
-    def add(self, num_tokens: int) -> None:
-        """Count tokens that all ranks together have just read."""
-        self.tokens += num_tokens
 
     @contextmanager
     def paused(self) -> Iterator[None]:

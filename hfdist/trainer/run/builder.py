@@ -120,11 +120,7 @@ class Run:
         """The config with folders of this machine in place of Hub ids and GGUF files; never written down."""
 
     def find_model(self) -> None:
-        """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF.
-
-        Raises:
-            ConfigError, ResourceError: see `resolve_model` and `find_architecture`.
-        """
+        """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
         start = resolve_model(self.config.model, cache_dir=_make_cache(self.config))
         self._here, self._fetch_weights = replace(self.config, model=start.model), start.fetch_weights
         self.architecture = find_architecture(start.model, sequence_length=self.config.data.sequence_length)
@@ -158,11 +154,7 @@ class Run:
             check_push(config.export)
 
     def start_ranks(self) -> None:
-        """Download the weights, then make TrainingArguments, with which the process group begins.
-
-        Raises:
-            ConfigError, DataError: see `count_max_steps` and `build_arguments`.
-        """
+        """Download the weights, then make TrainingArguments, with which the process group begins."""
         # Before there is a process group, in which the other ranks would wait.
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
@@ -268,11 +260,7 @@ def _make_cache(config: RunConfig) -> Path:
 
 
 def build_data(config: RunConfig, topology: Topology) -> RunData:
-    """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
-
-    Raises:
-        ConfigError, DataError: sources that are missing, unreadable or too small.
-    """
+    """See `Run.open_data`."""
     folder = _make_cache(config)
     with _writing("data.cache_dir", folder):
         corpus = open_corpus(config.data)
@@ -381,11 +369,7 @@ def _lies_in(checkpoint: Path, folder: Path) -> bool:
 
 
 def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
-    """Compare the config with that of a checkpoint; from Python, one may have none.
-
-    Raises:
-        CheckpointError: the training has changed, and `checkpoint.allow_changes` is false.
-    """
+    """Compare the config with that of a checkpoint; from Python, one may have none."""
     before = read_state(checkpoint).get("config")
     changes = [] if before is None else find_changes(before, to_values(config))
     check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))

@@ -29,13 +29,7 @@ _BYTES_PER_VALUE = 4
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
-    """Give the lines that a run starts with.
-
-    Args:
-        config: of the run.
-        trainer: with a strategy.
-        data: one line on the corpus.
-    """
+    """Give the lines that a run starts with; `data` is one line on the corpus."""
     strategy, engine = trainer.strategy, trainer.engine
     assert strategy is not None
     assert engine is not None

@@ -22,11 +22,6 @@ from hfdist.trainer.fault_tolerance.process_group import start_group_under_torch
 def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
     """Give the Trainer's arguments. Starts the process group, and then the strategy.
 
-    Args:
-        config: of the run.
-        strategy: the layout.
-        max_steps: how many steps the run takes.
-
     Raises:
         ConfigError: TrainingArguments refuses a value.
     """
@@ -135,11 +130,7 @@ _ELSEWHERE = {
 
 
 def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
-    """Check the names in `train.arguments`.
-
-    Raises:
-        ConfigError: one that TrainingArguments does not have, or that hfdist sets itself.
-    """
+    """Raise a ConfigError on a name in `train.arguments` that is unknown, or that hfdist sets itself."""
     # For the names alone.
     ours = _generated(config, batch, max_steps=1)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}

@@ -47,12 +47,9 @@ class LeanStep:
 
     @classmethod
     def make(cls, trainer: Any, model: nn.Module, inherited: Sequence[Callable[..., Any]]) -> LeanStep | None:
-        """Make it where nothing is unusual; otherwise None.
+        """Make it where nothing is unusual, once the optimizer is ready; otherwise None.
 
-        Args:
-            trainer: whose optimizer and accelerator are ready.
-            model: as accelerate prepared it.
-            inherited: `training_step`, `compute_loss` and `_clip_grad_norm` of the class after the mixin.
+        `inherited`: `training_step`, `compute_loss` and `_clip_grad_norm` of the class after the mixin.
         """
         training_step, compute_loss, clip_grad_norm = inherited
         args, accelerator = trainer.args, trainer.accelerator

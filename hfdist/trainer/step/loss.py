@@ -90,11 +90,7 @@ class Convention:
 
 
 class WeightedLoss:
-    """The loss of one Trainer, for micro batches of any number of targets.
-
-    Args:
-        trainer: with an engine by the time of a batch. It is Any here: transformers declares all its parts as optional.
-    """
+    """The loss of one Trainer, for micro batches of any number of targets."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -117,12 +113,9 @@ class WeightedLoss:
         """Compute a loss that is a mean over its batch, and give it the weight of that batch in the global one.
 
         Args:
-            mean: `Trainer.compute_loss` of the class after the mixin, for the trainer's model.
+            mean: `Trainer.compute_loss` of the class after the mixin: gives the loss, or the loss and the outputs.
             batch: on its device.
             num_items_in_batch: weight of the global batch.
-
-        Returns:
-            What `mean` returns: the loss, or the loss and the outputs.
         """
         trainer, convention = self._trainer, self.convention
         assert convention is not None
@@ -150,11 +143,7 @@ class WeightedLoss:
     def find_convention(self, batch: Batch, forward: Forward) -> Convention:
         """Try the loss on a row with other labels and other counts: signatures promise what many models do not do.
 
-        A collective, once a run.
-
-        Args:
-            batch: any one, of this rank.
-            forward: runs the model in evaluation mode.
+        A collective, once a run; `batch` is any one of this rank, and `forward` runs the model in evaluation mode.
 
         Raises:
             ConfigError: a pipeline, and labels of a kind that it cannot ignore in padding rows.
@@ -224,12 +213,7 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 @contextmanager
 def _gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Gather among the ranks that compute a loss in this moment: the others would never answer.
-
-    Args:
-        accelerator: whose `gather` and `gather_for_metrics` a class calls in its `compute_loss`.
-        group: those ranks; None: all.
-    """
+    """Gather among the ranks of the group, which compute a loss in this moment: the others would never answer."""
     if group is None:
         yield
         return

@@ -75,12 +75,7 @@ class CountedRows(Dataset[tuple[Any, bool]]):
 
 
 class CountingCollator:
-    """Collates rows of which those that do not count have no targets.
-
-    Args:
-        collate: the user's.
-        label_names: the labels that a row or a batch may hold.
-    """
+    """Collates rows with the user's collator; those that do not count get no targets."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], label_names: Collection[str]) -> None:
         self._collate, self._label_names = collate, label_names
