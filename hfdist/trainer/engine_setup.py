@@ -39,13 +39,8 @@ _REFUSED = {
 def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     """Check what a Trainer is made with, and build the engine of its model. A collective.
 
-    Args:
-        kind: class of the trainer, with the mixin before the class that computes the loss.
-        strategy: the layout.
-        wishes: all arguments of the class after the mixin, by name; they come back with the engine's model.
-
-    Raises:
-        ConfigError: what this class is asked for does not go with the layout.
+    `kind` is the class of the trainer. `wishes` are all arguments of the class after the mixin, by name; they come back
+    with the engine's model. A ConfigError says what does not go with the layout.
     """
     _check_arguments(wishes.get("args"), strategy)
     if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
@@ -106,9 +101,7 @@ def check_has_logits(engine: Engine, wish: str) -> None:
 def arguments_by_name(kind: type, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """Name the positional arguments of the class after the mixin: `args` comes second in most, but not in all.
 
-    Raises:
-        TypeError: they do not fit that class, as Python says it.
-        ConfigError: its constructor only hands on what it is given under names of its own.
+    A ConfigError says that its constructor only passes on what it is given.
     """
     classes = list(kind.__mro__)
     last_own = max(place for place, owner in enumerate(classes) if owner.__module__ == MIXIN)

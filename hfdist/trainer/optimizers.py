@@ -19,11 +19,7 @@ from hfdist.strategies.base import Engine
 
 
 class OwnOptimizer:
-    """A user's own, by names: a layout may put other tensors in the place of the parameters that it was made for.
-
-    Raises:
-        ConfigError: it holds what is no parameter of the whole model.
-    """
+    """A user's own, by names: a layout may put other tensors in the place of the parameters that it was made for."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
@@ -67,11 +63,7 @@ class Optimizers:
 
     @contextmanager
     def made_for(self, engine: Engine) -> Iterator[None]:
-        """Meanwhile, what the Trainer makes as its optimizer is checked and made ready for the layout.
-
-        Raises:
-            ConfigError: its mathematics would change, or no checkpoint could hold it.
-        """
+        """Meanwhile, what the Trainer makes as its optimizer is checked and made ready for the layout."""
         trainer = self._trainer
         make = trainer.create_optimizer
         ready = trainer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else None
@@ -98,7 +90,10 @@ class Optimizers:
 
     def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         check(optimizer, engine.optimizer_sees, is_saved=self._trainer.args.save_strategy != "no")
-        self._drop_empty_groups(optimizer)
+        if self._own_schedule is None:
+            # Such as that of an adapter's vectors: DeepSpeed drops them later, when the schedule counts them.
+            groups = optimizer.param_groups
+            groups[:] = [group for group in groups if group["params"]] or groups[:1]
         if engine.optimizer_sees is not Reach.element:
             return optimizer
         names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
@@ -108,12 +103,6 @@ class Optimizers:
         optimizer.state.clear()
         # DeepSpeed would replace torch's Adagrad by one without groups.
         return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer
-
-    def _drop_empty_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Such as that of an adapter's vectors: DeepSpeed does so later, when the schedule counts them."""
-        if self._own_schedule is None:
-            groups = optimizer.param_groups
-            groups[:] = [group for group in groups if group["params"]] or groups[:1]
 
     def begin(self, engine: Engine) -> None:
         """Give the optimizer back what it has kept from before, and tell it that a training begins."""
@@ -128,9 +117,11 @@ class Optimizers:
 
     @contextmanager
     def evaluating(self, engine: Engine) -> Iterator[None]:
-        """While this is open, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
-        optimizer = self._trainer.optimizer
-        if not isinstance(optimizer, AcceleratedOptimizer) or not _has_modes(optimizer):
+        """Meanwhile, the weights are those to be used, where an optimizer trains at others (schedule-free)."""
+        optimizer = inner = self._trainer.optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        if not isinstance(optimizer, AcceleratedOptimizer) or not callable(getattr(inner, "eval", None)):
             yield
             return
         optimizer.eval()
@@ -140,9 +131,3 @@ class Optimizers:
         finally:
             optimizer.train()
             engine.loaded()
-
-
-def _has_modes(optimizer: Any) -> bool:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return callable(getattr(optimizer, "eval", None))

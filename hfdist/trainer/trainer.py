@@ -241,11 +241,7 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the original; at an error, a save that goes on ends first.
-
-        Raises:
-            CheckpointError: there is nothing to go on from, or it is damaged or another program's.
-        """
+        """As the original; at an error, a save that goes on ends first."""
         if resume_from_checkpoint and self.engine is not None:
             resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
         with self.checkpointer.waiting_at_errors():
@@ -325,11 +321,7 @@ class DistributedTrainerMixin(_Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step.
-
-        Raises:
-            DataError: the data end before the first step.
-        """
+        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
         for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)

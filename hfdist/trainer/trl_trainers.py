@@ -66,11 +66,7 @@ def trains_causal_lm(kind: type) -> bool:
 
 
 def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None:
-    """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass.
-
-    Raises:
-        ConfigError: what would be left out, wait for ever or be trained wrongly.
-    """
+    """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass."""
     if wishes.get("peft_config") is not None:
         raise ConfigError(
             "adapters must be in the model before it is distributed, and this class adds them afterwards",

@@ -186,11 +186,7 @@ class Checkpointer:
     # ---- waiting for a save ----
 
     def wait(self) -> None:
-        """Wait until nothing is being saved, and report it.
-
-        Raises:
-            CheckpointError, NumericsError, ResourceError: a save has failed; on all ranks alike.
-        """
+        """Wait until nothing is being saved, and log it. A failed save raises its error, on all ranks alike."""
         if self.saver is not None:
             self.saver.wait()
             self._report_saves()
@@ -281,11 +277,7 @@ class Checkpointer:
     # ---- resuming ----
 
     def find_start(self, wish: str | bool) -> str:
-        """Give the checkpoint of this path, or for True the newest of the output folder that verifies.
-
-        Raises:
-            CheckpointError: there is none, or that of the path is damaged or another program's.
-        """
+        """Give the checkpoint of this path, or for True the newest of the output folder that verifies."""
         if wish is not True:
             if self._trainer.options.run_values is None:
                 # A run has verified what it gives.

@@ -31,10 +31,9 @@ def has_adapter(model: Any) -> bool:
 
 
 def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Give the pieces that belong to the model's adapter, under PEFT's names; without an adapter, all as they are.
+    """Give the pieces of the model's adapter, under PEFT's names; without an adapter, all as they are.
 
-    Raises:
-        CheckpointError: something is trained that PEFT would not keep.
+    A CheckpointError says that something is trained that PEFT would not keep.
     """
     if not has_adapter(model):
         yield from pieces

@@ -49,11 +49,7 @@ def schedule_state(scheduler: Any) -> dict[str, Any]:
 
 
 def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put the schedule and the rates back to where `schedule_state` found them.
-
-    Raises:
-        CheckpointError: the checkpoint is of a schedule of another kind.
-    """
+    """Put schedule and rates back to where `schedule_state` found them; CheckpointError: it was of another kind."""
     steps, own = state["schedule_steps"], state.get("schedule")
     if (own is None) != isinstance(scheduler, LambdaLR):
         raise CheckpointError(

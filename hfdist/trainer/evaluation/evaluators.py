@@ -46,12 +46,7 @@ def make_evaluators(
     arguments: TrainingArguments,
     topology: Topology,
 ) -> tuple[list[Measure], list[TrainerCallback]]:
-    """Give what evaluations of the held-out set measure besides the loss, and the callbacks that belong to it.
-
-    Raises:
-        ConfigError: the prompts do not go with the tokenizer or the model.
-        DataError: the held-out set has nothing to continue.
-    """
+    """Give what evaluations of the held-out set measure besides the loss, and the callbacks that belong to it."""
     evaluate = config.evaluate
     measures: list[Measure] = []
     callbacks: list[TrainerCallback] = []

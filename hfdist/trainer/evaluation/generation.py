@@ -101,13 +101,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Give each prompt's continuation, on all ranks. All ranks call it.
 
-    Args:
-        prompts: token ids, at least one each; the beginning of one that is too long for the model is left out.
-        forward: runs the model.
-        limits: where continuations end.
-        topology: each data rank continues a share of the prompts.
-        rows_at_once: the most sequences of one forward of a data rank.
-        device: of tensors that travel between ranks.
+    The beginning of a prompt that is too long for the model is left out. Each data rank continues a share of the
+    prompts, `rows_at_once` in a forward; `device` is that of tensors that travel between ranks.
     """
     room, step = limits.room(), rows_at_once * topology.data_size
     continued: list[list[int]] = []
@@ -173,9 +168,6 @@ class PromptSamples(StepLines):
     """Lets the model continue fixed prompts at each evaluation, and writes the texts into samples.jsonl.
 
     `chat` is `data.chat`, by which the training's conversations are rendered.
-
-    Raises:
-        ConfigError: the tokenizer's chat template is missing, or refuses a prompt.
     """
 
     def __init__(
@@ -209,11 +201,7 @@ class PromptSamples(StepLines):
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Chat, rendering: ChatConfig
 ) -> list[list[int]]:
-    """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text.
-
-    Raises:
-        ConfigError: `chat` asks for a template that the tokenizer does not have, or the template refuses a prompt.
-    """
+    """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text."""
     if chat is Chat.always and not tokenizer.chat_template:
         raise ConfigError(
             "the tokenizer has no chat template",

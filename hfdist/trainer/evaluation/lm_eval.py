@@ -31,11 +31,7 @@ class HarnessError(Exception):
 
 
 def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
-    """Check that the package is there, and the tasks, if this process is to look at them: that takes some seconds.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Check that the package is there, and the tasks, if this process is to look at them: that takes some seconds."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "the evaluation harness is not installed",
@@ -66,11 +62,7 @@ def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
 
 
 def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:
-    """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`.
-
-    Raises:
-        HarnessError: it fails, for example as a task's data cannot be reached.
-    """
+    """Run the tasks on a Hub model folder, on one process; give the harness's `results`, `versions` and `n-samples`."""
     request = {
         "what": "results",
         "model": str(folder.resolve()),

@@ -57,11 +57,7 @@ BUILT_IN: Mapping[str, Metric] = MappingProxyType({"exact_match": exact_match, "
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Find metrics by name, and import the packages that offer them.
-
-    Raises:
-        ConfigError: no package offers one, several do, it cannot be imported, or its name is taken.
-    """
+    """Find metrics by name, and import the packages that offer them."""
     taken = next(filter(_RESERVED.fullmatch, names), None)
     if taken is not None:
         raise ConfigError(
@@ -83,8 +79,7 @@ def _load(name: str) -> Metric:
 def compute(name: str, metric: Metric, generations: Sequence[Generation]) -> dict[str, float]:
     """Give a metric's figures by full names, without touching the generators that training draws from.
 
-    Raises:
-        Exception: whatever the metric raises; TypeError, ValueError: it does not give numbers.
+    Whatever the metric raises comes out, and a TypeError or ValueError if it does not give numbers.
     """
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

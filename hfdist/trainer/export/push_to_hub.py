@@ -19,12 +19,7 @@ _KEY = "export.push_to"
 
 
 def check_push(export: ExportConfig) -> None:
-    """Make the repository and ask for the right to write to it, so that a run of days does not fail in the end.
-
-    Raises:
-        ConfigError: no token, or none that may write there.
-        ResourceError: the Hub does not answer.
-    """
+    """Make the repository and ask for the right to write to it, so that a run of days does not fail in the end."""
     name = export.push_to
     if name is None:
         return

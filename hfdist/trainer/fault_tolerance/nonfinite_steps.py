@@ -153,8 +153,7 @@ class NonfiniteGuard:
     def end_step(self) -> bool:
         """See what became of the step; give whether the run has gone back, so nothing is logged, evaluated or saved.
 
-        Raises:
-            NumericsError: it cannot go back, or has done so too often.
+        A NumericsError says that it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
         step, has_gone_back = self._trainer.state.global_step, False

@@ -45,10 +45,7 @@ class OnRollback(Protocol):
 class StepLines(TrainerCallback):
     """A file with one JSON object a line, each of a step: floats at full precision, null if they are not finite.
 
-    Lines of steps that the run will do again move to `earlier(path)`.
-
-    Raises:
-        ResourceError: the disk does not take a line.
+    Lines of steps that the run will do again move to `earlier(path)`. A full disk is a ResourceError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,8 +85,7 @@ def earlier(path: Path) -> Path:
 def set_aside(path: Path, step: int = -1) -> None:
     """Move the lines of later steps than `step` to the end of `earlier(path)`, and with them what is no such line.
 
-    Raises:
-        ResourceError: the disk does not take them; they are where they were.
+    If the disk does not take them, they are where they were.
     """
     kept: list[str] = []
     moved: list[str] = []

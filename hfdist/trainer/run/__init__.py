@@ -18,9 +18,6 @@ def prepare_run(config: RunConfig) -> Run:
 
     What is large is imported here, so that `--help`, and what the command has checked by now, need no torch; and a
     misspelt field of the model is found before most of it.
-
-    Raises:
-        ConfigError: see `check_fields` and `Run`.
     """
     with quick_imports():
         from hfdist.models import check_fields

@@ -289,12 +289,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
 
 
 def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the number of steps in the config, or as many steps as its epochs take, if those are fewer.
-
-    Raises:
-        ConfigError: the warm-up is longer than that.
-        DataError: there is nothing to learn from.
-    """
+    """Give the number of steps in the config, or as many steps as its epochs take, if those are fewer."""
     train = config.train
     if train.epochs is None:
         assert train.max_steps is not None  # checked with the config

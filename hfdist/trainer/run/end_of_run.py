@@ -8,7 +8,8 @@ import logging
 import re
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
 from hfdist.config.run import Export, RunConfig
-from hfdist.data import LEDGER, HeldOut, HeldOutSources, PoolReport, describe_losses
+from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
 from hfdist.trainer.evaluation import lm_eval
@@ -42,11 +43,7 @@ _LONGEST_WAIT = timedelta(days=7)
 
 
 def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> HfdistError | None:
-    """Evaluate, export, sample, draw and upload. Call on all ranks; rank 0 reports.
-
-    Returns:
-        On rank 0, why the model is not uploaded, if it was to be; all else is done.
-    """
+    """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it."""
     run_dir = Path(run.run.dir)
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
     reports = trainer.checkpointer.data_reports()
@@ -69,13 +66,21 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
     folder = _deliver(trainer, run, patient)
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
-            _report_loss(loss, unigram_loss(held_out[k]["labels"] for k in range(len(held_out))))
-        if run.report.sample_prompt is not None:
-            with without_zero3(trainer.args):
-                _report_sample(folder, run.report.sample_prompt, run.report.sample_tokens)
+            logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+            baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
+            words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
+            logger.info(words, baseline, perplexity(baseline))
+        if (prompt := run.report.sample_prompt) is not None:
+            with without_zero3(trainer.args), warning_of_failure("sample"):
+                logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
-            _report_losses(run_dir)
-        _write_card(folder, run, reports, Exported(step=step, held_out_loss=loss, commit=_commit_of(trainer)))
+            with warning_of_failure("picture of the losses"):
+                logger.info("loss curve: %s", plot_losses(run_dir))
+        with warning_of_failure("model card"):
+            # A download lies in a folder of its commit's name.
+            name = Path(getattr(trainer.model, "name_or_path", "")).name
+            commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
+            write_card(folder, run, reports, Exported(step, loss, commit), ranks=world_size())
         logger.info("model: %s", folder)
     _wait_for_rank_zero(patient)
     not_uploaded = push(folder, run.export)
@@ -88,6 +93,15 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         # process closes them as well.
         trainer.end()
     return not_uploaded
+
+
+@contextmanager
+def warning_of_failure(what: str) -> Iterator[None]:
+    """Log an error in place of raising it: the model is exported, and what fails now must not fail the run."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("no %s: %s: %s", what, type(error).__name__, error)
 
 
 def describe_peak_memory(device: torch.device) -> str:
@@ -109,20 +123,6 @@ def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
     """Wait in a group that lets it take as long as it does: a sample or a harness of hours would break the others'."""
     if patient is not None:
         dist.barrier(patient)
-
-
-def _write_card(folder: Path, run: RunConfig, reports: list[PoolReport], exported: Exported) -> None:
-    try:
-        write_card(folder, run, reports, exported, ranks=world_size())
-    except Exception as error:
-        # As with a sample: the model is exported.
-        logger.warning("no model card: %s: %s", type(error).__name__, error)
-
-
-def _commit_of(trainer: Trainer) -> str | None:
-    """The commit that the weights came from: a download lies in a folder of that name."""
-    name = Path(getattr(trainer.model, "name_or_path", "")).name
-    return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
 
 
 def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
@@ -169,7 +169,7 @@ def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None,
 
 
 def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> None:
-    """Let the harness measure the exported model; as with a sample, what fails there does not fail the run."""
+    """Let the harness measure the exported model; what fails there does not fail the run."""
     try:
         results = lm_eval.measure(folder, run, device=trainer.args.device)
         figures = lm_eval.figures(results)
@@ -180,27 +180,6 @@ def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> 
     # The best model may be that of an earlier step than the line says.
     trainer.log({"lm_eval/step": step, **figures})
     logger.info("lm_eval:\n%s", lm_eval.table(figures))
-
-
-def _report_loss(loss: float, baseline: float) -> None:
-    logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
-    logger.info("a unigram model fitted to the same tokens: %.4f, perplexity %.1f", baseline, perplexity(baseline))
-
-
-def _report_losses(run_dir: Path) -> None:
-    try:
-        logger.info("loss curve: %s", plot_losses(run_dir))
-    except OSError as error:
-        # As with a sample: the model is exported.
-        logger.warning("no picture of the losses: %s", error)
-
-
-def _report_sample(folder: Path, prompt: str, num_tokens: int) -> None:
-    try:
-        logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, num_tokens))
-    except Exception as error:
-        # The run is done and saved: whatever a model's own generation code raises must not make it a failure.
-        logger.warning("no sample: %s: %s", type(error).__name__, error)
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:

@@ -134,11 +134,7 @@ def _safe(text: str) -> str:
 
 
 def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
-    """Say what becomes of some examples: how long they are, how much of them is learned, and what is cut or left out.
-
-    Raises:
-        DataError: one is bad, and `data.on_bad_rows` is to stop.
-    """
+    """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out."""
     documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
     read = (one for block in corpus.mixed_blocks() for chunk in documents.read(block) for one in chunk)
     found = list(islice(read, _SURVEYED_DOCUMENTS))

@@ -20,11 +20,7 @@ from hfdist.trainer.fault_tolerance.process_group import start_group_under_torch
 
 
 def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
-    """Give the Trainer's arguments. Starts the process group, and then the strategy.
-
-    Raises:
-        ConfigError: TrainingArguments refuses a value.
-    """
+    """Give the Trainer's arguments. Starts the process group, and then the strategy."""
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     own = config.train.arguments
     try:

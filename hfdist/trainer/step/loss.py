@@ -112,10 +112,7 @@ class WeightedLoss:
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
         """Compute a loss that is a mean over its batch, and give it the weight of that batch in the global one.
 
-        Args:
-            mean: `Trainer.compute_loss` of the class after the mixin: gives the loss, or the loss and the outputs.
-            batch: on its device.
-            num_items_in_batch: weight of the global batch.
+        `mean` is `Trainer.compute_loss` of the class after the mixin: it gives the loss, or the loss and the outputs.
         """
         trainer, convention = self._trainer, self.convention
         assert convention is not None
@@ -144,9 +141,6 @@ class WeightedLoss:
         """Try the loss on a row with other labels and other counts: signatures promise what many models do not do.
 
         A collective, once a run; `batch` is any one of this rank, and `forward` runs the model in evaluation mode.
-
-        Raises:
-            ConfigError: a pipeline, and labels of a kind that it cannot ignore in padding rows.
         """
         trainer, names = self._trainer, self.label_names
         plain = Convention(label_names=names, shifts=False, divides=False)

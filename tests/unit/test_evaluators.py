@@ -1,0 +1,206 @@
+"""What an evaluation does besides the loss: continuations, samples, metrics; and when losses end a run."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hfdist.config.data import ChatConfig
+from hfdist.config.ranges import LIMIT
+from hfdist.config.run import Chat, EvaluateConfig
+from hfdist.errors import ConfigError
+from hfdist.models.tokenizer import train_bpe
+from hfdist.topology import Topology
+from hfdist.trainer.checkpointing.training_state import NUM_ENTRIES, drop_old, newest_entries, newest_losses
+from hfdist.trainer.evaluation.evaluators import num_without_improvement
+from hfdist.trainer.evaluation.generation import Limits, continue_prompts, encode_prompts, next_tokens
+
+
+@pytest.mark.parametrize(
+    ("losses", "min_delta", "expected"),
+    [
+        ([], 0.0, 0),
+        ([3.0], 0.0, 0),
+        ([3.0, 2.0, 1.0], 0.0, 0),
+        ([3.0, 2.0, 2.0, 2.5], 0.0, 2),
+        ([3.0, 2.0, 2.5, 1.9], 0.0, 0),
+        ([3.0, 2.5, 2.25], 0.5, 1),
+        # Two small steps are a large one: the best stays where it was until then.
+        ([3.0, 2.75, 2.5], 0.5, 0),
+        ([math.nan, 3.0, math.nan, math.inf], 0.0, 2),
+        ([math.nan, math.nan], 0.0, 2),
+    ],
+)
+def test_evaluations_without_an_improvement_are_counted(losses, min_delta, expected):
+    assert num_without_improvement(losses, min_delta) == expected
+
+
+def test_a_checkpoint_holds_a_bounded_history_that_decides_as_the_whole_does():
+    history = [{"step": 0, "eval_loss": 9.0}]
+    for step in range(1, 3 * NUM_ENTRIES):
+        history.append({"step": step, "loss": 1.0})
+        if step % 2 == 0:
+            history.append({"step": step, "eval_loss": 1.0 + step % 7})
+    kept = newest_entries(history)
+    assert [entry for entry in kept if "loss" in entry] == [e for e in history if "loss" in e][-NUM_ENTRIES:]
+    assert [entry for entry in kept if "eval_loss" in entry] == [e for e in history if "eval_loss" in e][-NUM_ENTRIES:]
+    assert [entry["step"] for entry in kept] == sorted(entry["step"] for entry in kept)
+    later = {"step": 3 * NUM_ENTRIES, "eval_loss": 5.0}
+    assert newest_losses([*kept, later]) == newest_losses([*history, later])
+    assert newest_entries(kept) == kept
+    assert newest_entries(history[:9]) == history[:9]
+
+
+def test_the_history_of_a_run_is_bounded_in_place_and_decides_as_the_whole_does():
+    whole, held, longest = [], [], 0
+    for step in range(6 * NUM_ENTRIES):
+        entry = {"step": step, "eval_loss" if step % 5 == 0 else "loss": float(step % 7)}
+        whole.append(entry)
+        held.append(entry)
+        drop_old(held)
+        longest = max(longest, len(held))
+    assert longest < 4 * NUM_ENTRIES
+    assert newest_entries(held) == newest_entries(whole)
+    assert newest_losses(held) == newest_losses(whole)
+
+
+def test_patience_fits_into_what_a_checkpoint_holds():
+    (limit,) = [field.metadata[LIMIT] for field in fields(EvaluateConfig) if field.name == "patience"]
+    # The first of those that are held counts as an improvement.
+    assert limit.accepts(NUM_ENTRIES - 1)
+    assert not limit.accepts(NUM_ENTRIES)
+
+
+TINY = {
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "vocab_size": 96, "initializer_range": 0.5},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": 96, "initializer_range": 0.5},
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], [9], list(range(20, 31)), [4, 4]]
+
+
+def make_model(kind):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY[kind])).eval()
+
+
+def continued(model, prompts, rows_at_once=2, **limits):
+    def forward(batch, function):
+        with torch.no_grad():
+            return [function(model, batch)]
+
+    limits = Limits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits)
+    return continue_prompts(
+        prompts, forward, limits, topology=Topology(), rows_at_once=rows_at_once, device=torch.device("cpu")
+    )
+
+
+def generated(model, prompt, num_tokens=12, end=None):
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=end, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_each_prompt_goes_on_as_it_does_alone(kind):
+    model = make_model(kind)
+    wanted = [generated(model, prompt) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS), "or the test would not see a mix-up"
+    positions = 40 if kind == "gpt2" else None
+    for rows_at_once in (1, 3, 8):
+        assert continued(model, PROMPTS, rows_at_once, most_tokens=positions) == wanted
+
+
+def test_an_end_token_ends_one_row_and_is_left_out():
+    model = make_model("llama")
+    whole = generated(model, PROMPTS[0])
+    end = whole[5]
+    first = whole.index(end)
+    rows = continued(model, PROMPTS, end_ids=frozenset({end}))
+    assert rows[0] == whole[:first]
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        assert row == [token for token in generated(model, prompt, end=end) if token != end]
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning():
+    model = make_model("gpt2")
+    long = [(7 * place) % 96 for place in range(60)]
+    assert continued(model, [long], most_tokens=40) == [generated(model, long[-28:])]
+
+
+def test_no_room_for_a_prompt_is_said():
+    with pytest.raises(ConfigError, match="no room for a prompt") as caught:
+        Limits(max_new_tokens=40, end_ids=frozenset(), most_tokens=40).room()
+    assert caught.value.where == "evaluate.max_new_tokens"
+
+
+class AllLogits(torch.nn.Module):
+    """A model that gives logits of all places whatever it is asked for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, logits_to_keep=0):
+        return {"logits": self.model(input_ids=input_ids).logits}
+
+
+def test_models_that_keep_all_logits_give_the_same():
+    model = make_model("llama")
+    batch = {"input_ids": torch.tensor([[5, 6, 7, 0], [9, 0, 0, 0]]), "last": torch.tensor([2, 0])}
+    assert next_tokens(AllLogits(model), batch).tolist() == next_tokens(model, batch).tolist()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+PLAIN = ChatConfig()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(["def add(a, b): return a + b"] * 4, 300)
+
+
+def texts(tokenizer, *prompts, chat, rendering=PLAIN):
+    return [tokenizer.decode(ids) for ids in encode_prompts(tokenizer, prompts, chat, rendering)]
+
+
+@pytest.fixture
+def chatting(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+def test_text_is_text_where_there_is_no_template(tokenizer):
+    assert texts(tokenizer, "def a", "x", chat=Chat.auto) == ["def a", "x"]
+
+
+def test_a_template_makes_a_prompt_of_a_message(chatting):
+    assert texts(chatting, "hello", chat=Chat.auto) == ["<user>hello<answer>"]
+    assert texts(chatting, "hello", chat=Chat.always) == ["<user>hello<answer>"]
+    assert texts(chatting, "hello", chat=Chat.never) == ["hello"]
+
+
+def test_a_prompt_is_rendered_as_the_conversations_are(chatting):
+    chatting.chat_template = TEMPLATE + "{{ mood }}"
+    rendering = ChatConfig(system="Be brief.", template_arguments={"mood": "!"})
+    assert texts(chatting, "hello", chat=Chat.auto, rendering=rendering) == ["<system>Be brief.<user>hello<answer>!"]
+
+
+def test_a_template_that_is_missing_is_said(tokenizer):
+    with pytest.raises(ConfigError, match="no chat template") as caught:
+        encode_prompts(tokenizer, ["a"], Chat.always, PLAIN)
+    assert caught.value.where == "evaluate.chat"
+
+
+def test_a_template_that_refuses_a_prompt_is_said(chatting):
+    chatting.chat_template = "{{ raise_exception('a system message first') }}"
+    with pytest.raises(ConfigError, match="a system message first") as caught:
+        encode_prompts(chatting, ["a"], Chat.auto, PLAIN)
+    assert (caught.value.where, caught.value.hint) == ("evaluate.prompts", "evaluate.chat=never")
