@@ -21,7 +21,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
 from hfdist.trainer.step.lean_step import prepare_optimizer
 from hfdist.trainer.step.sharded_dataloader import prepare_for_data_ranks
-from hfdist.trainer.trl_trainers import MIXIN, check_wishes, owner_of_loss, sums_over_targets, trains_causal_lm
+from hfdist.trainer.trl_trainers import MIXIN, check_trl_arguments, owner_of_loss, sums_over_targets, trains_causal_lm
 
 _REFUSED = {
     "save_only_model": (
@@ -36,13 +36,13 @@ _REFUSED = {
 """Arguments that a strategy refuses: why, and what to do instead."""
 
 
-def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
+def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     """Check what a Trainer is made with, and build the engine of its model. A collective.
 
-    `kind` is the class of the trainer. `wishes` are all arguments of the class after the mixin, by name; they come back
+    `kind` is the class of the trainer. `arguments` are all those of the class after the mixin, by name; they come back
     with the engine's model. A ConfigError says what does not go with the layout.
     """
-    _check_arguments(wishes.get("args"), strategy)
+    _check_arguments(arguments.get("args"), strategy)
     if strategy.topology.pipeline > 1 and not sums_over_targets(kind):
         raise ConfigError(
             "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
@@ -53,14 +53,14 @@ def build_engine(kind: type, strategy: Strategy, wishes: dict[str, Any]) -> tupl
         )
     # A recipe has started it already; from Python nobody else would.
     strategy.start()
-    wishes = wishes | _whole_model(kind, wishes)
-    check_wishes(kind, wishes, strategy)
-    optimizer, _ = wishes.get("optimizers") or (None, None)
-    own = None if optimizer is None else OwnOptimizer(optimizer, wishes["model"])
-    engine = strategy.build(wishes["model"])
+    arguments = arguments | _whole_model(kind, arguments)
+    check_trl_arguments(kind, arguments, strategy)
+    optimizer, _ = arguments.get("optimizers") or (None, None)
+    own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
+    engine = strategy.build(arguments["model"])
     if own is not None:
         own.move_to(engine.model)
-    return engine, wishes | {"model": engine.model}
+    return engine, arguments | {"model": engine.model}
 
 
 def _check_arguments(args: Any, strategy: Strategy) -> None:
@@ -88,17 +88,17 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
 
 
-def check_has_logits(engine: Engine, wish: str) -> None:
+def check_has_logits(engine: Engine, what: str) -> None:
     """Raise a ConfigError under a pipeline, where no rank has whole logits."""
     if not engine.runs_whole_model:
         raise ConfigError(
-            f"{wish} needs logits, which only the last stage of a pipeline has, piece by piece",
+            f"{what} needs logits, which only the last stage of a pipeline has, piece by piece",
             where="strategy.pipeline",
             hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
         )
 
 
-def arguments_by_name(kind: type, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Name the positional arguments of the class after the mixin: `args` comes second in most, but not in all.
 
     A ConfigError says that its constructor only passes on what it is given.
@@ -112,34 +112,34 @@ def arguments_by_name(kind: type, given: tuple[Any, ...], named: dict[str, Any])
         own = [p for p in list(signature.parameters.values())[1:] if p.kind is not Parameter.VAR_KEYWORD]
         if all(parameter.kind is Parameter.VAR_POSITIONAL for parameter in own):
             continue
-        bound = signature.bind(None, *given, **named)
-        wishes = dict(list(bound.arguments.items())[1:])
+        bound = signature.bind(None, *args, **kwargs)
+        arguments = dict(list(bound.arguments.items())[1:])
         for parameter in signature.parameters.values():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                wishes |= wishes.pop(parameter.name, {})
-            elif parameter.kind is Parameter.VAR_POSITIONAL and wishes.pop(parameter.name, ()):
+                arguments |= arguments.pop(parameter.name, {})
+            elif parameter.kind is Parameter.VAR_POSITIONAL and arguments.pop(parameter.name, ()):
                 break
         else:
-            return wishes
+            return arguments
         break
     raise ConfigError(
         "it cannot be told which of these arguments is the model",
         where=f"{kind.__name__}(...)",
-        found=f"{len(given)} arguments without a name",
+        found=f"{len(args)} arguments without a name",
         hint="model=..., args=..., and so on",
     )
 
 
-def _whole_model(kind: type, wishes: dict[str, Any]) -> dict[str, Any]:
+def _whole_model(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
     """The model itself, that of `model_init`, or the one of this name where a name can only mean a causal model."""
-    model, model_init = wishes.get("model"), wishes.get("model_init")
+    model, model_init = arguments.get("model"), arguments.get("model_init")
     if model is None and model_init is not None:
         # As in the original, which gives a trial of a search, or None, to a function that takes one.
-        set_seed(wishes["args"].seed)
+        set_seed(arguments["args"].seed)
         return {"model": model_init(*[None] * len(inspect.signature(model_init).parameters)), "model_init": None}
     if isinstance(model, str) and trains_causal_lm(kind):
         fields: dict[str, Any] = {"dtype": torch.float32}
-        fields |= getattr(wishes["args"], "model_init_kwargs", None) or {}
+        fields |= getattr(arguments["args"], "model_init_kwargs", None) or {}
         # A .bin file is a pickle, which can run code; and where the model goes is the strategy's business.
         fields |= {"use_safetensors": True, "device_map": None}
         with reading_from_hub("model", model):

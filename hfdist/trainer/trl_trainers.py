@@ -65,19 +65,19 @@ def trains_causal_lm(kind: type) -> bool:
     return any(_is_of_trl(owner) and owner.__name__ in _OF_CAUSAL_LMS for owner in kind.__mro__)
 
 
-def check_wishes(kind: type, wishes: dict[str, Any], strategy: Strategy) -> None:
+def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
     """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass."""
-    if wishes.get("peft_config") is not None:
+    if arguments.get("peft_config") is not None:
         raise ConfigError(
             "adapters must be in the model before it is distributed, and this class adds them afterwards",
             where="peft_config",
-            found=type(wishes["peft_config"]).__name__,
+            found=type(arguments["peft_config"]).__name__,
             hint="model = peft.inject_adapter_in_model(peft_config, model), and no peft_config",
         )
     if is_sft(kind) and strategy.topology.pipeline > 1:
-        _check_sft_in_pipeline(wishes, strategy)
-    if getattr(wishes["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
-        _check_is_on_disk(wishes)
+        _check_sft_in_pipeline(arguments, strategy)
+    if getattr(arguments["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
+        _check_is_on_disk(arguments)
     name = next((owner.__name__ for owner in kind.__mro__ if _is_of_trl(owner)), "")
     if name in _DEPENDENT and strategy.topology.rank == 0:
         logger.warning("%s: %s, so its numbers depend on the layout", name, _DEPENDENT[name])
@@ -87,9 +87,9 @@ def _is_of_trl(owner: type) -> bool:
     return owner.__module__.partition(".")[0] == "trl"
 
 
-def _check_is_on_disk(wishes: dict[str, Any]) -> None:
+def _check_is_on_disk(arguments: dict[str, Any]) -> None:
     for name in ("train_dataset", "eval_dataset"):
-        given = wishes.get(name)
+        given = arguments.get(name)
         for dataset in given.values() if isinstance(given, dict) else (given,):
             if dataset is not None and not getattr(dataset, "cache_files", True):
                 raise ConfigError(
@@ -100,10 +100,10 @@ def _check_is_on_disk(wishes: dict[str, Any]) -> None:
                 )
 
 
-def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
-    args = wishes.get("args")
+def _check_sft_in_pipeline(arguments: dict[str, Any], strategy: Strategy) -> None:
+    args = arguments.get("args")
     for name, value in (
-        ("compute_loss_func", wishes.get("compute_loss_func")),
+        ("compute_loss_func", arguments.get("compute_loss_func")),
         ("args.label_smoothing_factor", getattr(args, "label_smoothing_factor", None)),
         ("args.activation_offloading", getattr(args, "activation_offloading", None)),
     ):
@@ -116,7 +116,7 @@ def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
             )
     if not (getattr(args, "padding_free", False) or getattr(args, "packing", False)):
         return
-    attention = wishes["model"].config._attn_implementation or ""
+    attention = arguments["model"].config._attn_implementation or ""
     if "flash" in attention and strategy.batch.micro_batch_size > 1:
         raise ConfigError(
             "flash kernels keep packed documents apart in batches of one sequence only",
@@ -125,9 +125,9 @@ def _check_sft_in_pipeline(wishes: dict[str, Any], strategy: Strategy) -> None:
             allowed="1",
             hint="micro_batch_size=1, or attn_implementation='sdpa'",
         )
-    if keeps_documents_apart(wishes["model"]) is False:
+    if keeps_documents_apart(arguments["model"]) is False:
         raise ConfigError(
-            f"{type(wishes['model']).__name__} sees through from one packed document to the next",
+            f"{type(arguments['model']).__name__} sees through from one packed document to the next",
             where="args.packing, args.padding_free",
             found="True",
             hint="packing=False, or a strategy without a pipeline",

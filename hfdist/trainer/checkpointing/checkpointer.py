@@ -58,11 +58,14 @@ class Checkpointer:
         dataset = self._trainer.train_dataset
         return dataset if isinstance(dataset, TokenStream) else None
 
+    @property
+    def _stem(self) -> str:
+        return ADAPTER_STEM if has_adapter(self._trainer.model) else MODEL_STEM
+
     def begin(self) -> None:
         """Make the saver of a training that begins."""
-        stem = ADAPTER_STEM if has_adapter(self._trainer.model) else MODEL_STEM
         in_background = self._trainer.options.save_in_background
-        self.saver = Saver(in_background=in_background, stem=stem, write_first=self._write_counted)
+        self.saver = Saver(in_background=in_background, stem=self._stem, write_first=self._write_counted)
         self._model_files = None
 
     # ---- saving ----
@@ -98,8 +101,9 @@ class Checkpointer:
         self._note_best()
         if self._model_files is None:
             # Once: they do not change while a model is trained, and a large tokenizer takes long.
-            self._model_files = {}
-            on_rank_zero(lambda: self._model_files.update(read_files(self._write_model_files)))  # type: ignore[union-attr]
+            rendered: dict[str, bytes] = {}
+            on_rank_zero(lambda: rendered.update(read_files(self._write_model_files)))
+            self._model_files = rendered
         model_files = self._model_files
         progress = copy.copy(trainer.state)
         progress.log_history = list(progress.log_history)
@@ -175,8 +179,7 @@ class Checkpointer:
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""
-        stem = ADAPTER_STEM if has_adapter(self._trainer.model) else MODEL_STEM
-        export_model(folder, self._pieces(), self._write_model_files, stem=stem)
+        export_model(folder, self._pieces(), self._write_model_files, stem=self._stem)
 
     def is_saved(self) -> bool:
         """Whether there is a checkpoint of this very step."""
@@ -276,13 +279,13 @@ class Checkpointer:
 
     # ---- resuming ----
 
-    def find_start(self, wish: str | bool) -> str:
+    def find_start(self, asked: str | bool) -> str:
         """Give the checkpoint of this path, or for True the newest of the output folder that verifies."""
-        if wish is not True:
+        if asked is not True:
             if self._trainer.options.run_values is None:
                 # A run has verified what it gives.
-                on_rank_zero(lambda: verify(Path(str(wish))))
-            return str(wish)
+                on_rank_zero(lambda: verify(Path(str(asked))))
+            return str(asked)
         found = find_newest(self.folder)
         if found is None:
             raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -19,18 +20,15 @@ class Throughput:
         """Tokens read by all data ranks since the beginning of the run, resumes included; who reads them adds them."""
         self._peak_flops = peak_flops(device)
         self._num_devices = 1
-        self._flops: Callable[[int], float] | None = None
-        self._flops_by_length: dict[int, float] = {}
-        self._sequence_length = 0
-        self._last_step = 0
-        self._last_tokens = 0
+        self._flops: Callable[[int], float] = float
+        self._sequence_length = self._last_step = self._last_tokens = 0
         self._last_seconds = 0.0
 
     def start(self, step: int, tokens: int, flops_per_token: Callable[[int], float], *, num_devices: int) -> None:
         """Start the clock behind so many steps and tokens; FLOPs of a token go by the length of its sequence."""
         self.tokens = self._last_tokens = tokens
         self._last_step = step
-        self._flops, self._num_devices = flops_per_token, num_devices
+        self._flops, self._num_devices = cache(flops_per_token), num_devices
         self._last_seconds = time.monotonic()
 
     @contextmanager
@@ -44,11 +42,8 @@ class Throughput:
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Operations of one token; the model is counted once for each length."""
-        assert self._flops is not None
         self._sequence_length = sequence_length
-        if sequence_length not in self._flops_by_length:
-            self._flops_by_length[sequence_length] = self._flops(sequence_length)
-        return self._flops_by_length[sequence_length]
+        return self._flops(sequence_length)
 
     def read(self, step: int) -> dict[str, float]:
         """Give the figures since the last reading, for a line of metrics."""

@@ -199,10 +199,8 @@ class LeanOptimizer(AcceleratedOptimizer):
 
 def prepare_optimizer(accelerator: Accelerator, optimizer: Any, device_placement: bool | None = None) -> Any:
     """`Accelerator.prepare_optimizer`, with a `LeanOptimizer` where nothing is unusual."""
+    prepared = Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
     is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()
-    if not is_plain or isinstance(optimizer, AcceleratedOptimizer):
-        return Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
-    place = accelerator.device_placement if device_placement is None else device_placement
-    prepared = LeanOptimizer(optimizer, device_placement=place)
-    accelerator._optimizers.append(prepared)
+    if is_plain and prepared is not optimizer and type(prepared) is AcceleratedOptimizer:
+        prepared.__class__ = LeanOptimizer
     return prepared
