@@ -70,20 +70,20 @@ def collate_into_one_row(rows):
     return {name: torch.tensor([[x for row in rows for x in row[name]]]) for name in ("input_ids", "labels")}
 
 
-LABELS = ("labels", "start_positions")
+LABEL_NAMES = ("labels", "start_positions")
 
 
 def test_what_fills_up_has_no_targets():
     rows = CountedRows([{"input_ids": [3, 4], "labels": [3, 4]}, {"input_ids": [5, 6], "labels": [5, 6]}])
     read = rows.__getitems__([1, Blank(0)])
     assert [counts for _, counts in read] == [True, False]
-    assert CountingCollator(collate_with_own_labels, LABELS)(read)["labels"].tolist() == [[5, 6], [-100, -100]]
-    assert CountingCollator(collate_into_one_row, LABELS)(read)["labels"].tolist() == [[5, 6, -100, -100]]
-    assert CountingCollator(collate_into_one_row, LABELS)([rows[0]])["labels"].tolist() == [[3, 4]]
+    assert CountingCollator(collate_with_own_labels, LABEL_NAMES)(read)["labels"].tolist() == [[5, 6], [-100, -100]]
+    assert CountingCollator(collate_into_one_row, LABEL_NAMES)(read)["labels"].tolist() == [[5, 6, -100, -100]]
+    assert CountingCollator(collate_into_one_row, LABEL_NAMES)([rows[0]])["labels"].tolist() == [[3, 4]]
 
 
 def test_labels_of_any_kind_can_be_none():
     rows = CountedRows([{"labels": -100.0, "start_positions": 2}, {"labels": 1.5, "start_positions": 3}])
-    batch = CountingCollator(default_data_collator, LABELS)(rows.__getitems__([0, Blank(1)]))
+    batch = CountingCollator(default_data_collator, LABEL_NAMES)(rows.__getitems__([0, Blank(1)]))
     assert batch["labels"].isnan().tolist() == [False, True], "a number may be -100"
     assert batch["start_positions"].tolist() == [2, -100]

@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 from typing import cast
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
@@ -20,12 +21,15 @@ from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import printable
-from hfdist.models.flops import ModelSize, num_bytes, num_parameters, num_trained
+from hfdist.models.flops import num_bytes, num_parameters, num_trained
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.trainer.trainer import Trainer
 
-_BYTES_PER_VALUE = 4
+_CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
+_OPEN, _SHUT = "\u27e6", "\u27e7"
+_MOST_CHARACTERS = 600
+_SURVEYED_DOCUMENTS = 256
 
 
 def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
@@ -35,56 +39,30 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     assert engine is not None
     batch, shares = strategy.batch, strategy.shares
     model = cast(PreTrainedModel, engine.model)
-    size = num_parameters(model)
-    trained = num_trained(model)
+    size, trained = num_parameters(model), num_trained(model)
     weights, gradients = size * shares.weights, trained * shares.gradients
     optimizer = make_small(config.optimizer)
     moments = trained * shares.optimizer * values_per_weight(optimizer)
-    state_bytes = num_bytes(model) * shares.weights + (gradients + moments) * _BYTES_PER_VALUE
-    num_sequences = f"{batch.global_batch_size:,} sequences"
-    cut = f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
+    state_bytes = num_bytes(model) * shares.weights + (gradients + moments) * torch.float32.itemsize
+    parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = trainer.args.max_steps * batch.tokens_per_step
-    rows = [
-        (
-            "model",
-            f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, {config.model.init.value} weights, "
-            f"attention {model.config._attn_implementation}",
-        ),
-        ("trained", _describe_trained(config, engine.size)),
-        (
-            "layout",
-            f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
-            f"{config.train.precision.value}",
-        ),
-        (
-            "per rank",
-            f"{weights:,.0f} weights, {gradients:,.0f} gradients, {moments:,.0f} optimizer values: "
-            f"about {state_bytes / 2**20:,.0f} MiB",
-        ),
-        ("batch", f"{num_sequences} = {cut}; {batch.tokens_per_step:,} tokens a step"),
-        ("data", data),
-        (
-            "train",
-            f"{trainer.args.max_steps:,} steps, {total:,} tokens; {describe(optimizer)}, "
-            f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
-        ),
-        ("folder", config.run.dir),
-    ]
-    return "\n".join(f"  {label:<9} {text}" for label, text in rows)
-
-
-def _describe_trained(config: RunConfig, size: ModelSize) -> str:
-    share = f"{size.num_trained:,} parameters, {100 * size.num_trained / size.num_parameters:.3g} % of all"
-    adapter = config.adapter
-    if not adapter.is_used:
-        return share
-    return f"{share}: {adapter.type or 'the adapter of ' + str(adapter.path)}"
-
-
-_CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
-_OPEN, _SHUT = "\u27e6", "\u27e7"
-_MOST_CHARACTERS = 600
-_SURVEYED_DOCUMENTS = 256
+    what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
+    adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
+    rows = {
+        "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
+        f"{config.model.init.value} weights, attention {model.config._attn_implementation}",
+        "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
+        "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
+        f"{config.train.precision.value}",
+        "per rank": f"{weights:,.0f} weights, {gradients:,.0f} gradients, {moments:,.0f} optimizer values: "
+        f"about {state_bytes / 2**20:,.0f} MiB",
+        "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {batch.tokens_per_step:,} tokens a step",
+        "data": data,
+        "train": f"{trainer.args.max_steps:,} steps, {total:,} tokens; {describe(optimizer)}, "
+        f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
+        "folder": config.run.dir,
+    }
+    return "\n".join(f"  {label:<9} {text}" for label, text in rows.items())
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
