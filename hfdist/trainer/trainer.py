@@ -26,8 +26,8 @@ from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.architecture import check_router_loss
 from hfdist.models.flops import flops_per_token
-from hfdist.models.loss.head import LossHead
-from hfdist.models.probing.unused_parameters import uses_all_parameters
+from hfdist.models.loss import LossHead
+from hfdist.models.probing import uses_all_parameters
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, intervals_of

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import CheckpointError
-from hfdist.models.trainable.adapter import NAME
+from hfdist.models.adapter import NAME
 
 logger = logging.getLogger(__name__)
 
