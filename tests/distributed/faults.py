@@ -137,14 +137,14 @@ def run_whole(folder: Path, config: RunConfig, num_ranks: int = NUM_RANKS) -> Re
     return read_run(Path(config.run.dir))
 
 
-def run_case(folder: Path, case: Case, reference: Reference) -> Outcome:
+def run_case(folder: Path, case: Case, reference: Reference, *more: str) -> Outcome:
     """Kill a run once, start it again until it is over, and compare.
 
     Raises:
         AssertionError: the moment never came; a checkpoint was lost or damaged, or something is left behind.
     """
     begin = time.monotonic()
-    config = make_config(folder / "run", case.layout)
+    config = make_config(folder / "run", case.layout, *more)
     whole = strike(folder, config, case)
     resumed, num_refused = go_on(folder, config)
     assert whole in (None, resumed), f"{case}: went on from step {resumed} instead of {whole}"

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +46,28 @@ def test_each_rank_writes_its_part(tmp_path):
     whole = [Piece(name="w", key=WEIGHT, shape=(7, 143), start=0, view=torch.zeros(7, 143))]
     assert read_checkpoint(path, whole) == {"step": 2}
     assert torch.equal(whole[0].view.flatten(), 2 * torch.arange(float(TOTAL)))
+
+
+def save_watched(folder):
+    synced, sync = set(), os.fsync
+
+    def watched(descriptor):
+        # Files that have their name already are synced too late.
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if "step-00000001" not in path.parts:
+            synced.add(path.name)
+        sync(descriptor)
+
+    os.fsync = watched
+    save(folder, 1)
+    return synced
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path):
+    synced = set().union(*run_ranks(save_watched, 2, tmp_path))
+    written = {path.name for path in (tmp_path / "step-00000001").rglob("*")}
+    assert len(written) > 4
+    assert written | {tmp_path.name} <= synced
 
 
 def failures_of(action):
