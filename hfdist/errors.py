@@ -69,7 +69,7 @@ class ConfigError(HfdistError):
 
 
 class PartitionError(ConfigError):
-    """A model that cannot be cut the way that the config asks."""
+    """A model that cannot be partitioned as the config asks."""
 
     title = "Partition error"
 

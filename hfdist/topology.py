@@ -66,12 +66,10 @@ class Topology:
         if data * degrees.model != world_size or data < degrees.min_data:
             raise _wrong_world_size(degrees, world_size)
         if data % degrees.expert != 0:
-            raise ConfigError(
-                "experts are spread over data ranks, so the expert degree must divide the data degree",
-                where="strategy.expert",
-                found=f"{degrees.expert} with {data} data ranks",
-                allowed=", ".join(str(d) for d in range(1, data + 1) if data % d == 0),
-            )
+            what = "experts are spread over data ranks, so the expert degree must divide the data degree"
+            found = f"{degrees.expert} with {data} data ranks"
+            allowed = ", ".join(str(d) for d in range(1, data + 1) if data % d == 0)
+            raise ConfigError(what, where="strategy.expert", found=found, allowed=allowed)
         return cls(
             world_size=world_size,
             rank=rank,
@@ -96,7 +94,7 @@ class Topology:
 
     @property
     def data_size(self) -> int:
-        """Number of shares into which each global batch is cut."""
+        """Number of shares into which each global batch is divided."""
         return self.data
 
     @property
@@ -149,16 +147,12 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
     world_size = _number(values, "WORLD_SIZE", 1)
     rank = _number(values, "RANK", 0)
     if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(
-            "the launcher's environment does not name a process",
-            where="RANK, WORLD_SIZE",
-            found=f"RANK={rank} WORLD_SIZE={world_size}",
-            allowed="0 <= RANK < WORLD_SIZE",
-            hint="unset both: launch.processes=2 starts two processes",
-        )
-    return LauncherPlace(
-        world_size=world_size, rank=rank, local_rank=_number(values, "LOCAL_RANK", 0), is_given="RANK" in values
-    )
+        what, where = "the launcher's environment does not name a process", "RANK, WORLD_SIZE"
+        found, allowed = f"RANK={rank} WORLD_SIZE={world_size}", "0 <= RANK < WORLD_SIZE"
+        hint = "unset both: launch.processes=2 starts two processes"
+        raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)
+    local_rank = _number(values, "LOCAL_RANK", 0)
+    return LauncherPlace(world_size=world_size, rank=rank, local_rank=local_rank, is_given="RANK" in values)
 
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:
@@ -170,16 +164,13 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
-    asked = {"data": degrees.data, **{a: getattr(degrees, a) for a in ("pipeline", "context", "tensor")}}
+    asked = {axis: getattr(degrees, axis) for axis in ("data", "pipeline", "context", "tensor")}
     product = " x ".join(f"{axis} {size}" for axis, size in asked.items() if size not in (None, 1)) or "one process"
+    example = (degrees.data or degrees.min_data) * degrees.model
     if degrees.data is not None:
-        example = degrees.data * degrees.model
         needed = f"exactly {example} ({product})"
     else:
-        example = degrees.min_data * degrees.model
-        needed = f"{example} or more"
-        if degrees.model > 1:
-            needed += f", a multiple of {degrees.model} ({product})"
+        needed = f"{example} or more" + (f", a multiple of {degrees.model} ({product})" if degrees.model > 1 else "")
     if example == 1:
         start = "start it without a launcher"
     elif world_size == 1:
@@ -189,13 +180,11 @@ def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:
         )
     else:
         start = f"launch.processes={example}, or that number for the launcher"
-    return ConfigError(
-        "the layout does not fit the number of processes",
-        where="strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy",
-        found=f"{world_size} process{'es' if world_size > 1 else ''}",
-        allowed=needed,
-        hint=f"{start}; or another layout, such as strategy={'single' if world_size == 1 else 'ddp'}",
-    )
+    where = "strategy.data" if degrees.data is not None or degrees.min_data > 1 else "strategy"
+    found = f"{world_size} process{'es' if world_size > 1 else ''}"
+    hint = f"{start}; or another layout, such as strategy={'single' if world_size == 1 else 'ddp'}"
+    what = "the layout does not fit the number of processes"
+    return ConfigError(what, where=where, found=found, allowed=needed, hint=hint)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from hfdist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How one optimizer step is cut. Sizes in sequences."""
+    """How one optimizer step is divided. Sizes in sequences."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -32,33 +32,25 @@ class BatchPlan:
 def plan_batch(
     *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int
 ) -> BatchPlan:
-    """Cut the global batch over data ranks and micro batches.
+    """Divide the global batch over data ranks and micro batches.
 
     Raises:
         ConfigError: a size does not divide; the message proposes the nearest that do.
     """
     if lanes % data_size != 0:
-        raise ConfigError(
-            "the data ranks cannot share the lanes of the stream evenly",
-            where="data.lanes",
-            found=f"{lanes} lanes for {data_size} data ranks",
-            allowed=f"a multiple of {data_size} (the order of the data depends on it: fix it at the start of a run)",
-            hint=f"data.lanes={nearest_multiples(lanes, data_size)[-1]}",
-        )
+        what = "the data ranks cannot share the lanes of the stream evenly"
+        found = f"{lanes} lanes for {data_size} data ranks"
+        allowed = f"a multiple of {data_size} (the order of the data depends on it: fix it at the start of a run)"
+        hint = f"data.lanes={nearest_multiples(lanes, data_size)[-1]}"
+        raise ConfigError(what, where="data.lanes", found=found, allowed=allowed, hint=hint)
     unit = micro_batch_size * data_size
     if global_batch_size % unit != 0:
         near = nearest_multiples(global_batch_size, unit)
         micro = [m for m in range(micro_batch_size, 0, -1) if global_batch_size % (m * data_size) == 0]
-        hint = f"train.global_batch_size={near[-1]}"
-        if micro:
-            hint += f", or train.micro_batch_size={micro[0]}"
-        raise ConfigError(
-            f"the global batch does not divide into micro batches of {micro_batch_size} on {data_size} data ranks",
-            where="train.global_batch_size",
-            found=global_batch_size,
-            allowed=f"a multiple of {unit}; nearest: {' or '.join(map(str, near))}",
-            hint=hint,
-        )
+        what = f"the global batch does not divide into micro batches of {micro_batch_size} on {data_size} data ranks"
+        allowed = f"a multiple of {unit}; nearest: {' or '.join(map(str, near))}"
+        hint = f"train.global_batch_size={near[-1]}" + (f", or train.micro_batch_size={micro[0]}" if micro else "")
+        raise ConfigError(what, where="train.global_batch_size", found=global_batch_size, allowed=allowed, hint=hint)
     return BatchPlan(
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,

@@ -12,7 +12,7 @@ from hfdist.topology import Degrees
 
 
 class Sharding(Enum):
-    """What is cut over the data ranks: nothing, optimizer state, and gradients, and parameters."""
+    """What is sharded over the data ranks: nothing, optimizer state, and gradients, and parameters."""
 
     none = "none"
     zero1 = "zero1"
@@ -21,7 +21,7 @@ class Sharding(Enum):
 
 
 class Offload(Enum):
-    """Where the optimizer's state lives and steps."""
+    """Where the optimizer's state is kept and stepped."""
 
     none = "none"
     cpu = "cpu"
