@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cut a model into stages, run them by a schedule, and measure the schedule."""
+"""Pipeline parallelism: split a model into stages, run them by a schedule, and measure the schedule."""

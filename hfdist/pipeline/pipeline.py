@@ -11,26 +11,22 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hfdist.config.pipeline import Schedule
-from hfdist.pipeline.actions import plan, receive_early
-from hfdist.pipeline.p2p import P2PChannel, relay
-from hfdist.pipeline.preserve_state import preserve_state
-from hfdist.pipeline.runtime import Runtime
-from hfdist.pipeline.stage import Stage
-from hfdist.pipeline.stage_io import Header
-from hfdist.pipeline.stage_module import StageModule
+from hfdist.pipeline.runtime import Runtime, Stage
+from hfdist.pipeline.schedule import plan, receive_early
+from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
+from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Recorder
 
 Batch = dict[str, torch.Tensor]
-Signature = tuple[tuple[str, str], ...]
 
 
 class Pipeline:
     """This rank's stages, under a schedule.
 
     Args:
-        views: this rank's stages, by index.
+        modules: this rank's stages, by index.
         schedule: what happens when.
-        link: to the neighbours.
+        channel: to the ranks of the pipeline.
         num_microbatches: of one step.
         recorder: takes the times of what is done.
         splits_backward: whether weight gradients may run apart from input gradients.
@@ -38,22 +34,22 @@ class Pipeline:
 
     def __init__(
         self,
-        views: Mapping[int, StageModule],
+        modules: Mapping[int, StageModule],
         schedule: Schedule,
-        link: P2PChannel,
+        channel: P2PChannel,
         *,
         num_microbatches: int,
         recorder: Recorder,
         splits_backward: bool,
     ) -> None:
-        self.views = dict(sorted(views.items()))
-        self._link = link
+        self.modules = dict(sorted(modules.items()))
+        self._channel = channel
         self._recorder = recorder
         self._splits_backward = splits_backward
-        self._headers: dict[Signature, dict[int, Header]] = {}
-        own = plan(schedule, link.rank_of_stage, num_microbatches)[dist.get_rank(link.group)]
+        self._headers: dict[tuple[str, ...], dict[int, Header]] = {}
+        own = plan(schedule, channel.rank_of_stage, num_microbatches)[dist.get_rank(channel.group)]
         # Two computations earlier make a step 1 to 3 % shorter, and more of them gain nothing (benchmarks/pipeline.py).
-        self._instructions = receive_early(own, 2) if dist.get_backend(link.group) == "gloo" else own
+        self._instructions = receive_early(own, 2) if dist.get_backend(channel.group) == "gloo" else own
 
     def forward_backward(
         self, microbatches: Sequence[Batch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
@@ -71,31 +67,55 @@ class Pipeline:
         headers = [self._headers_for(batch, call) for batch, call in zip(microbatches, calls, strict=True)]
         stages = {
             index: Stage(
-                view,
+                module,
                 index,
                 calls,
                 [known.get(index) for known in headers],
                 recorder=self._recorder,
                 splits_backward=self._splits_backward,
             )
-            for index, view in self.views.items()
+            for index, module in self.modules.items()
         }
-        return Runtime(stages, self._link, self._recorder).run(self._instructions)
+        return Runtime(stages, self._channel, self._recorder).run(self._instructions)
 
     def forward(self, microbatches: Sequence[Batch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
-        return relay(self.views, [partial(_call, call, batch) for batch in microbatches], self._link).values
+        # One micro batch goes through all of a rank's stages before the next does: on NCCL, where a send may wait for
+        # its receive, ranks with several stages would otherwise wait for each other.
+        values = [value for batch in microbatches for value in self._run_stages(partial(_call, call, batch))[0]]
+        self._channel.flush()
+        return values
 
     def _headers_for(self, batch: Batch, call: Callable[[PreTrainedModel], Any]) -> dict[int, Header]:
-        """What this rank's stages receive for a micro batch of this shape. All ranks see the same batch, so they agree.
+        """Give what this rank's stages receive for a micro batch of this shape, by stage.
 
-        A shape that is new costs a forward of one micro batch.
+        All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
-        signature = tuple((name, _describe(batch[name])) for name in sorted(batch))
+        signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
         if signature not in self._headers:
-            with preserve_state(next(iter(self.views.values())).model):
-                self._headers[signature] = relay(self.views, [call], self._link, runs_last_stage=False).headers[0]
+            with preserve_state(next(iter(self.modules.values())).model):
+                _, self._headers[signature] = self._run_stages(call, runs_last_stage=False)
+            self._channel.flush()
         return self._headers[signature]
+
+    def _run_stages(
+        self, call: Callable[[PreTrainedModel], Any], *, runs_last_stage: bool = True
+    ) -> tuple[list[Any], dict[int, Header]]:
+        """Run the forward of one micro batch. Give its value, on the rank of the last stage, and what stages received.
+
+        All ranks of a pipeline call this. A rank without the value gives an empty list.
+        """
+        values: list[Any] = []
+        headers: dict[int, Header] = {}
+        for index, module in self.modules.items():
+            incoming = None if module.is_first else self._channel.receive(index)
+            if incoming is not None:
+                headers[index] = unpack(incoming)[0]
+            if not module.is_last:
+                self._channel.send(index + 1, module.run(call, incoming))
+            elif runs_last_stage:
+                values.append(module.run(call, incoming))
+        return values, headers
 
 
 def _describe(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Cut a model: a rank keeps the blocks of its own stages, and of what surrounds the blocks only what it needs."""
+"""Split a model at its blocks: a rank keeps those of its own stages, and of the rest only what it needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.pipeline.stage_io import Carry
-from hfdist.pipeline.stage_module import Block, StageModule, modules_of
+from hfdist.pipeline.stage_module import Block, StageModule, modules_of, set_parameter
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SplitModel:
     removed: dict[str, Removed] = field(default_factory=dict)
     """Parameters outside the blocks that this rank does not hold, by name."""
     kept: dict[tuple[torch.dtype, bool], nn.Parameter] = field(default_factory=dict)
-    """One of each type and of each side (trained or frozen) among the blocks, as they were when the model was cut."""
+    """One of each type and of each side (trained or frozen) among the blocks, as they were when the model was split."""
 
     @property
     def has_first(self) -> bool:
@@ -56,7 +56,7 @@ class SplitModel:
         """Whether blocks are compiled in place."""
         return any(part._compiled_call_impl is not None for block in self.blocks for part in block)
 
-    def view(self, stage: int, carry: Carry) -> StageModule:
+    def stage_module(self, stage: int, carry: Carry) -> StageModule:
         """Make the module that runs one of this rank's stages."""
         fillers = {name: (removed.shape, self.type_of(removed)) for name, removed in self.removed.items()}
         if self.embedding is not None and stage != 0 and not carry.embedding and self.embedding not in fillers:
@@ -66,7 +66,7 @@ class SplitModel:
         return StageModule(self.model, self.blocks, self.stages[stage], carry, fillers)
 
     def type_of(self, removed: Removed) -> torch.dtype:
-        """The type that a removed parameter would have by now: models are converted once they are cut."""
+        """The type that a removed parameter would have by now: models are converted once they are split."""
         ways = [(removed.dtype, removed.requires_grad), (removed.dtype, not removed.requires_grad)]
         return next((self.kept[way].dtype for way in ways if way in self.kept), removed.dtype)
 
@@ -76,12 +76,12 @@ class SplitModel:
         return {name: p for name, p in self.model.named_parameters() if id(p) not in inside}
 
     def remove(self, names: Iterable[str]) -> None:
-        """Let go of parameters outside the blocks, under all the names that they are tied to."""
+        """Free parameters outside the blocks, under all the names that they are tied to."""
         for parameter in [self.model.get_parameter(name) for name in names]:
             tied = [name for name, other in self.model.named_parameters(remove_duplicate=False) if other is parameter]
             for name in tied:
                 self.removed[name] = Removed(parameter.shape, parameter.dtype, parameter.requires_grad, tuple(tied))
-                _set_parameter(self.model, name, None)
+                set_parameter(self.model, name, None)
 
     def restore(self, name: str, value: torch.Tensor) -> None:
         """Hold a removed parameter again, under all its names."""
@@ -89,7 +89,7 @@ class SplitModel:
         parameter = nn.Parameter(value, requires_grad=was.requires_grad)
         for tied in was.names:
             del self.removed[tied]
-            _set_parameter(self.model, tied, parameter)
+            set_parameter(self.model, tied, parameter)
 
 
 def split_at_blocks(
@@ -120,15 +120,15 @@ def split_at_blocks(
             if id(buffer) in persistent:
                 module._buffers[name] = None
     embedding, head = (_weight_name(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    cut = SplitModel(model, blocks, stages, tuple(mine), embedding)
+    split = SplitModel(model, blocks, stages, tuple(mine), embedding)
     for parameter in (p for block in own for part in block for p in part.parameters()):
-        cut.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
-    is_tied = embedding is not None and head is not None and _is_tied(model, embedding, head)
-    if embedding is not None and not (cut.has_first or (is_tied and cut.has_last)):
-        cut.remove([embedding])
-    if head is not None and not is_tied and not cut.has_last:
-        cut.remove([head])
-    return cut
+        split.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
+    is_tied = embedding is not None and head is not None and model.get_parameter(embedding) is model.get_parameter(head)
+    if embedding is not None and not (split.has_first or (is_tied and split.has_last)):
+        split.remove([embedding])
+    if head is not None and not is_tied and not split.has_last:
+        split.remove([head])
+    return split
 
 
 def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None:
@@ -139,12 +139,3 @@ def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None
     # Directly in it, or deeper where an adapter is wrapped around it.
     named = model.named_parameters(remove_duplicate=False)
     return next(name for name, other in named if other is weight and name.startswith(f"{owner}."))
-
-
-def _is_tied(model: PreTrainedModel, name: str, other: str) -> bool:
-    return model.get_parameter(name) is model.get_parameter(other)
-
-
-def _set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:
-    module_name, _, parameter_name = name.rpartition(".")
-    model.get_submodule(module_name)._parameters[parameter_name] = value

@@ -1,13 +1,15 @@
-"""What travels from one stage to the next: tensors, and a description of where they belong."""
+"""What travels from one stage to the next: tensors, a description of where they belong, and the channel for both."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 
@@ -106,12 +108,82 @@ def unpack(activations: Activations) -> tuple[Header, tuple[torch.Tensor, ...]]:
     """Take activations apart for sending."""
     values, spec = tree_flatten((activations.outputs, activations.entries))
     tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
-    leaves = tuple(_meta(value) if isinstance(value, torch.Tensor) else value for value in values)
+    leaves = tuple(
+        TensorMeta(shape=tuple(value.shape), dtype=value.dtype, requires_grad=value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    )
     return Header(spec, leaves), tensors
 
 
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Give the device that tensors must be on to travel through `group`."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class P2PChannel:
+    """Sends activations from stage to stage together with their description, where shapes are not yet known.
+
+    Stages on one rank hand over directly.
+
+    Args:
+        rank_of_stage: place in `group` of the rank that runs each stage.
+        group: the ranks of one pipeline.
+        device: of the model.
+    """
+
+    def __init__(self, rank_of_stage: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank_of_stage = rank_of_stage
+        self.group = group
+        self.device = device
+        # The model may still be on the host while the network only takes what is on a GPU.
+        self._network_device = device if device.type == "cuda" else device_of(group)
+        self._own_rank = dist.get_rank(group)
+        self._handed_over: dict[int, deque[Activations | None]] = defaultdict(deque)
+        self._sending: list[tuple[dist.Work | None, torch.Tensor]] = []
+
+    def send(self, stage: int, activations: Activations | None) -> None:
+        """Send to `stage`, without waiting. None says that there is none: an earlier stage failed."""
+        header, tensors = (None, ()) if activations is None else unpack(activations)
+        if self.rank_of_stage[stage] == self._own_rank:
+            detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            self._handed_over[stage].append(None if header is None else header.pack(tuple(detached)))
+            return
+        peer = self.rank_of_stage[stage]
+        text = ("" if header is None else header.to_json()).encode()
+        length = torch.tensor([len(text)], dtype=torch.int64)
+        payload = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
+        for tensor in (length, payload, *tensors):
+            data = tensor.detach().to(self._network_device).contiguous()
+            self._sending.append((dist.isend(data, group=self.group, group_dst=peer), data))
+
+    def receive(self, stage: int) -> Activations | None:
+        """Wait for what was sent to `stage`. Tensors that a gradient flows back through are leaves that want one."""
+        if self.rank_of_stage[stage - 1] == self._own_rank:
+            return self._handed_over[stage].popleft()
+        peer = self.rank_of_stage[stage - 1]
+        length = self._receive_tensor(peer, (1,), torch.int64)
+        payload = self._receive_tensor(peer, (max(1, int(length)),), torch.uint8)
+        if int(length) == 0:
+            return None
+        header = Header.from_json(payload.cpu().numpy().tobytes().decode())
+        tensors = (self._receive_tensor(peer, m.shape, m.dtype).requires_grad_(m.requires_grad) for m in header.metas)
+        return header.pack(tuple(tensors))
+
+    def flush(self) -> None:
+        """Wait until everything is sent."""
+        for work, _ in self._sending:
+            if work is not None:
+                work.wait()
+        self._sending.clear()
+
+    def _receive_tensor(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._network_device)
+        dist.recv(tensor, group=self.group, group_src=peer)
+        return tensor.to(self.device)
 
 
 def _leaf_to_json(leaf: Any) -> dict[str, Any]:

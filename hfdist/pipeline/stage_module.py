@@ -1,28 +1,46 @@
-"""A stage: the model's own forward with stand-ins for its blocks.
+"""A stage of a pipeline: the model's own forward, with a stand-in for each of its blocks.
 
-A view shares every parameter and buffer with the model that it was made of; only the module objects are new. In place
-of each block it has a stand-in: same class and attributes, since models read those off their blocks, but calling it
-asks the stage_forward what to do.
+    block      0    1    2  |  3    4    5  |  6    7         this stage owns blocks 3 to 5
+    on call   NaN  NaN  recv   real real real, end
+
+A block before the stage returns NaN, in the structure of a real block's output; the last one before it returns what
+the previous stage sent; the stage's own blocks run; then the model's forward ends. So whatever the model does around
+its blocks is its own code, and anything but the received tensors that reaches the loss makes it NaN, which `probe`
+notices.
+
+A stage module shares every parameter and buffer with the model that it was made of; only the module objects are new.
+A stand-in has its block's class and attributes, since models read those off their blocks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError
-from hfdist.pipeline.stage_forward import Place, StageEnd, StageForward
-from hfdist.pipeline.stage_io import Activations, Carry
+from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 Block = tuple[nn.Module, ...]
 """The modules that make one transformer block: nearly always one."""
+
+
+class Place(NamedTuple):
+    """Which module of which block. Most blocks are one module; some models keep several lists side by side."""
+
+    block: int
+    part: int
+
+    def __str__(self) -> str:
+        return f"{self.block}.{self.part}"
 
 
 class StageModule(nn.Module):
@@ -55,7 +73,10 @@ class StageModule(nn.Module):
         own = {id(p) for index in stage for part in blocks[index] for p in part.parameters()}
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
-        _fill(self.model, fillers, next(iter(self._own)).device)
+        for name, (shape, dtype) in fillers.items():
+            # One number stands for all elements, so it takes no memory.
+            poison = torch.full((), torch.nan, dtype=dtype, device=self._own[0].device).expand(shape)
+            set_parameter(self.model, name, nn.Parameter(poison))
 
     def parameters(self, recurse: bool = True) -> Any:
         """Those that this stage can give a gradient to: of its blocks, and of what surrounds all blocks."""
@@ -109,15 +130,15 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
     for index, block in enumerate(blocks):
         for part, module in enumerate(block):
             memo[id(module)] = _stand_in(module, partial(call, Place(index, part), module))
-    view = copy.deepcopy(model, memo)
-    for number, hook in list(view._forward_pre_hooks.items()):
+    copied = copy.deepcopy(model, memo)
+    for number, hook in list(copied._forward_pre_hooks.items()):
         if hook is refuse_call:
-            del view._forward_pre_hooks[number]
-    return view
+            del copied._forward_pre_hooks[number]
+    return copied
 
 
 def refuse_call(model: nn.Module, inputs: Any) -> None:
-    """A hook for a cut model, whose views can be called in its stead."""
+    """Hook of a model that is split: only its stage modules can be called."""
     raise PartitionError(
         "this process holds some stages of a pipeline, so the model cannot be called by itself",
         found=type(model).__name__,
@@ -137,14 +158,189 @@ def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     return stand_in
 
 
-def _fill(view: PreTrainedModel, fillers: dict[str, tuple[torch.Size, torch.dtype]], device: torch.device) -> None:
-    """Put NaN where this rank has no parameter. One number stands for all elements, so it takes no memory."""
-    for name, (shape, dtype) in fillers.items():
-        module_name, _, parameter_name = name.rpartition(".")
-        poison = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-        view.get_submodule(module_name)._parameters[parameter_name] = nn.Parameter(poison)
+def set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    """Put a parameter, or None, under a name of the model."""
+    module_name, _, parameter_name = name.rpartition(".")
+    model.get_submodule(module_name)._parameters[parameter_name] = value
 
 
 def modules_of(blocks: Iterable[Block]) -> set[nn.Module]:
     """All modules inside of blocks."""
     return {module for block in blocks for part in block for module in part.modules()}
+
+
+class StageEnd(BaseException):
+    """Ends the model's forward after the stage's last block. Not an Exception, which models might catch."""
+
+
+class StageForward:
+    """Made anew for each forward.
+
+    Args:
+        blocks: the blocks of this stage.
+        num_parts: modules of one block.
+        carry: what leaves the stage.
+        incoming: what the previous stage sent; None on the first stage.
+        is_last: whether the model's forward goes on to its end.
+    """
+
+    def __init__(
+        self, blocks: range, num_parts: int, carry: Carry, incoming: Activations | None, *, is_last: bool
+    ) -> None:
+        self._blocks = blocks
+        self._last_part = num_parts - 1
+        self._is_last = is_last
+        self._carry = carry
+        self._incoming = Activations() if incoming is None else incoming
+        self._last_called = Place(-1, 0)
+        self._outputs: dict[str, Any] = {}
+        self._versions: dict[str, list[int]] = {}
+        self._entries: dict[str, dict[str | int, Any]] = {}
+        self._entries_are_delivered = False
+
+    def call(self, place: Place, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the module at `place` does in this stage.
+
+        Raises:
+            StageEnd: the stage is over; `outgoing` is what leaves it.
+            PartitionError: the model calls its blocks more than once or out of order.
+        """
+        has_nothing_to_send = place.block >= self._blocks.stop and not (self._outputs or self._incoming.outputs)
+        if place <= self._last_called or has_nothing_to_send:
+            before = self._last_called.block
+            raise PartitionError(
+                "the model does not run its blocks once each and in order",
+                found=f"block {place.block} after block {before}" if before >= 0 else f"block {place.block} first",
+                hint="a pipeline cannot split this model: choose data parallelism or ZeRO",
+            )
+        self._last_called = place
+        if place.block >= self._blocks.stop:
+            raise StageEnd
+        if place.block < self._blocks.start:
+            return self._earlier(place, args, kwargs)
+        output = self._own(place, block, args, kwargs)
+        if place == Place(self._blocks.stop - 1, self._last_part) and not self._is_last:
+            # At once: what the model does with the output is up to the next stage, and may be done in place.
+            raise StageEnd
+        return output
+
+    def outgoing(self) -> Activations:
+        """What the next stage needs of this one and of those before.
+
+        Raises:
+            PartitionError: it has changed since a block returned it.
+        """
+        if any(_versions(output) != self._versions[at] for at, output in self._outputs.items()):
+            raise PartitionError("the model writes into what its blocks returned")
+        entries = {name: dict(items) for name, items in self._incoming.entries.items()}
+        for name, items in self._entries.items():
+            entries.setdefault(name, {}).update(items)
+        outputs = dict(self._outputs)
+        if self._carry.outputs is Outputs.history or not outputs:
+            # Not of this stage if the model skips all its blocks.
+            outputs = self._incoming.outputs | outputs
+        return Activations(outputs, entries)
+
+    def _earlier(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = hidden.device
+        sent = self._incoming.outputs.get(str(place))
+        if sent is not None:
+            self._deliver_entries(args, kwargs)
+            # A copy: some models write into what a block returned, and a leaf of the graph must stay as it is.
+            return tree_map_only(
+                (torch.Tensor, Absent),
+                lambda leaf: leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone(),
+                sent,
+            )
+        alike = (value for at, value in self._incoming.outputs.items() if at.endswith(f".{place.part}"))
+        return tree_map_only((torch.Tensor, Absent), lambda leaf: _poisoned(leaf, device), next(alike, hidden))
+
+    def _own(self, place: Place, block: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = {name: dict(_items(container)) for name, container in _containers(args, kwargs)}
+        output = block(*args, **kwargs)
+        for name, container in _containers(args, kwargs):
+            known = before.get(name, {})
+            for key, value in _items(container):
+                if known.get(key) is not value and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+                    self._entries.setdefault(name, {})[key] = value
+        self._remember(place, output)
+        return output
+
+    def _remember(self, place: Place, output: Any) -> None:
+        if self._carry.outputs is not Outputs.history:
+            block = f"{place.block}."
+            self._outputs = {at: value for at, value in self._outputs.items() if at.startswith(block)}
+        is_hidden_only = self._carry.outputs is Outputs.hidden
+        num_kept = 0 if place.part < self._last_part else (1 if is_hidden_only else None)
+        self._outputs[str(place)] = _keep_first(output, num_kept)
+        self._versions[str(place)] = _versions(self._outputs[str(place)])
+
+    def _deliver_entries(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._entries_are_delivered:
+            return
+        self._entries_are_delivered = True
+        containers = dict(_containers(args, kwargs))
+        for name, items in self._incoming.entries.items():
+            for key, value in items.items():
+                _put(containers[name], key, value)
+
+
+def _keep_first(output: Any, number: int | None) -> Any:
+    """Keep some floating-point tensors, or all. Others always travel: there is no NaN to put in their place."""
+    num_seen = 0
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor | Absent:
+        nonlocal num_seen
+        if number is None or not tensor.is_floating_point():
+            return tensor
+        num_seen += 1
+        return tensor if num_seen <= number else Absent(tuple(tensor.shape), tensor.dtype)
+
+    return tree_map_only(torch.Tensor, kept, output)
+
+
+def _versions(output: Any) -> list[int]:
+    """Numbers that grow when tensors are written into."""
+    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor:
+    if isinstance(leaf, Absent):
+        return leaf.poison(device)
+    if leaf.is_floating_point():
+        return torch.full_like(leaf, torch.nan, requires_grad=False)
+    # Integers are indices: as an index this one is an error.
+    return leaf if leaf.dtype is torch.bool else torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
+
+
+def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in [*((str(i), arg) for i, arg in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, (MutableMapping, list)):
+            yield name, value
+
+
+def _items(container: Any) -> Iterator[tuple[str | int, Any]]:
+    return iter(enumerate(container) if isinstance(container, list) else container.items())
+
+
+def _put(container: Any, key: str | int, value: Any) -> None:
+    if isinstance(container, list):
+        container.extend([None] * (int(key) + 1 - len(container)))
+        container[int(key)] = value
+    else:
+        container[key] = value
+
+
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Put back, after a forward on the side, the random states and every buffer that it may have updated."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

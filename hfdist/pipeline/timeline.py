@@ -1,11 +1,4 @@
-"""The measured schedule of one optimizer step: recorded on each rank, and written as a Chrome trace.
-
-    recorder = Recorder(rank=rank, device=device)
-    dist.barrier()
-    recorder.start()
-    with recorder.span(Action.forward, stage=0, microbatch=3):
-        ...
-    write_chrome_trace(events_of_all_ranks, path)
+"""The measured schedule of one optimizer step: recorded on each rank, gathered, and written as a Chrome trace.
 
 The clocks of two machines differ, so each rank counts from a zero of its own: a barrier at the start of the step. Rows
 of the picture line up as well as ranks leave that barrier together.
@@ -15,18 +8,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from hfdist.collectives import gather_json
 
 
-class Action(Enum):
+class Action(StrEnum):
     """What a rank does at a time. The values are the words of the picture's legend and of the trace."""
 
     forward = "forward"
@@ -35,26 +30,24 @@ class Action(Enum):
     backward_weight = "weight gradient"
     send = "send"
     wait = "wait to receive"
-    optimizer = "optimizer"
 
 
 COMPUTE = frozenset({Action.forward, Action.backward, Action.backward_input, Action.backward_weight})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One action of one rank, in seconds since the barrier at the start of the step."""
 
     rank: int
     stage: int
     action: Action
-    microbatch: int | None
+    microbatch: int
     start_seconds: float
     stop_seconds: float
 
 
 class Recorder:
-    """One rank's events of one step. It records between `start()` and `events()`, and costs next to nothing otherwise.
+    """One rank's events of one step. It records between `start()` and `stop()`, and costs next to nothing otherwise.
 
     On a GPU, where a call returns before its work is done, times are taken on the current stream by CUDA events.
     """
@@ -62,9 +55,9 @@ class Recorder:
     def __init__(self, *, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._recording = False
+        self._is_recording = False
         self._zero: Any = None
-        self._spans: list[tuple[Action, int, int | None, Any, Any]] = []
+        self._spans: list[tuple[int, Action, int, Any, Any]] = []
 
     def start(self) -> None:
         """Forget earlier events and set the zero. Call it on all ranks, just after a barrier."""
@@ -72,33 +65,26 @@ class Recorder:
         # The zero is a time of the stream: with work still queued there it would lie behind the barrier.
         self._synchronize()
         self._zero = self._mark()
-        self._recording = True
+        self._is_recording = True
 
-    def span(self, action: Action, *, stage: int, microbatch: int | None = None) -> AbstractContextManager[None]:
+    def span(self, action: Action, *, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Record what runs inside as one event; an action that raises is none."""
-        return self._measure(action, stage, microbatch) if self._recording else nullcontext()
+        return self._measure(action, stage, microbatch) if self._is_recording else nullcontext()
 
-    def events(self) -> list[Event]:
+    def stop(self) -> list[Event]:
         """Stop recording and give this rank's events, in the order in which they ended."""
-        self._recording = False
+        self._is_recording = False
         self._synchronize()
         return [
-            Event(
-                rank=self._rank,
-                stage=stage,
-                action=action,
-                microbatch=microbatch,
-                start_seconds=_seconds_between(self._zero, start),
-                stop_seconds=_seconds_between(self._zero, stop),
-            )
-            for action, stage, microbatch, start, stop in self._spans
+            Event(self._rank, stage, action, microbatch, self._seconds_at(start), self._seconds_at(stop))
+            for stage, action, microbatch, start, stop in self._spans
         ]
 
     @contextmanager
-    def _measure(self, action: Action, stage: int, microbatch: int | None) -> Iterator[None]:
+    def _measure(self, action: Action, stage: int, microbatch: int) -> Iterator[None]:
         start = self._mark()
         yield
-        self._spans.append((action, stage, microbatch, start, self._mark()))
+        self._spans.append((stage, action, microbatch, start, self._mark()))
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -107,44 +93,72 @@ class Recorder:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def _seconds_at(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self._device.type == "cuda" else mark - self._zero
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _seconds_between(start: Any, stop: Any) -> float:
-    if isinstance(start, torch.cuda.Event):
-        return start.elapsed_time(stop) / 1e3
-    return stop - start
+class ScheduleTrace(Recorder):
+    """Records the step that is asked for, and gathers the events of a pipeline's ranks.
 
+    Args:
+        rank: place of this rank in its pipeline.
+        device: of this rank.
+        replica: the ranks of the pipeline whose events are kept.
+        title: what runs, for people.
+        formula: the idle share that the schedule would have with equal stages, from 0 to 1.
+    """
 
-def to_json(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Give events as plain values, so that ranks can send them to each other."""
-    return [asdict(event) | {"action": event.action.name} for event in events]
+    def __init__(self, *, rank: int, device: torch.device, replica: Sequence[int], title: str, formula: float) -> None:
+        super().__init__(rank=rank, device=device)
+        self.title = title
+        self.formula = formula
+        self.events: list[Event] = []
+        """Events of all ranks of `replica`, once a step has been recorded."""
+        self._replica = replica
+        self._is_next = False
 
+    def ask(self) -> None:
+        """Record the next step. Call on all ranks."""
+        self._is_next = True
 
-def from_json(values: Iterable[dict[str, Any]]) -> list[Event]:
-    """Undo `to_json`."""
-    return [Event(**value | {"action": Action[value["action"]]}) for value in values]
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Put around each step's schedule. A collective where the step is recorded."""
+        if not self._is_next:
+            yield
+            return
+        self._is_next = False
+        dist.barrier()
+        self.start()
+        yield
+        events_of_rank = gather_json(self.stop())
+        self.events = [
+            Event(pipeline_rank, stage, Action(action), *rest)
+            for rank in self._replica
+            for pipeline_rank, stage, action, *rest in events_of_rank[rank]
+        ]
 
 
 def bubble_fraction(events: Iterable[Event]) -> float:
     """Give the share of the schedule in which ranks do not compute, from 0 to 1.
 
     Forwards and backwards are computing; sending and waiting are not. The schedule lasts from the first start to the
-    last stop of any rank. The optimizer is no part of it, as in the formulas for schedules. There must be an event.
+    last stop of any rank. There must be an event.
     """
     return 1 - fmean(busy_by_rank(list(events)).values())
 
 
 def busy_by_rank(events: list[Event]) -> dict[int, float]:
     """Give the share of the schedule in which each rank computes."""
-    schedule = [event for event in events if event.action is not Action.optimizer]
-    first = min(event.start_seconds for event in schedule)
-    last = max(event.stop_seconds for event in schedule)
+    first = min(event.start_seconds for event in events)
+    last = max(event.stop_seconds for event in events)
     busy_seconds = dict.fromkeys(sorted({event.rank for event in events}), 0.0)
     reached = dict.fromkeys(busy_seconds, first)
-    for event in sorted(schedule, key=lambda event: event.start_seconds):
+    for event in sorted(events, key=lambda event: event.start_seconds):
         if event.action in COMPUTE:
             # Where two actions of a rank overlap, the time that they share counts once.
             busy_seconds[event.rank] += max(event.stop_seconds - max(event.start_seconds, reached[event.rank]), 0.0)
@@ -152,15 +166,12 @@ def busy_by_rank(events: list[Event]) -> dict[int, float]:
     return {rank: seconds / (last - first) for rank, seconds in busy_seconds.items()}
 
 
-def write_chrome_trace(events: Iterable[Event], path: Path) -> Path:
+def write_chrome_trace(events: Sequence[Event], path: Path) -> Path:
     """Write events as a trace that chrome://tracing and Perfetto open: one thread for each rank, times in us."""
-    events = list(events)
     lines: list[dict[str, Any]] = [_metadata("process_name", 0, name="pipeline")]
     for rank in sorted({event.rank for event in events}):
-        lines += [
-            _metadata("thread_name", rank, name=f"rank {rank}"),
-            _metadata("thread_sort_index", rank, sort_index=rank),
-        ]
+        lines.append(_metadata("thread_name", rank, name=f"rank {rank}"))
+        lines.append(_metadata("thread_sort_index", rank, sort_index=rank))
     for event in events:
         # Whole nanoseconds, for a viewer to which two actions, one right after the other, must not overlap.
         start, stop = round(event.start_seconds * 1e9), round(event.stop_seconds * 1e9)
@@ -169,7 +180,7 @@ def write_chrome_trace(events: Iterable[Event], path: Path) -> Path:
                 "ph": "X",
                 "pid": 0,
                 "tid": event.rank,
-                "name": event.action.value if event.microbatch is None else f"{event.action.value} {event.microbatch}",
+                "name": f"{event.action} {event.microbatch}",
                 "cat": event.action.name,
                 "ts": start / 1e3,
                 "dur": (stop - start) / 1e3,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,76 +24,82 @@ COLOURS = {
     Action.backward_weight: "#882255",
     Action.send: "#000000",
     Action.wait: IDLE,
-    Action.optimizer: "#66CCEE",
 }
-HATCH = "#C8C8C8"
 BAR_HEIGHT = 0.84
 LARGEST_POINTS, SMALLEST_POINTS = 9.0, 4.5
 DIGIT_WIDTH = 0.64
 """Width of a digit, as a share of the size of the font."""
 
 
-def draw(events: Iterable[Event], path: Path, *, title: str, formula: float | None) -> Path:
-    """Draw events as `build_figure` does, into a PNG or an SVG by the suffix of `path`, and give `path`."""
+def draw(events: Sequence[Event], path: Path, *, title: str, formula: float) -> Path:
+    """Draw events as `build_figure` does, into a file of the kind that the suffix of `path` says; give `path`."""
     build_figure(events, title=title, formula=formula).savefig(path, dpi=150)
     return path
 
 
-def build_figure(events: Iterable[Event], *, title: str, formula: float | None) -> Figure:
+def build_figure(events: Sequence[Event], *, title: str, formula: float) -> Figure:
     """Lay out ranks by time: a bar for each event, its micro batch in it, a lighter shade for later stages of a rank.
 
     Args:
         events: of all ranks; at least one.
         title: what ran, e.g. the schedule and its numbers of stages and micro batches.
-        formula: the bubble that the schedule would have with stages of one speed, as a fraction; None: none is known.
+        formula: the bubble that the schedule would have with stages of one speed, as a fraction.
     """
-    events = sorted(events, key=lambda event: event.start_seconds)
-    busy = busy_by_rank(events)
-    compute = [event for event in events if event.action in COMPUTE]
-    stages = {rank: sorted({event.stage for event in compute if event.rank == rank}) for rank in busy}
+    busy = busy_by_rank(list(events))
+    stages = {
+        rank: sorted({event.stage for event in events if event.rank == rank and event.action in COMPUTE})
+        for rank in busy
+    }
+    last_ms = 1e3 * max(event.stop_seconds for event in events)
     # A Figure of its own, without pyplot, needs no display and leaves no state behind.
-    figure = Figure(figsize=_size_inches(events, num_ranks=len(busy)), layout="constrained")
+    figure = Figure(figsize=(_width_inches(events), 1.8 + 0.45 * len(busy)), layout="constrained")
     axes = figure.add_subplot()
-    _draw_rows(axes, events, stages)
+    axes.set_xlim(0, last_ms)
     _label_rows(axes, busy, stages)
     axes.set_xlabel("milliseconds since the start of the step")
-    known = "" if formula is None else f", {formula:.1%} by the formula"
     figure.suptitle(title, fontweight="bold")
-    axes.set_title(f"bubble: {1 - fmean(busy.values()):.1%} measured{known}", fontsize="medium")
-    handles = _legend_handles(events, most_stages=max(map(len, stages.values())))
+    bubble = 1 - fmean(busy.values())
+    axes.set_title(f"bubble: {bubble:.1%} measured, {formula:.1%} by the formula", fontsize="medium")
+    row = {rank: index for index, rank in enumerate(stages)}
+    axes.barh(list(row.values()), last_ms, height=BAR_HEIGHT, color=IDLE, zorder=0, label="idle")
+    handles = []
+    for order, action in enumerate(Action, start=1):
+        drawn = [event for event in events if event.action is action]
+        edge = _edge(action)
+        axes.barh(
+            [row[event.rank] for event in drawn],
+            [1e3 * (event.stop_seconds - event.start_seconds) for event in drawn],
+            left=[1e3 * event.start_seconds for event in drawn],
+            height=BAR_HEIGHT,
+            zorder=order,
+            label=action.name,
+            color=[_colour(event, stages) for event in drawn],
+            **edge,
+        )
+        if drawn:
+            handles.append(Patch(facecolor=COLOURS[action], label=action.value, **edge))
+    handles.append(Patch(facecolor=IDLE, label="idle"))
+    if max(map(len, stages.values())) > 1:
+        handles += [
+            Patch(facecolor=_tint("#555555", i), label=f"{('first', 'last')[i]} stage of a rank") for i in (0, 1)
+        ]
     columns = min(len(handles), int(figure.get_figwidth() // 1.4))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
-    _write_microbatches(figure, axes, events, stages)
+    # The layout is only known now, and with it the room in a box.
+    figure.draw_without_rendering()
+    points_per_ms = axes.get_window_extent().width * 72 / figure.dpi / last_ms
+    for event in events:
+        _write_microbatch(axes, event, row[event.rank], points_per_ms, _colour(event, stages))
     return figure
 
 
-def _size_inches(events: list[Event], num_ranks: int) -> tuple[float, float]:
+def _width_inches(events: Sequence[Event]) -> float:
     """Give room for the number in a short box of computing, within what a viewer can show."""
     seconds = sorted(event.stop_seconds - event.start_seconds for event in events if event.action in COMPUTE)
     short = seconds[len(seconds) // 4] if seconds else 0.0
     last = max(event.stop_seconds for event in events)
-    num_digits = max(len(_number(event)) for event in events)
-    wanted = last / short * (0.08 + num_digits * 0.09) if short > 0 else 0.0
-    return min(max(2 + wanted, 10.0), 24.0), 1.8 + 0.45 * num_ranks
-
-
-def _draw_rows(axes: Axes, events: list[Event], stages: dict[int, list[int]]) -> None:
-    row = {rank: index for index, rank in enumerate(stages)}
-    last_ms = 1e3 * max(event.stop_seconds for event in events)
-    axes.barh(list(row.values()), last_ms, height=BAR_HEIGHT, color=IDLE, zorder=0, label="idle")
-    for order, action in enumerate(Action, start=1):
-        of_action = [event for event in events if event.action is action]
-        axes.barh(
-            [row[event.rank] for event in of_action],
-            [1e3 * (event.stop_seconds - event.start_seconds) for event in of_action],
-            left=[1e3 * event.start_seconds for event in of_action],
-            height=BAR_HEIGHT,
-            zorder=order,
-            label=action.name,
-            color=[_colour(event, stages) for event in of_action],
-            **_edge(action),
-        )
-    axes.set_xlim(0, last_ms)
+    num_digits = max(len(str(event.microbatch)) for event in events)
+    return min(max(2 + last / short * (0.08 + num_digits * 0.09), 10.0), 24.0) if short > 0 else 10.0
 
 
 def _label_rows(axes: Axes, busy: dict[int, float], stages: dict[int, list[int]]) -> None:
@@ -111,49 +117,31 @@ def _label_rows(axes: Axes, busy: dict[int, float], stages: dict[int, list[int]]
     axes.spines["bottom"].set_visible(True)
 
 
-def _legend_handles(events: list[Event], most_stages: int) -> list[Patch]:
-    seen = {event.action for event in events}
-    handles = [
-        Patch(facecolor=COLOURS[action], label=action.value, **_edge(action)) for action in Action if action in seen
-    ]
-    handles.append(Patch(facecolor=IDLE, label="idle"))
-    if most_stages > 1:
-        handles += [
-            Patch(facecolor=_tint("#555555", i), label=f"{word} stage of a rank")
-            for i, word in enumerate(("first", "last"))
-        ]
-    return handles
-
-
-def _write_microbatches(figure: Figure, axes: Axes, events: list[Event], stages: dict[int, list[int]]) -> None:
-    """Write the number of the micro batch into each box with room for it."""
-    row = {rank: index for index, rank in enumerate(stages)}
-    figure.draw_without_rendering()
-    points_per_second = axes.get_window_extent().width * 72 / figure.dpi / max(event.stop_seconds for event in events)
-    for event in events:
-        seconds = event.stop_seconds - event.start_seconds
-        room = seconds * points_per_second / (DIGIT_WIDTH * max(len(_number(event)), 1))
-        if event.microbatch is None or 0.85 * room < SMALLEST_POINTS:
-            continue
-        axes.text(
-            1e3 * (event.start_seconds + seconds / 2),
-            row[event.rank],
-            _number(event),
-            ha="center",
-            va="center_baseline",
-            fontsize=min(0.85 * room, LARGEST_POINTS),
-            color=_text_colour(event, stages),
-            zorder=10,
-        ).set_in_layout(False)
-
-
-def _number(event: Event) -> str:
-    return "" if event.microbatch is None else str(event.microbatch)
+def _write_microbatch(
+    axes: Axes, event: Event, row: int, points_per_ms: float, colour: tuple[float, float, float]
+) -> None:
+    """Write the number of the micro batch into a box with room for it."""
+    milliseconds, number = 1e3 * (event.stop_seconds - event.start_seconds), str(event.microbatch)
+    points = 0.85 * milliseconds * points_per_ms / (DIGIT_WIDTH * len(number))
+    if points < SMALLEST_POINTS:
+        return
+    red, green, blue = colour
+    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+    axes.text(
+        1e3 * event.start_seconds + milliseconds / 2,
+        row,
+        number,
+        ha="center",
+        va="center_baseline",
+        fontsize=min(points, LARGEST_POINTS),
+        color="white" if is_dark else "#222222",
+        zorder=10,
+    ).set_in_layout(False)
 
 
 def _edge(action: Action) -> dict[str, Any]:
     if action is Action.wait:
-        return {"hatch": "////", "edgecolor": HATCH, "linewidth": 0.0}
+        return {"hatch": "////", "edgecolor": "#C8C8C8", "linewidth": 0.0}
     return {"edgecolor": "white", "linewidth": 0.5} if action in COMPUTE else {"linewidth": 0.0}
 
 
@@ -167,10 +155,3 @@ def _tint(colour: str, share: float) -> tuple[float, float, float]:
     """Mix a colour with white, by 40 % at most."""
     red, green, blue = (part + (1 - part) * share * 0.4 for part in to_rgb(colour))
     return red, green, blue
-
-
-def _text_colour(event: Event, stages: dict[int, list[int]]) -> str:
-    if event.action is Action.wait:
-        return "#666666"
-    red, green, blue = _colour(event, stages)
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#222222"

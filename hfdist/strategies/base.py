@@ -14,7 +14,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize
 from hfdist.optim.probe import Reach
-from hfdist.strategies.schedule_trace import ScheduleTrace
+from hfdist.pipeline.timeline import ScheduleTrace
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
@@ -65,7 +65,7 @@ class Engine(Protocol):
     optimizer_sees: Reach
     """What this rank's optimizer is given whole: the model, its parameters, or single elements in flat buffers."""
 
-    step_record: ScheduleTrace | None
+    schedule_trace: ScheduleTrace | None
     """Where a step has a schedule: its times. Made by `attach`."""
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:

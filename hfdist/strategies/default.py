@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
+from hfdist.pipeline.timeline import ScheduleTrace
 from hfdist.strategies.base import Batch, TrainerHooks
-from hfdist.strategies.schedule_trace import ScheduleTrace
 
 
 class DefaultEngine:
@@ -23,7 +23,7 @@ class DefaultEngine:
     runs_whole_model = True
     optimizer_sees = Reach.model
     loss_group: dist.ProcessGroup | None = None
-    step_record: ScheduleTrace | None = None
+    schedule_trace: ScheduleTrace | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -21,18 +21,18 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.gradients import sum_gradients, total_norm
-from hfdist.pipeline.p2p import P2PChannel, device_of
+from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
+from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
+from hfdist.pipeline.stage_io import P2PChannel, device_of
 from hfdist.pipeline.stage_module import refuse_call
+from hfdist.pipeline.timeline import ScheduleTrace
 from hfdist.strategies import pieces_replicated
-from hfdist.strategies.balance import choose_stages
 from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks
-from hfdist.strategies.infer_stage_io import StageIO, infer_stage_io
 from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.microbatches import split_batch
-from hfdist.strategies.schedule_trace import ScheduleTrace
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,9 @@ class PipelineStrategy:
         num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
         per_rank = len(self.rank_of_stage) // num_ranks
         return ScheduleTrace(
-            self.topology,
-            device,
+            rank=self.topology.pipeline_rank,
+            device=device,
+            replica=self.topology.replica(0),
             title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
             f"{num_microbatches} micro batches",
             formula=bubble_fraction(
@@ -141,7 +142,7 @@ class PipelineEngine:
         self.size = size
         self.reduces_gradients = True
         self.runs_whole_model = False
-        self.step_record: ScheduleTrace | None = None
+        self.schedule_trace: ScheduleTrace | None = None
         self._strategy = strategy
         self._cut = cut
         self._carry = settled.carry
@@ -178,20 +179,20 @@ class PipelineEngine:
         return next(self.model.parameters()).device
 
     def _make_pipeline(self) -> Pipeline:
-        self.step_record = self._strategy.describe_step(self._device)
+        self.schedule_trace = self._strategy.describe_step(self._device)
         return Pipeline(
-            {stage: self._cut.view(stage, self._carry) for stage in self._cut.mine},
+            {stage: self._cut.stage_module(stage, self._carry) for stage in self._cut.mine},
             self._strategy.config.schedule,
             P2PChannel(self._strategy.rank_of_stage, self._pipeline_group, self._device),
             num_microbatches=self._strategy.batch.num_microbatches,
-            recorder=self.step_record.recorder,
+            recorder=self.schedule_trace,
             splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
         )
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
         assert self._pipeline is not None
-        assert self.step_record is not None
+        assert self.schedule_trace is not None
         self._train_mode(True)
         self._check_unchanged(batch)
         microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
@@ -203,7 +204,7 @@ class PipelineEngine:
             unscaled.append(value.detach())
             return self._scale(value)
 
-        with self.step_record.around_step():
+        with self.schedule_trace.around_step():
             self._pipeline.forward_backward(microbatches, scaled_loss)
         self._reduce_gradients()
         return self._agree_on_loss(unscaled)
@@ -297,8 +298,8 @@ class PipelineEngine:
             return
         self._mode = mode
         self.model.train(mode)
-        for view in self._pipeline.views.values():
-            view.train(mode)
+        for module in self._pipeline.modules.values():
+            module.train(mode)
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

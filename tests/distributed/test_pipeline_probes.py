@@ -16,10 +16,10 @@ from hfdist.config.pipeline import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import initialize_by_name
-from hfdist.pipeline.p2p import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks
+from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Recorder
 from hfdist.testing import run_ranks
 from tests.unit.pipeline import toys
@@ -158,7 +158,7 @@ def step_of_uneven_micro_batches(schedule):
     mine = [stage for stage, rank in enumerate(ranks) if rank == dist.get_rank()]
     cut = split_at_blocks(model, find_block_parts(model), QUARTERS, mine)
     pipeline = Pipeline(
-        {stage: cut.view(stage, HIDDEN) for stage in mine},
+        {stage: cut.stage_module(stage, HIDDEN) for stage in mine},
         schedule,
         P2PChannel(ranks, dist.group.WORLD, device),
         num_microbatches=len(microbatches),

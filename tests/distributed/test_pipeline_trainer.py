@@ -111,7 +111,7 @@ def train_and_draw(folder):
     trainer = make_trainer(folder, 2)
     trainer.add_callback(TimelineDrawer(folder, trainer.engine))
     trainer.train()
-    return trainer.engine.step_record.title
+    return trainer.engine.schedule_trace.title
 
 
 def test_the_measured_schedule_is_drawn(tmp_path):

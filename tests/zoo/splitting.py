@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from hfdist.config.pipeline import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.p2p import P2PChannel
+from hfdist.pipeline.infer_stage_io import probe
 from hfdist.pipeline.pipeline import Pipeline
-from hfdist.pipeline.probe import probe
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import CARRIES, Carry
+from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
 from hfdist.pipeline.timeline import Recorder
 from tests.zoo.models import tiny_batch, tiny_model
 
@@ -171,7 +170,7 @@ def run_stages(
 ) -> tuple[float, ...]:
     """One step of this rank's stages. Gradients are left on the parameters; the losses are on the last stage's rank."""
     pipeline = Pipeline(
-        {stage: cut.view(stage, carry) for stage in cut.mine},
+        {stage: cut.stage_module(stage, carry) for stage in cut.mine},
         schedule,
         P2PChannel(rank_of_stage, dist.group.WORLD, CPU),
         num_microbatches=len(batches),

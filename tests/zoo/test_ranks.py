@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hfdist.config.pipeline import ONE_F_ONE_B
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.gradients import sum_gradients
+from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
-from hfdist.strategies.infer_stage_io import infer_stage_io
 from hfdist.strategies.mesh import build_mesh
 from hfdist.testing import run_ranks
 from hfdist.topology import Degrees, Topology

@@ -167,13 +167,13 @@ class TimelineDrawer(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Ask for the record of the step that begins."""
-        if self._steps_until == 0 and self._engine.step_record is not None:
-            self._engine.step_record.ask()
+        if self._steps_until == 0 and self._engine.schedule_trace is not None:
+            self._engine.schedule_trace.ask()
         self._steps_until -= 1
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Draw it, if there were three steps and they had a schedule."""
-        record = self._engine.step_record
+        record = self._engine.schedule_trace
         if record is None or not record.events or not state.is_world_process_zero:
             return
         # Here: most runs draw nothing until their end.

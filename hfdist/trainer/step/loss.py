@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hfdist.data import TokenStream
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.preserve_state import preserve_state
+from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, Forward
 
 NUM_ROWS = "hfdist_num_rows"

@@ -56,7 +56,7 @@ def staged_step(
     received: list[tuple[torch.Tensor, ...]] = []
     incoming = None
     for stage, cut in enumerate(cuts):
-        value = cut.view(stage, carry).run(lambda model: loss_of(model, batch), incoming)
+        value = cut.stage_module(stage, carry).run(lambda model: loss_of(model, batch), incoming)
         if stage < len(cuts) - 1:
             incoming = travel(value)
             sent.append(unpack(value)[1])

@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.actions import Instruction, Operation, plan, receive_early
-from hfdist.pipeline.schedule import rank_of_stage
+from hfdist.pipeline.schedule import Instruction, Operation, plan, rank_of_stage, receive_early
 
 KINDS = [
     (Schedule.gpipe, 1), (ONE_F_ONE_B, 1), (Schedule.interleaved_1f1b, 2), (Schedule.interleaved_1f1b, 3),

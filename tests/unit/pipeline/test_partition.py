@@ -1,4 +1,4 @@
-"""Cuts that are the best there are, checked against trying them all."""
+"""Stages of even work, checked against trying all partitions."""
 
 from itertools import accumulate, combinations, pairwise
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.errors import ConfigError, PartitionError
-from hfdist.pipeline.partitioning.partition import Costs, explicit, partition
+from hfdist.pipeline.costs import Costs
+from hfdist.pipeline.partition import explicit, partition
 
 
 def loop(num_ranks, stages_per_rank):
@@ -29,7 +30,7 @@ def largest(costs, rank_of_stage, runs):
     return max(ranks.values()), max(stages)
 
 
-def every_cut(num_blocks, num_stages):
+def every_partition(num_blocks, num_stages):
     for inner in combinations(range(1, num_blocks), num_stages - 1):
         yield tuple(range(start, end) for start, end in pairwise((0, *inner, num_blocks)))
 
@@ -59,15 +60,20 @@ def problems(draw):
     return Costs(blocks=tuple(blocks), prologue=draw(ends), epilogue=draw(ends)), rank_of_stage
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(problems())
-def test_no_other_cut_is_better(problem):
+def test_no_other_partition_is_better(problem):
+    """With one stage a rank; with several a search that follows improvements may miss the best by a little."""
     costs, rank_of_stage = problem
     runs = partition(costs, rank_of_stage)
     assert [block for run in runs for block in run] == list(range(len(costs.blocks)))
     assert min(lengths(runs)) >= 1
-    best = min(largest(costs, rank_of_stage, cut) for cut in every_cut(len(costs.blocks), len(rank_of_stage)))
-    assert largest(costs, rank_of_stage, runs) == best
+    best = min(largest(costs, rank_of_stage, other) for other in every_partition(len(costs.blocks), len(rank_of_stage)))
+    found = largest(costs, rank_of_stage, runs)
+    if len(set(rank_of_stage)) == len(rank_of_stage):
+        assert found == best
+    else:
+        assert found[0] <= best[0] + max(costs.blocks)
 
 
 def test_uneven_numbers_of_blocks_differ_by_one():
@@ -103,13 +109,13 @@ def test_a_head_heavier_than_any_share_gets_one_block_and_the_rest_is_even():
 
 
 @pytest.mark.parametrize("rank_of_stage", [loop(32, 1), loop(16, 2), v_shape(16)])
-def test_deep_models_are_cut_the_same_each_time(rank_of_stage):
+def test_deep_models_are_partitioned_the_same_each_time(rank_of_stage):
     """128 blocks of two kinds on 32 stages: within one block of an even share."""
     costs = Costs(blocks=(3.0, 3.0, 3.0, 5.0) * 32, prologue=1.0, epilogue=7.0)
     runs = partition(costs, rank_of_stage)
     assert runs == partition(costs, rank_of_stage)
     average = (sum(costs.blocks) + 8.0) / len(set(rank_of_stage))
-    assert largest(costs, rank_of_stage, runs)[0] <= average + 5.0
+    assert largest(costs, rank_of_stage, runs)[0] <= average + 3.0
 
 
 def test_costs_may_be_measured_seconds():
@@ -117,7 +123,7 @@ def test_costs_may_be_measured_seconds():
     costs = Costs(blocks=blocks, prologue=2e-4, epilogue=3e-3)
     for rank_of_stage in (loop(8, 1), v_shape(4), loop(4, 2)):
         share = (sum(blocks) + 3.2e-3) / len(set(rank_of_stage))
-        assert largest(costs, rank_of_stage, partition(costs, rank_of_stage))[0] < share + max(blocks)
+        assert largest(costs, rank_of_stage, partition(costs, rank_of_stage))[0] < share + max(blocks) / 2
 
 
 def test_blocks_that_cost_nothing_are_given_out_all_the_same():
@@ -126,10 +132,6 @@ def test_blocks_that_cost_nothing_are_given_out_all_the_same():
         runs = partition(costs, rank_of_stage)
         assert min(lengths(runs)) >= 1
         assert sum(lengths(runs)) == 5
-
-
-def test_more_blocks_than_states_that_a_loop_follows():
-    assert set(lengths(partition(uniform(900), loop(4, 1)))) == {225}
 
 
 def test_too_many_stages_are_refused_with_the_most_that_fit():

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.pipelining import schedules
 from torch.utils import _pytree
 
-from hfdist.pipeline.actions import Operation
+from hfdist.pipeline.schedule import Operation
 
 
 def test_actions_are_made_and_read_as_we_do():

@@ -130,7 +130,7 @@ def test_tied_parameters_go_and_come_back_together(asked):
 
 def test_views_hold_nan_for_what_the_rank_does_not_hold():
     kept = cut(make_toy(), 1)
-    view = kept.view(1, HIDDEN).model
+    view = kept.stage_module(1, HIDDEN).model
     assert view.embedding.weight.isnan().all()
     assert view.head.weight.isnan().all()
     assert torch.isfinite(view.norm.weight).all()
@@ -140,7 +140,7 @@ def test_views_hold_nan_for_what_the_rank_does_not_hold():
 @pytest.mark.parametrize(("carry", "is_poison"), [(HIDDEN, True), (EMBEDDING, False)])
 def test_an_embedding_held_for_the_head_is_looked_up_only_where_it_may_travel(carry, is_poison):
     kept = cut(make_toy(tie_word_embeddings=True), 2)
-    view = kept.view(2, carry).model
+    view = kept.stage_module(2, carry).model
     assert view.embedding.weight.isnan().all() == is_poison
     assert torch.isfinite(view.head.weight).all()
     assert view.head.weight is kept.model.head.weight
@@ -148,8 +148,8 @@ def test_an_embedding_held_for_the_head_is_looked_up_only_where_it_may_travel(ca
 
 def test_in_a_v_only_the_first_stage_looks_up_the_embedding():
     kept = cut(make_toy(), 0, 2)
-    assert kept.view(0, HIDDEN).model.embedding.weight is kept.model.embedding.weight
-    assert kept.view(2, HIDDEN).model.embedding.weight.isnan().all()
+    assert kept.stage_module(0, HIDDEN).model.embedding.weight is kept.model.embedding.weight
+    assert kept.stage_module(2, HIDDEN).model.embedding.weight.isnan().all()
 
 
 @pytest.mark.parametrize("frozen", ["", "embedding", "blocks"])
@@ -161,5 +161,5 @@ def test_what_is_not_held_has_the_type_of_the_rest_once_that_is_converted(frozen
     kept = cut(model, 1)
     model.to(torch.float32)
     assert {kept.type_of(removed) for removed in kept.removed.values()} == {torch.float32}
-    view = kept.view(1, CARRIES[0])
+    view = kept.stage_module(1, CARRIES[0])
     assert view.model.embedding.weight.dtype is torch.float32

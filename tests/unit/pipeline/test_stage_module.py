@@ -175,8 +175,8 @@ def test_stages_hand_over_and_the_last_gives_the_value_of_the_call():
 @pytest.mark.parametrize("kind", [kind for kind, needed in NEEDED.items() if needed != HIDDEN])
 def test_what_does_not_travel_turns_the_loss_into_nan(kind):
     (first, second), batch = cut_stages(lambda: make_toy(kind), HALVES, HIDDEN), toy_batch()
-    activations = first.view(0, HIDDEN).run(lambda model: model(**batch), None)
-    assert second.view(1, HIDDEN).run(lambda model: model(**batch).loss, activations).isnan()
+    activations = first.stage_module(0, HIDDEN).run(lambda model: model(**batch), None)
+    assert second.stage_module(1, HIDDEN).run(lambda model: model(**batch).loss, activations).isnan()
 
 
 def test_a_model_that_ends_before_its_blocks_do():

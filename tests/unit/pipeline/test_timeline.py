@@ -11,8 +11,6 @@ from hfdist.pipeline.timeline import (
     Event,
     Recorder,
     bubble_fraction,
-    from_json,
-    to_json,
     write_chrome_trace,
 )
 from hfdist.pipeline.timeline_plot import build_figure, draw
@@ -42,58 +40,32 @@ TWO_RANKS = [
 
 def test_spans_are_measured_from_the_zero_in_order():
     recorder = Recorder(rank=3, device=CPU)
-    began = time.perf_counter()
-    recorder.start()
-    with recorder.span(Action.forward, stage=1, microbatch=5):
-        time.sleep(0.03)
-    time.sleep(0.02)
-    with recorder.span(Action.optimizer, stage=1):
-        time.sleep(0.01)
-    longest_seconds = time.perf_counter() - began
-    forward, optimizer = recorder.events()
-    assert (forward.rank, forward.stage, forward.action, forward.microbatch) == (3, 1, Action.forward, 5)
-    assert (optimizer.action, optimizer.microbatch) == (Action.optimizer, None)
-    assert forward.start_seconds >= 0
-    assert forward.stop_seconds - forward.start_seconds >= 0.03
-    assert optimizer.start_seconds - forward.stop_seconds >= 0.02
-    assert optimizer.stop_seconds - optimizer.start_seconds >= 0.01
-    assert optimizer.stop_seconds <= longest_seconds
-
-
-def test_a_recorder_that_was_not_started_or_has_ended_records_nothing():
-    recorder = Recorder(rank=0, device=CPU)
-    with recorder.span(Action.forward, stage=0, microbatch=0):
-        pass
-    assert recorder.events() == []
-    recorder.start()
-    with recorder.span(Action.forward, stage=0, microbatch=1):
-        pass
-    ended = recorder.events()
-    with recorder.span(Action.forward, stage=0, microbatch=2):
-        pass
-    assert recorder.events() == ended
-    assert [one.microbatch for one in ended] == [1]
-
-
-def test_a_new_step_forgets_the_one_before():
-    recorder = Recorder(rank=0, device=CPU)
-    for microbatch in range(2):
+    with recorder.span(Action.forward, stage=1, microbatch=0):
+        "Not started: nothing is recorded."
+    assert recorder.stop() == []
+    for microbatch in (4, 5):
+        # A new start forgets the step before.
         began = time.perf_counter()
         recorder.start()
-        with recorder.span(Action.backward, stage=0, microbatch=microbatch):
+        with recorder.span(Action.forward, stage=1, microbatch=microbatch):
+            time.sleep(0.03)
+        time.sleep(0.02)
+        with recorder.span(Action.send, stage=1, microbatch=microbatch):
             time.sleep(0.01)
-        step_seconds = time.perf_counter() - began
-    (only,) = recorder.events()
-    assert only.microbatch == 1
-    assert only.stop_seconds <= step_seconds
-
-
-def test_an_action_that_fails_is_no_event_and_its_error_goes_on():
-    recorder = Recorder(rank=0, device=CPU)
-    recorder.start()
-    with pytest.raises(ZeroDivisionError), recorder.span(Action.forward, stage=0):
-        raise ZeroDivisionError
-    assert recorder.events() == []
+        with pytest.raises(ZeroDivisionError), recorder.span(Action.forward, stage=0, microbatch=microbatch):
+            raise ZeroDivisionError
+        longest_seconds = time.perf_counter() - began
+    forward, send = events = recorder.stop()
+    assert forward[:4] == (3, 1, Action.forward, 5)
+    assert send[:4] == (3, 1, Action.send, 5)
+    assert forward.start_seconds >= 0
+    assert forward.stop_seconds - forward.start_seconds >= 0.03
+    assert send.start_seconds - forward.stop_seconds >= 0.02
+    assert send.stop_seconds - send.start_seconds >= 0.01
+    assert send.stop_seconds <= longest_seconds
+    with recorder.span(Action.forward, stage=0, microbatch=2):
+        "Stopped: nothing more is recorded."
+    assert recorder.stop() == events
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -109,7 +81,7 @@ def test_on_a_gpu_spans_last_as_long_as_the_work_and_not_as_its_launch():
             for _ in range(50):
                 matrix @ matrix
     launched_seconds = time.perf_counter() - began
-    first, second = recorder.events()
+    first, second = recorder.stop()
     waited_seconds = time.perf_counter() - began
     assert 0 <= first.start_seconds < first.stop_seconds <= second.start_seconds < second.stop_seconds
     assert launched_seconds < second.stop_seconds < waited_seconds + 0.001
@@ -134,11 +106,6 @@ def test_time_in_which_actions_overlap_counts_once():
     assert bubble_fraction(overlapping) == pytest.approx(1 - 6 / 10)
 
 
-def test_the_optimizer_is_no_part_of_the_schedule():
-    optimizer = [event(rank, Action.optimizer, 5.5, 9.0, microbatch=None) for rank in range(2)]
-    assert bubble_fraction(TWO_RANKS + optimizer) == bubble_fraction(TWO_RANKS)
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -153,13 +120,8 @@ def test_a_simulated_schedule_has_the_bubble_of_theory(settings, expected):
     assert bubble_fraction(simulate(**settings, send_seconds=0.001)) > expected
 
 
-def test_events_survive_json():
-    events = [*simulate(2, 3, send_seconds=0.001), event(1, Action.optimizer, 0.5, 0.6, microbatch=None)]
-    assert from_json(json.loads(json.dumps(to_json(events)))) == events
-
-
 def test_the_chrome_trace_holds_every_event_in_microseconds(tmp_path):
-    written = json.loads(write_chrome_trace(iter(TWO_RANKS), tmp_path / "trace.json").read_text())["traceEvents"]
+    written = json.loads(write_chrome_trace(TWO_RANKS, tmp_path / "trace.json").read_text())["traceEvents"]
     names = {line["tid"]: line["args"]["name"] for line in written if line["name"] == "thread_name"}
     assert names == {0: "rank 0", 1: "rank 1"}
     complete = [line for line in written if line["ph"] == "X"]
@@ -211,7 +173,7 @@ def test_each_event_is_a_bar_in_the_row_of_its_rank():
 
 def test_rows_follow_the_ranks_that_took_part():
     events = [event(4, Action.forward, 0.0, 1.0, stage=0), event(6, Action.forward, 1.0, 2.0, stage=1)]
-    figure = build_figure(events, title="two of eight ranks", formula=None)
+    figure = build_figure(events, title="two of eight ranks", formula=0.1)
     assert [row for row, _, _ in bars(figure)["forward"]] == [0, 1]
     bottom, top = figure.axes[0].get_ylim()
     assert top < 0 < 1 < bottom, "the first rank is on top"
@@ -219,10 +181,10 @@ def test_rows_follow_the_ranks_that_took_part():
     assert labels == ["rank 4\nstage 0", "rank 6\nstage 1"]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (16, 8), (2, 20)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (8, 8), (2, 20)])
 def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_microbatches):
     events = simulate(num_ranks, num_microbatches, zero_bubble=True)
-    figure = build_figure(events, title="zero bubble", formula=None)
+    figure = build_figure(events, title="zero bubble", formula=0.1)
     (axes,) = figure.axes
     figure.draw_without_rendering()
     shown = sorted((round(text.get_position()[1]), text.get_position()[0], text) for text in axes.texts)
@@ -240,19 +202,21 @@ def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_micr
 
 def test_boxes_too_small_for_a_number_have_none():
     events = [event(0, Action.forward, 0.0, 10.0), event(0, Action.backward, 10.0, 10.001)]
-    figure = build_figure(events, title="one long, one short", formula=None)
+    figure = build_figure(events, title="one long, one short", formula=0.1)
     assert [text.get_position()[0] for text in figure.axes[0].texts] == pytest.approx([5000.0])
 
 
 def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
     events = simulate(4, 8, v=2, zero_bubble=True)
-    figure = build_figure(events, title="two stages", formula=None)
+    figure = build_figure(events, title="two stages", formula=0.1)
     (forwards,) = [container for container in figure.axes[0].containers if container.get_label() == "forward"]
     colours = {}
     for bar in forwards.patches:
         colours.setdefault(round(bar.get_y() + bar.get_height() / 2), set()).add(bar.get_facecolor())
     assert {len(of_rank) for of_rank in colours.values()} == {2}
     assert len(set.union(*colours.values())) == 2
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_window_extent().y0
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == [
         "forward", "input gradient", "weight gradient", "wait to receive", "idle",
@@ -264,21 +228,10 @@ def test_the_title_sets_the_measured_bubble_beside_the_formula():
     figure = build_figure(simulate(4, 8), title="1F1B", formula=0.25)
     assert figure.get_suptitle() == "1F1B"
     assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
-    assert build_figure(TWO_RANKS, title="?", formula=None).axes[0].get_title() == "bubble: 56.2% measured"
 
 
-def test_the_legend_lies_outside_of_the_bars():
-    figure = build_figure(simulate(4, 8), title="1F1B", formula=None)
-    figure.draw_without_rendering()
-    assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_window_extent().y0
-
-
-def test_the_suffix_chooses_the_format(tmp_path):
-    events = simulate(2, 4)
-    png = draw(events, tmp_path / "timeline.png", title="1F1B", formula=0.2)
-    pixels = imread(png)
+def test_the_picture_is_written(tmp_path):
+    pixels = imread(draw(simulate(2, 4), tmp_path / "timeline.png", title="1F1B", formula=0.2))
     assert pixels.shape[1] >= 1000
     # Four colours at the least: white, idle, forwards, backwards.
     assert len({tuple(pixel) for pixel in pixels[::10, ::10].reshape(-1, pixels.shape[2]).tolist()}) >= 4
-    svg = draw(events, tmp_path / "timeline.svg", title="1F1B", formula=0.2)
-    assert "<svg" in svg.read_text(encoding="utf-8")

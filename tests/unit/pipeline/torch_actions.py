@@ -6,8 +6,7 @@ import torch
 from torch.distributed.pipelining import schedules
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.actions import plan
-from hfdist.pipeline.schedule import rank_of_stage
+from hfdist.pipeline.schedule import plan, rank_of_stage
 
 CLASSES = {
     Schedule.gpipe: schedules.ScheduleGPipe,

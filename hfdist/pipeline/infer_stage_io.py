@@ -1,0 +1,300 @@
+"""Find out, before training, what must travel between the stages of a model, and refuse what cannot be split.
+
+A few tokens go through all stages on the real ranks. Whatever a stage does not receive is NaN in it, so a loss that
+is finite has seen only what travelled. All ranks agree on the least that must travel,
+and each keeps only what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from hfdist.collectives import gather_json
+from hfdist.errors import HfdistError, PartitionError
+from hfdist.models.architecture import check_router_loss
+from hfdist.pipeline.split import SplitModel
+from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, device_of, unpack
+from hfdist.pipeline.stage_module import StageModule, preserve_state
+from hfdist.topology import Topology
+
+_PROBE_SEQUENCES = 2
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """Parameters that several ranks of a pipeline hold, such as a tied head and its embedding."""
+
+    groups: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
+    """This rank's: the ranks that hold them, and their names."""
+    counted_elsewhere: frozenset[str]
+    """Those that an earlier rank counts in the norm."""
+
+
+@dataclass(frozen=True)
+class StageIO:
+    """What travels between stages, and what several ranks hold; agreed on by all ranks."""
+
+    carry: Carry
+    shared: SharedParameters
+
+
+def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> StageIO:
+    """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
+
+    Raises:
+        ConfigError: a loss over routers.
+        PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
+    """
+    _check_no_layer_drop(split.model)
+    check_router_loss(split.model.config)
+    group = mesh.get_group("pipeline")
+    channel = P2PChannel(rank_of_stage, group, next(split.model.parameters()).device)
+    # The same tokens on all ranks.
+    vocab_size = split.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(channel.device)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    with _portable_attention(split.model):
+        carry, found = _find_carry(split, batch, channel, group)
+        problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel))
+    if problem is not None:
+        raise _refusal(split, [problem])
+    return StageIO(carry, _find_shared(split, topology))
+
+
+def _keep_only(split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult]) -> str | None:
+    """Free the parameters that no gradient reaches in this rank's stages; hold them again if the probe fails then.
+
+    Returns the problem that is left, if any.
+    """
+    needed = found.needed
+    unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
+    split.remove(unneeded)
+    problem = _first(_difference(found, try_again()))
+    if problem is None:
+        return None
+    # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
+    trained = set().union(*gather_json(sorted(needed)))
+    for name in unneeded.keys() - trained:
+        split.restore(name, unneeded[name])
+    return _first(_difference(found, try_again()))
+
+
+def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
+    """Compare outputs too: where NaN is compared with a number it may be lost, and the loss is finite but another."""
+    if after.problem is not None or before.checksum is None or after.checksum is None:
+        return after.problem
+    is_same = math.isclose(before.checksum, after.checksum, rel_tol=1e-6)
+    return None if is_same else "it reads parameters that are not trained"
+
+
+def _first(problem: str | None) -> str | None:
+    """Give the first problem of all ranks. A collective."""
+    return next((found for found in gather_json(problem) if found is not None), None)
+
+
+def _find_carry(
+    split: SplitModel, batch: dict[str, torch.Tensor], channel: P2PChannel, group: dist.ProcessGroup
+) -> tuple[Carry, ProbeResult]:
+    problems = []
+    for carry in CARRIES:
+        if carry.embedding:
+            _hold_embedding(split, group)
+        finding = probe(split, carry, batch, channel)
+        problem = _first(finding.problem)
+        if problem is None:
+            return carry, finding
+        problems.append(problem)
+    raise _refusal(split, problems)
+
+
+def _check_no_layer_drop(model: PreTrainedModel) -> None:
+    """Every stage runs the model's loop over blocks, and would draw for itself which ones to skip."""
+    fields = model.config.get_text_config().to_dict()
+    drops = {name: p for name, p in fields.items() if "layerdrop" in name and isinstance(p, float) and p > 0}
+    if drops:
+        raise PartitionError(
+            "the model skips blocks at random, which the stages of a pipeline cannot do alike",
+            where=", ".join(f"model.config.{name}" for name in drops),
+            found=", ".join(map(str, drops.values())),
+            allowed="0",
+            hint=" ".join(f"model.config.{name}=0" for name in drops),
+        )
+
+
+def _refusal(split: SplitModel, problems: list[str]) -> PartitionError:
+    return PartitionError(
+        f"{type(split.model).__name__} cannot be split into pipeline stages at its blocks",
+        where="strategy.pipeline",
+        found="; ".join(dict.fromkeys(problems)),
+        hint="strategy=ddp, strategy=zero3 or another layout without a pipeline",
+    )
+
+
+def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
+    """Give every rank of the pipeline the input embedding of the first stage."""
+    if split.embedding is None:
+        return
+    first = dist.get_global_rank(group, 0)
+    if split.embedding in split.removed:
+        removed = split.removed[split.embedding]
+        value = torch.empty(removed.shape, dtype=split.type_of(removed), device=device_of(group))
+        dist.broadcast(value, src=first, group=group)
+        split.restore(split.embedding, value.to(next(split.model.parameters()).device))
+    else:
+        held = split.model.get_parameter(split.embedding).detach()
+        dist.broadcast(held.to(device_of(group), copy=True), src=first, group=group)
+
+
+def _find_shared(split: SplitModel, topology: Topology) -> SharedParameters:
+    """Every rank makes every group, in the same order, as torch asks."""
+    own = [name for name, parameter in split.model.named_parameters() if parameter.requires_grad]
+    names_of_rank = gather_json(own)
+    groups = []
+    counted_elsewhere: set[str] = set()
+    for data_rank in range(topology.data_size):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank in topology.replica(data_rank):
+            for name in names_of_rank[rank]:
+                holders[name].append(rank)
+        for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):
+            names = tuple(name for name, held in holders.items() if tuple(held) == sharing)
+            group = dist.new_group(list(sharing))
+            if topology.rank in sharing:
+                groups.append((group, names))
+                if topology.rank != sharing[0]:
+                    counted_elsewhere |= set(names)
+    return SharedParameters(tuple(groups), frozenset(counted_elsewhere))
+
+
+@contextmanager
+def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Flash kernels run on a GPU only, and the model is still on the CPU."""
+    chosen = model.config._attn_implementation
+    if chosen is None or "flash" not in chosen:
+        yield
+        return
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation(chosen)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one rank saw."""
+
+    problem: str | None
+    """Why its stages do not work with what they received; None: they do, or an earlier rank's do not."""
+    needed: frozenset[str]
+    """Names of the parameters around the blocks that a gradient reaches in its stages."""
+    checksum: float | None = None
+    """On the rank of the last stage: the sum of loss and logits, so that two runs can be compared."""
+
+
+def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:
+    """Run `batch` through the stages of all ranks. Call on all ranks of a pipeline.
+
+    Args:
+        split: this rank's part of the model, with finite weights.
+        carry: what to let travel.
+        batch: a few tokens, with labels, as the model takes them.
+        channel: to the neighbours.
+    """
+    problem: str | None = None
+    checksum: float | None = None
+    needed: set[str] = set()
+    with _everything_wants_gradients(split.model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        for stage in split.mine:
+            module = split.stage_module(stage, carry)
+            incoming = None if module.is_first else channel.receive(stage)
+            outgoing: Any = None
+            if problem is None and (module.is_first or incoming is not None):
+                outgoing, problem = _try(module, batch, incoming)
+            if outgoing is not None:
+                reached = _leaves(outgoing)
+                needed |= {name for name, parameter in split.surrounding().items() if id(parameter) in reached}
+            if outgoing is not None and module.is_last:
+                checksum = sum(float(tensor.detach().double().sum()) for tensor in _tensors(outgoing))
+            if not module.is_last:
+                channel.send(stage + 1, outgoing)
+        channel.flush()
+    return ProbeResult(problem, frozenset(needed), checksum)
+
+
+def _try(module: StageModule, batch: dict[str, torch.Tensor], incoming: Activations | None) -> tuple[Any, str | None]:
+    try:
+        with preserve_state(module.model):
+            value = module.run(lambda model: model(**batch), incoming)
+        problem = _find_problem(value, incoming, is_last=module.is_last)
+        if problem is None and not module.is_last:
+            # What cannot be described cannot be sent.
+            unpack(value)[0].to_json()
+    except HfdistError as error:
+        return None, ", ".join(str(part) for part in (error.what, error.found) if part)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return (None if problem else value), problem
+
+
+def _find_problem(value: Any, incoming: Activations | None, *, is_last: bool) -> str | None:
+    if is_last and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value)):
+        return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
+    reached = _leaves(value)
+    if not reached:
+        return "the outputs of its blocks carry no autograd graph (reversible layers, or a forward without gradients)"
+    received = () if incoming is None else unpack(incoming)[1]
+    if incoming is not None and not any(id(tensor) in reached for tensor in received):
+        return "no gradient flows back through its blocks"
+    return None
+
+
+def _leaves(value: Any) -> set[int]:
+    """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
+    tensors = _tensors(value)
+    # A stage that skips all its blocks hands on what it received.
+    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
+    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return leaves
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
+    if isinstance(value, Activations):
+        return unpack(value)[1]
+    return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
+
+
+@contextmanager
+def _everything_wants_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """Frozen parameters must be found too."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    was_training = model.training
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
