@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import hfdist
 from hfdist.checkpoint import Saver
 from hfdist.checkpoint.piece import STEP, Piece
-from hfdist.strategies import pieces_replicated
+from hfdist.strategies import pieces
 
 OURS, OURS_TRAINER = "hfdist", "hfdist Trainer"
 DCP, DCP_CACHED, DCP_PROCESS = "torch DCP async", "torch DCP async, memory kept", "torch DCP async, process"
@@ -106,7 +106,7 @@ def _tokens() -> torch.Tensor:
 
 
 def _pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
-    return list(pieces_replicated.list_pieces(model, optimizer))
+    return list(pieces.list_pieces(model, optimizer))
 
 
 def _waits(write: Callable[[Path], object]) -> Save:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hfdist.config.pipeline import Schedule
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import ConfigError
 from hfdist.pipeline.runtime import Runtime, Stage
 from hfdist.pipeline.schedule import plan, receive_early
 from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
@@ -125,3 +127,45 @@ def _describe(value: Any) -> str:
 
 def _call(function: Callable[[PreTrainedModel, Batch], Any], batch: Batch, model: PreTrainedModel) -> Any:
     return function(model, batch)
+
+
+def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Split a data rank's batch of a step along its first dimension, the same on every rank of its pipeline.
+
+    A batch that does not divide, such as the last one of a dataset, is filled up with copies of its first row that
+    have no target: a loss that is a sum over targets does not see them.
+
+    Args:
+        batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
+            they stand for all sequences, go to every micro batch.
+        num_microbatches: how many.
+
+    Raises:
+        ConfigError: a tensor that is not split by sequences, such as the bounds of documents in a row without padding.
+    """
+    num_rows = len(batch["input_ids"])
+    size = -(-num_rows // num_microbatches)
+    missing = size * num_microbatches - num_rows
+    parts: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
+            parts[name] = [value] * num_microbatches
+            continue
+        _check_has_rows(name, value, num_rows)
+        filler = value[:1].expand(missing, *value.shape[1:])
+        if name == "labels" or name == "shift_labels":
+            filler = torch.full_like(filler, IGNORED)
+        parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
+    return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
+
+
+def _check_has_rows(name: str, value: torch.Tensor, num_rows: int) -> None:
+    is_of_tokens = name.startswith("cu_seq_lens") or (name == "position_ids" and value.ndim > 2)
+    if len(value) != num_rows or is_of_tokens:
+        raise ConfigError(
+            "a pipeline splits a batch into micro batches by its sequences, and this tensor has none",
+            where=f"batch['{name}']",
+            found=f"shape {tuple(value.shape)}, with {num_rows} sequences",
+            allowed=f"tensors of shape [{num_rows}, ...]",
+            hint="another data_collator",
+        )

@@ -1,16 +1,51 @@
-"""DeepSpeed's config, generated from ours: every number written out, never "auto"."""
+"""DeepSpeed's config, generated from ours: every number written out, never "auto".
+
+Further keys are checked against DeepSpeed's own schemas, which it consults only in part by itself.
+"""
 
 from __future__ import annotations
 
+import difflib
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from pydantic import BaseModel, ValidationError
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
-from hfdist.strategies.deepspeed_schema import check_extra_keys
+from hfdist.errors import ConfigError
+
+_PLACE = "strategy.deepspeed"
+
+# Numbers that follow from other keys of the config: two sources of truth would differ one day.
+_OWNED = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size and train.micro_batch_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "optimizer.*",
+    "scheduler": "optimizer.schedule",
+    "zero_optimization.stage": "strategy.sharding",
+    "zero_optimization.offload_optimizer.device": "strategy.offload",
+    "bf16.enabled": "train.precision",
+    "fp16.enabled": "train.precision",
+}
+
+# DeepSpeed has no schema for its top level: it picks keys by name and ignores the rest.
+_TOP_LEVEL: dict[str, type] = {
+    "communication_data_type": str,
+    "prescale_gradients": bool,
+    "gradient_predivide_factor": float,
+    "disable_allgather": bool,
+    "dump_state": bool,
+    "memory_breakdown": bool,
+    "wall_clock_breakdown": bool,
+    "steps_per_print": int,
+    "zero_allow_untested_optimizer": bool,
+    "zero_force_ds_cpu_optimizer": bool,
+}
 
 STAGE = {Sharding.zero1: 1, Sharding.zero2: 2, Sharding.zero3: 3}
 
@@ -78,3 +113,98 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         inner = merged.get(key)
         merged[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
     return merged
+
+
+def check_extra_keys(extra: dict[str, Any]) -> None:
+    """Check keys, types and ranges of `strategy.deepspeed`.
+
+    Raises:
+        ConfigError: names the full key, what is allowed and the nearest known key.
+    """
+    if not extra:
+        return
+    _refuse_owned(extra, "")
+    sections = _sections()
+    for key, value in extra.items():
+        if key in sections:
+            _check_section(key, value, sections[key])
+        elif key in _TOP_LEVEL:
+            _check_scalar(key, value, _TOP_LEVEL[key])
+        else:
+            raise _unknown(key, value, [*sections, *_TOP_LEVEL], "")
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "comms_logger": CommsLoggerConfig,
+    }
+
+
+def _refuse_owned(values: dict[str, Any], prefix: str) -> None:
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if path in _OWNED:
+            raise ConfigError(
+                "hfdist writes this DeepSpeed key itself",
+                where=f"{_PLACE}.{path}",
+                found=value,
+                hint=f"set {_OWNED[path]} instead",
+            )
+        if isinstance(value, dict):
+            _refuse_owned(value, f"{path}.")
+
+
+def _check_section(key: str, value: Any, schema: type[BaseModel]) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError("a section of keys is needed here", where=f"{_PLACE}.{key}", found=value, allowed="a mapping")
+    _check_names(value, schema, f"{key}.")
+    try:
+        schema.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            first["msg"], where=f"{_PLACE}.{key}.{place}".rstrip("."), found=first.get("input")
+        ) from error
+
+
+def _check_names(values: dict[str, Any], schema: type[BaseModel], prefix: str) -> None:
+    fields = dict(schema.model_fields)
+    fields |= {field.alias: field for field in schema.model_fields.values() if field.alias}
+    for key, value in values.items():
+        if key not in fields:
+            raise _unknown(key, value, list(fields), prefix)
+        inner = _inner_schema(fields[key].annotation)
+        if inner is not None and isinstance(value, dict):
+            _check_names(value, inner, f"{prefix}{key}.")
+
+
+def _inner_schema(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _check_scalar(key: str, value: Any, kind: type) -> None:
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError("a value of another type", where=f"{_PLACE}.{key}", found=value, allowed=kind.__name__)
+
+
+def _unknown(key: str, value: Any, known: list[str], prefix: str) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return ConfigError(
+        "DeepSpeed has no such key",
+        where=f"{_PLACE}.{prefix}{key}",
+        found=value,
+        allowed=", ".join(sorted(known)),
+        hint=f"{_PLACE}.{prefix}{near[0]}" if near else None,
+    )

@@ -1,8 +1,8 @@
 """Where DeepSpeed's ZeRO optimizers keep their pieces. They step a few flat buffers, of which a rank holds one run:
 
-    stage 1, 2      | a a a a a b|b b c c c -|        one buffer a parameter group, cut evenly over the ranks
+    stage 1, 2      | a a a a a b|b b c c c -|        one buffer a parameter group, split evenly over the ranks
                     |   rank 0   |   rank 1  |
-    stage 3         rank 0: a a|b b|c   rank 1: a a|b -|c    every parameter cut evenly, then put in a row
+    stage 3         rank 0: a a|b b|c   rank 1: a a|b -|c    every parameter split evenly, then put in a row
 
 DeepSpeed has helpers to read them (`safe_get_full_*`), but those gather, and hang or give wrong data in several
 layouts, so its fields are read directly; tests/distributed/test_checkpoint_zero.py fails where one moves.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece
 from hfdist.errors import CheckpointError
-from hfdist.strategies.optimizer_state import StateReader
-from hfdist.strategies.pieces_replicated import list_buffers
+from hfdist.strategies.pieces import StateReader, list_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,34 +116,24 @@ def after_load(model: nn.Module, engine: Any) -> None:
 
 def _flats(zero: Any) -> Iterator[_Flat]:
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return _flats_stage_3(zero)
+        yield from _flats_stage_3(zero)
+        return
     if hasattr(zero, "single_partition_of_fp32_groups"):
-        return _flats_stage_1_2(zero)
-    return _flats_bf16_optimizer(zero)
-
-
-def _flats_stage_1_2(zero: Any) -> Iterator[_Flat]:
-    for index, stepped in enumerate(zero.single_partition_of_fp32_groups):
-        rank = dist.get_rank(zero.real_dp_process_group[index])
+        flats, partitions = zero.single_partition_of_fp32_groups, zero.parallel_partitioned_bit16_groups
         # Round-robin gradients reorder a group; these two lists have the order in the buffer.
-        parameters, offsets = zero.round_robin_bit16_groups[index], zero.round_robin_bit16_offsets[index]
-        weights = zero.parallel_partitioned_bit16_groups[index][rank].detach()
-        runs = _cut(parameters, offsets, weights, first=rank * stepped.numel())
-        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=parameters, runs=runs)
-
-
-def _flats_bf16_optimizer(zero: Any) -> Iterator[_Flat]:
-    """Of stage 1 with bfloat16 weights and float32 sums of gradients, for which DeepSpeed takes another class."""
-    for index, stepped in enumerate(zero.fp32_groups_flat_partition):
+        groups, offsets = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
+    else:
+        # Stage 1 with bfloat16 weights and float32 sums of gradients, for which DeepSpeed takes another class.
+        flats, partitions, groups = zero.fp32_groups_flat_partition, zero.bf16_partitioned_groups, zero.bf16_groups
+        offsets = [list(accumulate((p.numel() for p in group), initial=0))[:-1] for group in groups]
+    for index, stepped in enumerate(flats):
         rank = dist.get_rank(zero.real_dp_process_group[index])
-        parameters = zero.bf16_groups[index]
-        offsets = [sum(p.numel() for p in parameters[:i]) for i in range(len(parameters))]
-        weights = zero.bf16_partitioned_groups[index][rank].detach()
-        runs = _cut(parameters, offsets, weights, first=rank * stepped.numel())
-        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=parameters, runs=runs)
+        weights = partitions[index][rank].detach()
+        runs = _clip(groups[index], offsets[index], weights, first=rank * stepped.numel())
+        yield _Flat(stepped=stepped, options=zero.optimizer.param_groups[index], parameters=groups[index], runs=runs)
 
 
-def _cut(parameters: list[nn.Parameter], offsets: list[int], weights: torch.Tensor, *, first: int) -> list[_Run]:
+def _clip(parameters: list[nn.Parameter], offsets: list[int], weights: torch.Tensor, *, first: int) -> list[_Run]:
     """Clip parameters, at their offsets in the whole buffer, to the rank's part `weights` that starts at `first`."""
     runs = []
     for parameter, offset in zip(parameters, offsets, strict=True):

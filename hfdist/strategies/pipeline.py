@@ -23,133 +23,38 @@ from hfdist.optim.probe import Reach
 from hfdist.pipeline.gradients import sum_gradients, total_norm
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.partition import choose_stages
-from hfdist.pipeline.pipeline import Pipeline
+from hfdist.pipeline.pipeline import Pipeline, split_batch
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel, device_of
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import ScheduleTrace
-from hfdist.strategies import pieces_replicated
-from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks
-from hfdist.strategies.mesh import build_mesh
-from hfdist.strategies.microbatches import split_batch
+from hfdist.strategies import pieces
+from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, build_mesh
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
-class PipelineStrategy:
-    """`strategy.pipeline=N`, alone or with data parallelism."""
-
-    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
-        self.topology = topology
-        self.batch = batch
-        self.config = strategy
-        self.train = train
-        per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
-        self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
-        self.shares = ShardFractions(weights=1.0, gradients=1.0, optimizer=1.0)
-        check_microbatches(
-            strategy.schedule,
-            num_ranks=topology.pipeline,
-            stages_per_rank=per_rank,
-            num_microbatches=batch.num_microbatches,
-            micro_batch_size=batch.micro_batch_size,
-            data_size=batch.data_size,
-        )
-        self._cut: SplitModel | None = None
-        self._size: ModelSize | None = None
-
-    def training_arguments(self) -> dict[str, object]:
-        """The Trainer sees one batch a step: the schedule cuts it into micro batches."""
-        eval_size = self.train.eval_micro_batch_size or self.batch.micro_batch_size
-        return {
-            "gradient_accumulation_steps": 1,
-            "per_device_train_batch_size": self.batch.micro_batch_size * self.batch.num_microbatches,
-            "per_device_eval_batch_size": eval_size * self.batch.num_microbatches,
-            "average_tokens_across_devices": True,
-        }
-
-    @property
-    def engine_class(self) -> type[PipelineEngine]:
-        """Whose optimizer is torch's."""
-        return PipelineEngine
-
-    def agreed_arguments(self) -> dict[str, object]:
-        """None: precision and clipping are the Trainer's."""
-        return {}
-
-    def describe_step(self, device: torch.device) -> ScheduleTrace:
-        """What to call a step's picture, and the bubble to compare it with."""
-        num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
-        per_rank = len(self.rank_of_stage) // num_ranks
-        return ScheduleTrace(
-            rank=self.topology.pipeline_rank,
-            device=device,
-            replica=self.topology.replica(0),
-            title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
-            f"{num_microbatches} micro batches",
-            formula=bubble_fraction(
-                self.config.schedule,
-                num_ranks=num_ranks,
-                stages_per_rank=per_rank,
-                num_microbatches=num_microbatches,
-            ),
-        )
-
-    def start(self) -> None:
-        """Nothing to do."""
-
-    def cut(self, model: nn.Module) -> None:
-        """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
-
-        Raises:
-            ConfigError, PartitionError: the model cannot be cut as `strategy.*` asks.
-        """
-        whole = cast(PreTrainedModel, model)
-        self._size = measure_size(whole)
-        blocks = find_block_parts(whole)
-        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
-        mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
-        self._cut = split_at_blocks(whole, blocks, stages, mine)
-
-    def build(self, model: nn.Module) -> PipelineEngine:
-        """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
-
-        Raises:
-            PartitionError: the model cannot be split at its blocks.
-        """
-        if self._cut is None or self._cut.model is not model:
-            self.cut(model)
-        assert self._cut is not None
-        assert self._size is not None
-        model.register_forward_pre_hook(refuse_call)
-        mesh = build_mesh(self.topology)
-        settled = infer_stage_io(self._cut, self.rank_of_stage, self.topology, mesh)
-        logger.info("%s; %s travel", _describe_stages(self._cut.stages), settled.carry.describe())
-        return self.engine_class(self, self._cut, self._size, settled, mesh)
-
-
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Runs a whole optimizer step's micro batches through the stages."""
 
     optimizer_sees = Reach.parameter
+    reduces_gradients = True
+    runs_whole_model = False
 
     def __init__(
-        self, strategy: PipelineStrategy, cut: SplitModel, size: ModelSize, settled: StageIO, mesh: DeviceMesh
+        self, strategy: PipelineStrategy, split: SplitModel, size: ModelSize, stage_io: StageIO, mesh: DeviceMesh
     ) -> None:
-        self.model: nn.Module = cut.model
-        self.size = size
-        self.reduces_gradients = True
-        self.runs_whole_model = False
-        self.schedule_trace: ScheduleTrace | None = None
+        super().__init__(split.model)
+        self._size = size
         self._strategy = strategy
-        self._cut = cut
-        self._carry = settled.carry
-        self._shared = settled.shared
+        self._split = split
+        self._carry = stage_io.carry
+        self._shared = stage_io.shared
         self._pipeline_group = mesh.get_group("pipeline")
         self._data_group = mesh.get_group("data")
-        self.loss_group: dist.ProcessGroup | None = self._data_group
+        self.loss_group = self._data_group
         self._world_size = strategy.topology.world_size
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
@@ -157,9 +62,14 @@ class PipelineEngine:
         self._optimizer: Any = None
         self._scaler: Any = None
 
+    @property
+    def size(self) -> ModelSize:
+        """Size of the model before it was split."""
+        return self._size
+
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        if self._carry.embedding and hasattr(self._cut.model.get_input_embeddings(), "neftune_noise_alpha"):
+        if self._carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
             raise PartitionError(
                 "every stage of this model looks up the embedding, and would add noise of its own to it",
                 where="train.arguments.neftune_noise_alpha",
@@ -181,12 +91,12 @@ class PipelineEngine:
     def _make_pipeline(self) -> Pipeline:
         self.schedule_trace = self._strategy.describe_step(self._device)
         return Pipeline(
-            {stage: self._cut.stage_module(stage, self._carry) for stage in self._cut.mine},
+            {stage: self._split.stage_module(stage, self._carry) for stage in self._split.mine},
             self._strategy.config.schedule,
             P2PChannel(self._strategy.rank_of_stage, self._pipeline_group, self._device),
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.schedule_trace,
-            splits_backward=not (self._cut.is_compiled or self._cut.model.is_activation_checkpointing),
+            splits_backward=not (self._split.is_compiled or self._split.model.is_activation_checkpointing),
         )
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
@@ -207,7 +117,7 @@ class PipelineEngine:
         with self.schedule_trace.around_step():
             self._pipeline.forward_backward(microbatches, scaled_loss)
         self._reduce_gradients()
-        return self._agree_on_loss(unscaled)
+        return self._reduce_loss(unscaled)
 
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
         """Run forwards through the stages. Only the rank of the last stage has values."""
@@ -229,28 +139,10 @@ class PipelineEngine:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
 
-    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Its own: a stage holds its parameters whole."""
-        return tuple(parameter.shape)
-
-    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Those of this rank's stages, which each replica of the pipeline has; tied ones are on several stages."""
-        return self.model.named_parameters()
-
     def pieces(self) -> Iterable[Piece]:
-        """This rank's parameters and their optimizer state, whole; names are the whole model's."""
+        """List this rank's parameters and their optimizer state, whole; names are the whole model's."""
         optimizer = None if self._optimizer is None else self._optimizer.optimizer
-        return pieces_replicated.list_pieces(self.model, optimizer)
-
-    def numbers(self) -> dict[str, Any]:
-        """None: the Trainer keeps the loss scale."""
-        return {}
-
-    def restore_numbers(self, numbers: dict[str, Any]) -> None:
-        """Nothing to take."""
-
-    def loaded(self) -> None:
-        """Nothing is derived from the pieces."""
+        return pieces.list_pieces(self.model, optimizer)
 
     def _find_trainable(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
@@ -286,9 +178,9 @@ class PipelineEngine:
         for group, names in self._shared.groups:
             sum_gradients((self.model.get_parameter(name) for name in names), group)
 
-    def _agree_on_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Only the last stage has losses. The Trainer averages over all ranks, and each data rank has a share."""
-        total = torch.stack(losses).sum() if self._cut.has_last else torch.zeros((), device=self._device)
+    def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Give all ranks the last stage's loss. The Trainer averages over all ranks, and each data rank has a share."""
+        total = torch.stack(losses).sum() if self._split.has_last else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
         return total * self._strategy.topology.data_size
 
@@ -300,6 +192,86 @@ class PipelineEngine:
         self.model.train(mode)
         for module in self._pipeline.modules.values():
             module.train(mode)
+
+
+class PipelineStrategy(Strategy):
+    """`strategy.pipeline=N`, alone or with data parallelism."""
+
+    engine_class: type[PipelineEngine] = PipelineEngine
+
+    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
+        super().__init__(topology, batch)
+        self.config = strategy
+        self.train = train
+        per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
+        self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
+        check_microbatches(
+            strategy.schedule,
+            num_ranks=topology.pipeline,
+            stages_per_rank=per_rank,
+            num_microbatches=batch.num_microbatches,
+            micro_batch_size=batch.micro_batch_size,
+            data_size=batch.data_size,
+        )
+        self._split: SplitModel | None = None
+        self._size: ModelSize | None = None
+
+    def training_arguments(self) -> dict[str, object]:
+        """The Trainer sees one batch a step: the schedule splits it into micro batches."""
+        eval_size = self.train.eval_micro_batch_size or self.batch.micro_batch_size
+        return {
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": self.batch.micro_batch_size * self.batch.num_microbatches,
+            "per_device_eval_batch_size": eval_size * self.batch.num_microbatches,
+            "average_tokens_across_devices": True,
+        }
+
+    def describe_step(self, device: torch.device) -> ScheduleTrace:
+        """Give the record of a step: its title, and the bubble to compare it with."""
+        num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
+        per_rank = len(self.rank_of_stage) // num_ranks
+        return ScheduleTrace(
+            rank=self.topology.pipeline_rank,
+            device=device,
+            replica=self.topology.replica(0),
+            title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
+            f"{num_microbatches} micro batches",
+            formula=bubble_fraction(
+                self.config.schedule,
+                num_ranks=num_ranks,
+                stages_per_rank=per_rank,
+                num_microbatches=num_microbatches,
+            ),
+        )
+
+    def partition(self, model: nn.Module) -> None:
+        """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
+
+        Raises:
+            ConfigError, PartitionError: the model cannot be split as `strategy.*` asks.
+        """
+        whole = cast(PreTrainedModel, model)
+        self._size = measure_size(whole)
+        blocks = find_block_parts(whole)
+        stages = choose_stages(whole, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
+        mine = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.topology.pipeline_rank]
+        self._split = split_at_blocks(whole, blocks, stages, mine)
+
+    def build(self, model: nn.Module) -> PipelineEngine:
+        """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
+
+        Raises:
+            PartitionError: the model cannot be split at its blocks.
+        """
+        if self._split is None or self._split.model is not model:
+            self.partition(model)
+        assert self._split is not None
+        assert self._size is not None
+        model.register_forward_pre_hook(refuse_call)
+        mesh = build_mesh(self.topology)
+        stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, mesh)
+        logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
+        return self.engine_class(self, self._split, self._size, stage_io, mesh)
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

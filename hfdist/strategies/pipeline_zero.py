@@ -1,4 +1,4 @@
-"""A pipeline whose optimizer state is cut over the data ranks by DeepSpeed ZeRO-1.
+"""A pipeline whose optimizer state is partitioned over the data ranks by DeepSpeed ZeRO-1.
 
 Weights stay in float32, as without ZeRO, and half precision is autocast's: the arithmetic is the same in all layouts.
 """
@@ -24,35 +24,6 @@ from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed_config import generate
 from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.zero import start_deepspeed
-
-
-class PipelineZeroStrategy(PipelineStrategy):
-    """`strategy.pipeline=N strategy.sharding=zero1`."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.shares = ShardFractions(weights=1.0, gradients=1.0, optimizer=1.0 / self.topology.data_size)
-        self.deepspeed_config = self._generate()
-
-    def agreed_arguments(self) -> dict[str, object]:
-        """What DeepSpeed's config has taken over; half precision is autocast's."""
-        return {"max_grad_norm": self.train.max_grad_norm}
-
-    def start(self) -> None:
-        """Let DeepSpeed take over the process group."""
-        start_deepspeed()
-
-    def _generate(self) -> dict[str, Any]:
-        without_types = dataclasses.replace(self.train, precision=Precision.fp32)
-        generated = generate(self.config, without_types, self.batch)
-        # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
-        generated["zero_optimization"]["overlap_comm"] = False
-        return generated
-
-    @property
-    def engine_class(self) -> type[PipelineEngine]:
-        """Whose optimizer is DeepSpeed's."""
-        return PipelineZeroEngine
 
 
 class PipelineZeroEngine(PipelineEngine):
@@ -88,15 +59,15 @@ class PipelineZeroEngine(PipelineEngine):
                 "DeepSpeed makes no optimizer for a rank whose parameters are all frozen",
                 where="strategy.sharding",
                 found=f"zero1, with nothing to train on rank {trains.index(False)}",
-                hint="strategy.sharding=none, or a cut (strategy.blocks_per_stage) that gives each rank something",
+                hint="strategy.sharding=none, or stages (strategy.blocks_per_stage) that give each rank something",
             )
 
     def clip_grad_norm(self, max_norm: float, default: Any) -> Any:
-        """The norm of the step that DeepSpeed has made."""
+        """Give the norm of the step that DeepSpeed has made."""
         return self._norm
 
     def pieces(self) -> Iterable[Piece]:
-        """This rank's runs of its stages' flattened parameters and of their optimizer state."""
+        """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
 
     def loaded(self) -> None:
@@ -117,6 +88,28 @@ class PipelineZeroEngine(PipelineEngine):
             self._scaler.step(step)
             self._scaler.update()
         self._norm = step.norm
+
+
+class PipelineZeroStrategy(PipelineStrategy):
+    """`strategy.pipeline=N strategy.sharding=zero1`."""
+
+    engine_class = PipelineZeroEngine
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.shares = ShardFractions(optimizer=1.0 / self.topology.data_size)
+        without_types = dataclasses.replace(self.train, precision=Precision.fp32)
+        self.deepspeed_config = generate(self.config, without_types, self.batch)
+        # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
+        self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
+
+    def agreed_arguments(self) -> dict[str, object]:
+        """What DeepSpeed's config has taken over; half precision is autocast's."""
+        return {"max_grad_norm": self.train.max_grad_norm}
+
+    def start(self) -> None:
+        """Let DeepSpeed take over the process group."""
+        start_deepspeed()
 
 
 class _Step:

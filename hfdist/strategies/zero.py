@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) cut over the data ranks."""
+"""DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) partitioned over the data ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.strategies import pieces_zero
-from hfdist.strategies.base import ShardFractions
+from hfdist.strategies.base import Engine, ShardFractions, Strategy
 from hfdist.strategies.deepspeed_config import STAGE, generate
-from hfdist.strategies.default import DefaultEngine
 from hfdist.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class ZeroStrategy:
+class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
-        self.topology = topology
-        self.batch = batch
+        super().__init__(topology, batch)
         self.stage = STAGE[strategy.sharding]
         self._deepspeed = generate(strategy, train, batch)
         self._train = train
@@ -40,23 +38,20 @@ class ZeroStrategy:
         )
 
     def training_arguments(self) -> dict[str, object]:
-        """The generated DeepSpeed config. Under ZeRO-3, models built after it are cut while they are made."""
-        return {
-            "gradient_accumulation_steps": self.batch.num_microbatches,
-            "per_device_train_batch_size": self.batch.micro_batch_size,
-            "deepspeed": self._deepspeed,
-        }
+        """Add the DeepSpeed config. Under ZeRO-3, models made after it are partitioned while they are made."""
+        return super().training_arguments() | {"deepspeed": self._deepspeed}
 
     def agreed_arguments(self) -> dict[str, object]:
-        """What DeepSpeed's config has taken over."""
-        return arguments_of_deepspeed(self._train)
+        """Give those for which DeepSpeed has keys of its own."""
+        return {
+            "max_grad_norm": self._train.max_grad_norm,
+            "bf16": self._train.precision is Precision.bf16,
+            "fp16": self._train.precision is Precision.fp16,
+        }
 
     def start(self) -> None:
-        """Let DeepSpeed take over the process group: ZeRO-3's cutting during construction asks it for the size."""
+        """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
         start_deepspeed()
-
-    def cut(self, model: nn.Module) -> None:
-        """Nothing to do: DeepSpeed cuts, while the model is made or when it is prepared."""
 
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed.
@@ -67,21 +62,12 @@ class ZeroStrategy:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0:
                 raise ConfigError(
-                    "DeepSpeed cannot cut a parameter that is a single number without a dimension",
+                    "DeepSpeed cannot partition a parameter that is a single number without a dimension",
                     where=name,
                     found="shape []",
                     hint="torch.zeros(1) in place of torch.tensor(0.0), or a strategy without sharding",
                 )
         return ZeroEngine(model)
-
-
-def arguments_of_deepspeed(train: TrainConfig) -> dict[str, object]:
-    """Fields of TrainingArguments for which DeepSpeed has keys of its own."""
-    return {
-        "max_grad_norm": train.max_grad_norm,
-        "bf16": train.precision is Precision.bf16,
-        "fp16": train.precision is Precision.fp16,
-    }
 
 
 def start_deepspeed() -> None:
@@ -114,7 +100,7 @@ def _check_counts_nothing(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class ZeroEngine(DefaultEngine):
+class ZeroEngine(Engine):
     """DeepSpeed reduces, clips and steps inside the last backward; state is found where it keeps it.
 
     Under ZeRO-3 every forward is a collective, in evaluation too.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hfdist.strategies import pieces_replicated, pieces_zero
+from hfdist.strategies import pieces, pieces_zero
 
 SEQUENCES, TOKENS, VOCABULARY = 12, 9, 61
 
@@ -69,7 +69,7 @@ class Replicated:
         return global_mean(loss)
 
     def pieces(self):
-        return pieces_replicated.list_pieces(self.model, self.optimizer)
+        return pieces.list_pieces(self.model, self.optimizer)
 
     def loaded(self):
         pass

@@ -8,9 +8,9 @@ import torch
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
+from hfdist.pipeline.pipeline import split_batch
 from hfdist.strategies import pipeline
-from hfdist.strategies.default import DefaultEngine
-from hfdist.strategies.microbatches import split_batch
+from hfdist.strategies.base import Engine
 from hfdist.strategies.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import DistributedTrainerMixin
@@ -51,25 +51,25 @@ def test_an_adapter_in_a_pipeline_passes(tmp_path, cache_dir, capfd):
 
 def drop_a_micro_batch():
     """The first of the four that a rank has in a step."""
-    original, calls = DefaultEngine.forward_backward, []
+    original, calls = Engine.forward_backward, []
 
     def forward_backward(self, batch, num_items, default):
         calls.append(1)
         return torch.zeros(()) if len(calls) % 4 == 1 else original(self, batch, num_items, default)
 
-    DefaultEngine.forward_backward = forward_backward
+    Engine.forward_backward = forward_backward
 
 
 def halve_the_gradients():
     """As where they are averaged but should be summed. Clipping hides it from all figures but the norm before it."""
-    original = DefaultEngine.clip_grad_norm
+    original = Engine.clip_grad_norm
 
     def clip_grad_norm(self, max_norm, default):
         for parameter in self.model.parameters():
             parameter.grad.mul_(0.5)
         return original(self, max_norm, default)
 
-    DefaultEngine.clip_grad_norm = clip_grad_norm
+    Engine.clip_grad_norm = clip_grad_norm
 
 
 def lose_the_cursor():

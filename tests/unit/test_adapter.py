@@ -14,7 +14,7 @@ from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.adapter import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
-from hfdist.strategies.pieces_replicated import list_pieces
+from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, write_adapter_config
 
 SMALL = LlamaConfig(

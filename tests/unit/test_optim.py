@@ -15,7 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.optim.muon import Joined, MuonWithAdamW
 from hfdist.optim.probe import Reach, ask, check, check_steps_all, describe, moving_options, starts_from_zeros
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, values_per_weight
-from hfdist.strategies.optimizer_state import StateReader
+from hfdist.strategies.pieces import StateReader
 from hfdist.trainer.optimizers import OwnOptimizer
 from tests.packages import install_package
 

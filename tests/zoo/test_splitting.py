@@ -12,7 +12,7 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import Absent
-from hfdist.strategies.mesh import build_mesh
+from hfdist.strategies.base import build_mesh
 from hfdist.topology import Topology
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (

@@ -166,7 +166,7 @@ class Run:
             self._here.model,
             self.architecture,
             seed=self.config.train.seed,
-            cut=self.strategy.cut,
+            cut=self.strategy.partition,
             trained=TrainableParameters.of(self.config),
         )
 
