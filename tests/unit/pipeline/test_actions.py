@@ -12,11 +12,11 @@ KINDS = [
     (Schedule.interleaved_zero_bubble, 1), (Schedule.interleaved_zero_bubble, 2), (Schedule.zbv, 2),
     (Schedule.dualpipev, 2),
 ]  # fmt: skip
-SIZES = [(1, 2), (2, 4), (2, 8), (4, 8), (4, 12)]
-"""Ranks and micro batches."""
+SIZES = [(1, 2), (2, 4), (4, 8), (4, 12)]
+"""Ranks and micro batches: two of these for each kind."""
 cases = pytest.mark.parametrize(
     ("schedule", "per_rank", "num_ranks", "num_microbatches"),
-    [(*kind, *size) for kind, size in product(KINDS, SIZES)],
+    [(*kind, *SIZES[(place + more) % 4]) for place, kind in enumerate(KINDS) for more in (0, 1)],
     ids=lambda value: value.value if isinstance(value, Schedule) else str(value),
 )
 
@@ -143,7 +143,7 @@ def test_1f1b_keeps_no_more_in_flight_than_there_are_ranks_to_the_end(num_ranks)
 
 
 @cases
-@pytest.mark.parametrize("num_computations", [0, 1, 2, 100])
+@pytest.mark.parametrize("num_computations", [0, 2, 100])
 def test_early_receives(schedule, per_rank, num_ranks, num_microbatches, num_computations):
     """The same instructions; each receive as early as it may be; computations, sends and receives keep their orders."""
     placement, ranks = make(schedule, per_rank, num_ranks, num_microbatches)

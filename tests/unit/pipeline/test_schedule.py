@@ -100,7 +100,7 @@ def test_what_is_proposed_is_accepted_and_nothing_nearer_is(schedule, per_rank):
 
 
 @kinds
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_torch_plans_exactly_what_is_accepted(schedule, per_rank, num_ranks):
     """Plans for any number of ranks are made without processes; the distributed test runs two."""
     for num_microbatches in range(1, 3 * num_ranks + 8):
@@ -112,7 +112,7 @@ def test_torch_plans_exactly_what_is_accepted(schedule, per_rank, num_ranks):
 
 
 @kinds
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_formula_is_the_idle_time_of_torchs_order(schedule, per_rank, num_ranks):
     enough = (3 * num_ranks + 1) // 2 if schedule is Schedule.zbv else num_ranks
     for num_microbatches in range(1, 3 * num_ranks + 1):

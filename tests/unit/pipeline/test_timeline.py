@@ -6,6 +6,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 
+from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.pipeline import schedule
 from hfdist.pipeline.timeline import (
     Action,
     Event,
@@ -14,7 +16,7 @@ from hfdist.pipeline.timeline import (
     write_chrome_trace,
 )
 from hfdist.pipeline.timeline_plot import build_figure, draw
-from tests.unit.pipeline.simulation import simulate
+from tests.unit.pipeline.torch_actions import events as timed
 
 CPU = torch.device("cpu")
 
@@ -106,18 +108,10 @@ def test_time_in_which_actions_overlap_counts_once():
     assert bubble_fraction(overlapping) == pytest.approx(1 - 6 / 10)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"p": 4, "m": 8}, 3 / (8 + 3)),
-        ({"p": 2, "m": 6}, 1 / (6 + 1)),
-        ({"p": 4, "m": 8, "zero_bubble": True}, 3 / (3 * 8 + 3)),
-        ({"p": 4, "m": 8, "v": 2, "zero_bubble": True}, 1.5 / (3 * 8 + 1.5)),
-    ],
-)
-def test_a_simulated_schedule_has_the_bubble_of_theory(settings, expected):
-    assert bubble_fraction(simulate(**settings)) == pytest.approx(expected)
-    assert bubble_fraction(simulate(**settings, send_seconds=0.001)) > expected
+@pytest.mark.parametrize(("kind", "per_rank"), [(ONE_F_ONE_B, 1), (Schedule.interleaved_zero_bubble, 2)])
+def test_a_schedule_of_equal_stages_has_the_bubble_of_theory(kind, per_rank):
+    formula = schedule.bubble_fraction(kind, num_ranks=4, stages_per_rank=per_rank, num_microbatches=8)
+    assert bubble_fraction(timed(kind, 4, per_rank, 8)) == pytest.approx(formula)
 
 
 def test_the_chrome_trace_holds_every_event_in_microseconds(tmp_path):
@@ -157,7 +151,7 @@ def bars(figure):
 
 
 def test_each_event_is_a_bar_in_the_row_of_its_rank():
-    events = simulate(4, 8, send_seconds=0.001)
+    events = timed(ONE_F_ONE_B, 4, 1, 8)
     drawn = bars(build_figure(events, title="1F1B", formula=3 / 11))
     idle = drawn.pop("idle")
     assert [row for row, _, _ in idle] == [0, 1, 2, 3]
@@ -183,7 +177,7 @@ def test_rows_follow_the_ranks_that_took_part():
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (8, 8), (2, 20)])
 def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_microbatches):
-    events = simulate(num_ranks, num_microbatches, zero_bubble=True)
+    events = timed(Schedule.interleaved_zero_bubble, num_ranks, 1, num_microbatches)
     figure = build_figure(events, title="zero bubble", formula=0.1)
     (axes,) = figure.axes
     figure.draw_without_rendering()
@@ -207,7 +201,7 @@ def test_boxes_too_small_for_a_number_have_none():
 
 
 def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
-    events = simulate(4, 8, v=2, zero_bubble=True)
+    events = timed(Schedule.interleaved_zero_bubble, 4, 2, 8)
     figure = build_figure(events, title="two stages", formula=0.1)
     (forwards,) = [container for container in figure.axes[0].containers if container.get_label() == "forward"]
     colours = {}
@@ -225,13 +219,13 @@ def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
 
 
 def test_the_title_sets_the_measured_bubble_beside_the_formula():
-    figure = build_figure(simulate(4, 8), title="1F1B", formula=0.25)
+    figure = build_figure(timed(ONE_F_ONE_B, 4, 1, 8), title="1F1B", formula=0.25)
     assert figure.get_suptitle() == "1F1B"
     assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
 
 
 def test_the_picture_is_written(tmp_path):
-    pixels = imread(draw(simulate(2, 4), tmp_path / "timeline.png", title="1F1B", formula=0.2))
+    pixels = imread(draw(timed(ONE_F_ONE_B, 2, 1, 4), tmp_path / "timeline.png", title="1F1B", formula=0.2))
     assert pixels.shape[1] >= 1000
     # Four colours at the least: white, idle, forwards, backwards.
     assert len({tuple(pixel) for pixel in pixels[::10, ::10].reshape(-1, pixels.shape[2]).tolist()}) >= 4
