@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 
 from hfdist.config.checks.data import check_mixture
 from hfdist.config.data import DataConfig, SourceConfig
-from hfdist.data.cache.files import digest_of
+from hfdist.data.cache import digest_of
 from hfdist.data.documents.inventory import Inventory
 from hfdist.data.order.shuffle import cut_runs, permutation
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
-from hfdist.data.sources.examples import texts_in
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.problems import Problems
-from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.rows import RowReader, texts_in
 from hfdist.data.tokenization.tokenize import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
@@ -207,11 +205,8 @@ def open_corpus(
     sources = {name: SourceConfig() for name in given} | config.sources
     config = replace(config, sources=sources)
     check_mixture(config)
-    problems = Problems(config.on_bad_rows)
     shards: dict[str, Sequence[Shard]] = {
-        name: find_shards(name, config, cache_dir(config), problems, section=section)
-        for name in sources
-        if name not in given
+        name: find_shards(name, config, cache_dir(config), section=section) for name in sources if name not in given
     }
     for name, dataset in given.items():
         rows = RowReader.of(sources[name], config.format, f"{section}.{name}")

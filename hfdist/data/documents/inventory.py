@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from hfdist.data.cache.files import digest_of, write_atomically
+from hfdist.data.cache import digest_of, write_atomically
 from hfdist.data.sources.base import Shard
 from hfdist.data.storage.contents import Contents
 from hfdist.errors import CheckpointError

@@ -11,49 +11,33 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import ipc
 
-from hfdist.data.sources.base import (
-    BadRow,
-    damage,
-    local_identity,
-    rows_held_at_once,
-    rows_of_runs,
-    spans_of_part,
-    uncompared,
-)
+from hfdist.data.sources.base import BadRow, FileShard, damage, rows_held_at_once
 from hfdist.data.sources.columns import check_schema, one_array, texts_at
-from hfdist.data.sources.rowindex import cached_index
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.verified_file import whole_file
+from hfdist.data.storage.files import DataFile
 
 # A file is a stream between a mark of eight bytes and a footer.
 _FILE_MARK = b"ARROW1\0\0"
 _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-class ArrowShard:
+class ArrowShard(FileShard):
     """One file of either format. It is memory-mapped, so only the pages of the columns that are read are ever read."""
 
     def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
-        self.name = file.name
-        self.identity, self.local_identity = identity, local_identity(identity, file)
-        self.contents, self.place = file.contents, uncompared(file)
-        self._file, self._rows = file, rows
-        self.gives_examples = rows.gives_examples
-        index = cached_index(cache.folder, file, identity, self._index)
-        self._offsets = index[0]
-        self.runs: Sequence[int] = index[1].tolist()
-        self._ends = np.cumsum(index[1])
+        super().__init__(file, identity, gives_examples=rows.gives_examples)
+        self._rows = rows
+        self._starts, num_rows = self._cached_index(cache.folder, self._index)
+        self.runs: Sequence[int] = num_rows.tolist()
         self.rows_at_once = rows_held_at_once(file.size_bytes, sum(self.runs))
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
         """Give the texts of rows; all in one record batch."""
-        batch = int(np.searchsorted(self._ends, rows[0], side="right"))
-        first = int(self._ends[batch]) - self.runs[batch]
+        batch, first = self._run_of(rows[0])
         try:
-            with whole_file(self._file) as path, self._open(path) as (source, reader):
-                found = _batch_at(int(self._offsets[batch]), source, reader)
+            with self._file.local() as path, self._open(path) as (source, reader):
+                found = _batch_at(int(self._starts[batch]), source, reader)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
                 texts = list(texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url))
@@ -62,15 +46,11 @@ class ArrowShard:
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)
         return texts
 
-    def rows_of_part(self, part: int) -> range:
-        """Tell the rows of the record batches."""
-        return rows_of_runs(*spans_of_part(self._offsets, self._file, part), self.runs)
-
     def _index(self) -> NDArray[np.int64]:
         """Find where each record batch starts and how many rows it has; shape [2, batches]."""
         batches: list[tuple[int, int]] = []
         try:
-            with whole_file(self._file) as path, self._open(path) as (source, reader):
+            with self._file.local() as path, self._open(path) as (source, reader):
                 place = source.tell()
                 for batch in reader:
                     batches.append((place, batch.num_rows))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hfdist.data.cache import cached_array, write_atomically
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.contents import digests_of, is_in_identity, part_bytes
-from hfdist.data.storage.datafile import DataFile
+from hfdist.data.storage.files import DataFile
 from hfdist.errors import DataError, ResourceError
 
 MOST_ROW_BYTES = 64 << 20
@@ -23,6 +28,7 @@ MOST_ROW_BYTES = 64 << 20
 HELD_BYTES = 2 << 20
 MOST_ROWS_AT_ONCE = 1024
 _SHOWN_BYTES = 80
+_MOST_EXPANSION, _LEAST_BOMB_BYTES = 1000, 1 << 30
 
 
 class ContentError(DataError):
@@ -57,7 +63,7 @@ class Shard(Protocol):
     """Numbers of rows that are cheap to read together, in order; their sum is the number of rows."""
 
     gives_examples: bool
-    """Whether texts are examples in canonical JSON: see `examples.py`."""
+    """Whether texts are examples in canonical JSON: see `rows.py`."""
     rows_at_once: int
     """How many rows of a run to ask for together; 1 where one row costs no more alone."""
 
@@ -91,31 +97,77 @@ class TokenShard(Shard, Protocol):
         """Give the documents of some rows of one run, in the order asked for."""
 
 
-def local_identity(identity: str, file: DataFile) -> str:
-    """Give the `local_identity` of a shard that is a file."""
-    return json.dumps([identity, file.url, file.version, *digests_of(file.contents)])
+class FileShard:
+    """What the shards of files have in common."""
 
+    runs: Sequence[int]
+    _starts: NDArray[np.int64]
+    """First byte of each run, or of each row where they are read one by one."""
 
-def uncompared(file: DataFile) -> tuple[str, str] | None:
-    """Give the `place` of a shard that is a file."""
-    return None if file.contents is not None or is_in_identity(file) else (file.url, file.version)
+    def __init__(self, file: DataFile, identity: str, *, gives_examples: bool = False) -> None:
+        self.name, self.identity, self.gives_examples = file.name, identity, gives_examples
+        self.local_identity = json.dumps([identity, file.url, file.version, *digests_of(file.contents)])
+        self.contents = file.contents
+        is_compared = file.contents is not None or is_in_identity(file)
+        self.place = None if is_compared else (file.url, file.version)
+        self._file = file
+
+    def rows_of_part(self, part: int) -> range | None:
+        """Tell the rows of the runs that a part of the file touches."""
+        first, stop = spans_of_part(self._starts, self._file, part)
+        return range(sum(self.runs[:first]), sum(self.runs[:stop]))
+
+    def _run_of(self, row: int) -> tuple[int, int]:
+        """Number of the run of a row, and the first row of that run."""
+        run = int(np.searchsorted(self._ends, row, side="right"))
+        return run, int(self._ends[run]) - self.runs[run]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(np.array(self.runs, dtype=np.int64))
+
+    def _cached_index(self, cache_dir: Path, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Give what `make` finds in the file, from the cache where it is there; so are its complaints.
+
+        A second start needs no look at the file, which may have to be fetched from far away.
+
+        Raises:
+            ContentError: what `make` raised, now or earlier.
+        """
+        # Identity alone is of the ends of a file, so that another version is another entry.
+        key = hashlib.blake2b(self.local_identity.encode(), digest_size=16).hexdigest()
+        path, refusal = cache_dir / "index" / f"{key}.npy", cache_dir / "index" / f"{key}.json"
+
+        def make_or_refuse() -> NDArray[np.int64]:
+            # Else it is not there, or damaged.
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                raise ContentError(**json.loads(refusal.read_bytes()))
+            try:
+                return make()
+            except ContentError as error:
+                found = None if error.found is None else str(error.found)
+                told = {"what": error.what, "where": error.where, "allowed": error.allowed, "hint": error.hint}
+                write_atomically(refusal, json.dumps(told | {"found": found}).encode())
+                raise
+
+        return cached_array(path, make_or_refuse)
 
 
 def spans_of_part(starts: NDArray[np.int64], file: DataFile, part: int) -> tuple[int, int]:
-    """Which spans a part of a file cuts: the first, and the one behind the last; `starts` are their first bytes."""
+    """Number of the first span that a part of a file touches, and the one behind the last; `starts` are in bytes."""
     size = part_bytes(file.size_bytes)
     first = max(int(np.searchsorted(starts, part * size, side="right")) - 1, 0)
     return first, max(int(np.searchsorted(starts, (part + 1) * size)), first + 1)
 
 
-def rows_of_runs(first: int, stop: int, runs: Sequence[int]) -> range:
-    """Rows of some neighbouring runs."""
-    return range(sum(runs[:first]), sum(runs[:stop]))
-
-
 def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
     """How many rows of the mean size to read together, so that a lane holds about `HELD_BYTES`."""
     return min(max(HELD_BYTES * num_rows // max(num_bytes, 1), 1), MOST_ROWS_AT_ONCE)
+
+
+def expands_too_much(packed_bytes: int, unpacked_bytes: int) -> bool:
+    """Whether no text would do so: such files are made to fill memories and disks."""
+    return unpacked_bytes > max(_MOST_EXPANSION * packed_bytes, _LEAST_BOMB_BYTES)
 
 
 def missing_column(column: str, present: Sequence[str], *, where: str, section: str) -> ContentError:

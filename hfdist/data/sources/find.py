@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfdist.config.data import DataConfig, SourceKind
+from hfdist.config.data import BadRows, DataConfig, SourceKind
 from hfdist.data.sources.arrow import ArrowShard
 from hfdist.data.sources.base import ContentError, Shard
-from hfdist.data.sources.hub import open_hub
-from hfdist.data.sources.jsonlines import JsonLinesShard
+from hfdist.data.sources.dataset import open_hub
 from hfdist.data.sources.parquet import ParquetShard
-from hfdist.data.sources.problems import Problems
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
-from hfdist.data.sources.text import TextShard
+from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.contents import MOST_BYTES, read_contents
-from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.files import DataFile, LocalFile, identify_all
 from hfdist.data.storage.find import find_files
-from hfdist.data.storage.identity import identify_all
-from hfdist.data.storage.localfile import LocalFile
 from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 
 
-def find_shards(
-    name: str, data: DataConfig, cache_dir: Path, problems: Problems, *, section: str = "data.sources"
-) -> Sequence[Shard]:
-    """Open the shards of the source `name`; bad ones are handed to `problems`.
+def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources") -> Sequence[Shard]:
+    """Open the shards of the source `name`. `data.on_bad_rows` says what becomes of files that cannot be read.
 
     Args:
         name: of the source.
         data: `data.*`.
         cache_dir: for remote files.
-        problems: what to do with bad ones.
         section: of the config, to name in messages.
 
     Raises:
@@ -62,19 +58,13 @@ def find_shards(
         case SourceKind.files:
             assert config.path is not None
             files = find_files(config.path, key=key, suffixes=SUFFIXES, cache=cache)
-            shards = _open_all(files, RowReader.of(config, data.format, f"{section}.{name}"), cache, problems)
-            if not shards:
-                first = problems.bad_files[-len(files)]
-                raise DataError(
-                    "no file of the source can be read",
-                    where=key,
-                    found=f"{len(files)} left out; the first: {first.url}: {first.reason}",
-                )
-            return shards
+            return _open_all(
+                files, RowReader.of(config, data.format, f"{section}.{name}"), cache, data.on_bad_rows, key
+            )
 
 
-def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, problems: Problems) -> list[Shard]:
-    """Open files and hand the bad ones to `problems`, in order."""
+def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadRows, key: str) -> list[Shard]:
+    """Open files in order; bad ones stop the run, or are left out."""
 
     def try_open(file: DataFile, identity: str) -> Shard | ContentError:
         try:
@@ -86,18 +76,26 @@ def _open_all(files: Sequence[DataFile], rows: RowReader, cache: FileCache, prob
     if sum(file.size_bytes for file in files) <= MOST_BYTES:
         read_contents([file for file in files if _is_read_at_a_start(file)], cache.folder)
     shards: list[Shard] = []
+    left_out: list[str] = []
     first_by_identity: dict[str, DataFile] = {}
     for file, opened in zip(files, thread_map(try_open, files, identities), strict=True):
-        if isinstance(opened, ContentError):
-            problems.leave_out(file.url, opened)
-            continue
-        first = first_by_identity.setdefault(opened.identity, file)
-        # Text files are documents, which may repeat, as rows may.
-        is_document = isinstance(opened, TextShard) and opened.runs == (1,)
-        if first is not file and not is_document and _digest(first) == _digest(file):
-            problems.leave_out(file.url, ContentError("the file is there twice", where=file.url, found=first.url))
-            continue
-        shards.append(opened)
+        if not isinstance(opened, ContentError):
+            first = first_by_identity.setdefault(opened.identity, file)
+            # Text files are documents, which may repeat, as rows may.
+            is_document = isinstance(opened, TextShard) and opened.runs == [1]
+            if first is file or is_document or _digest(first) != _digest(file):
+                shards.append(opened)
+                continue
+            opened = ContentError("the file is there twice", where=file.url, found=first.url)
+        if on_bad is BadRows.error:
+            skip = "data.on_bad_rows=skip leaves the file out"
+            opened.hint = f"{opened.hint}, or {skip}" if opened.hint else skip
+            raise opened
+        logger.warning("%s is left out: %s", file.url, opened.what)
+        left_out.append(f"{file.url}: {opened.what}")
+    if not shards:
+        found = f"{len(left_out)} left out; the first: {left_out[0]}"
+        raise DataError("no file of the source can be read", where=key, found=found)
     return shards
 
 

@@ -12,21 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hfdist.data.sources.base import (
-    BadRow,
-    ContentError,
-    damage,
-    local_identity,
-    rows_held_at_once,
-    rows_of_runs,
-    spans_of_part,
-    uncompared,
-)
+from hfdist.data.sources.base import BadRow, ContentError, FileShard, damage, expands_too_much, rows_held_at_once
 from hfdist.data.sources.columns import Pick, Picked, check_schema, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.unpack import expands_too_much
-from hfdist.data.storage.datafile import DataFile
-from hfdist.data.storage.verified_file import whole_file
+from hfdist.data.storage.files import DataFile
 
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
@@ -61,15 +50,12 @@ def _num_bytes(columns: list[pa.Array]) -> int:
 recent = _Recent()
 
 
-class ParquetShard:
+class ParquetShard(FileShard):
     """One file. Only the columns that are asked for are read; of a large row group, up to the last row asked for."""
 
     def __init__(self, file: DataFile, identity: str, rows: RowReader) -> None:
-        self.name = file.name
-        self.identity, self.local_identity = identity, local_identity(identity, file)
-        self.contents, self.place = file.contents, uncompared(file)
-        self._file, self._rows = file, rows
-        self.gives_examples = rows.gives_examples
+        super().__init__(file, identity, gives_examples=rows.gives_examples)
+        self._rows = rows
         try:
             # The handle is not kept: workers are forked, and would share its position.
             with file.open() as opened:
@@ -91,7 +77,6 @@ class ParquetShard:
             )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
-        self._ends = np.cumsum(np.array(self.runs, dtype=np.int64))
         self._decoded_bytes = [in_memory for _, in_memory in group_bytes]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
@@ -100,19 +85,14 @@ class ParquetShard:
 
         Behind a damaged place of a row group all rows are bad, those before it are not, whatever is asked together.
         """
-        group = int(np.searchsorted(self._ends, rows[0], side="right"))
-        with whole_file(self._file) as path:
-            texts, missing = self._decode_rows(path, group, sorted(rows))
+        group, first = self._run_of(rows[0])
+        with self._file.local() as path:
+            texts, missing = self._decode_rows(path, group, first, sorted(rows))
         found = Picked([texts.get(row, ([missing], 0)) for row in rows])
         return found if self.gives_examples else list(found)
 
-    def rows_of_part(self, part: int) -> range:
-        """Tell the rows of the row groups."""
-        return rows_of_runs(*spans_of_part(self._starts, self._file, part), self.runs)
-
-    def _decode_rows(self, path: Path, group: int, rows: list[int]) -> tuple[dict[int, Pick], BadRow]:
+    def _decode_rows(self, path: Path, group: int, first: int, rows: list[int]) -> tuple[dict[int, Pick], BadRow]:
         """Decode in the order of the file; also give what stands for rows that are not in the result."""
-        first = int(self._ends[group]) - self.runs[group]
         wanted = np.array(rows, dtype=np.int64) - first
         texts: dict[int, Pick] = {}
         start, where = 0, f"{self._file.url}, row group {group}"

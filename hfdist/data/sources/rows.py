@@ -1,7 +1,12 @@
 """What a source reads of a row: a column of text, or the columns of an example for fine-tuning.
 
-An example is text, too: JSON of its canonical form (see `examples.py`). So digests, the held-out split, order, ledger
-and caches treat it as they treat a document.
+An example is text, too: JSON of its canonical form. So digests, the held-out split, order, ledger and caches treat it
+as they treat a document. The canonical forms are
+
+{"text": ...}                                          plain text: every token is a target
+{"prompt": ..., "completion": ...}                     text: the completion's tokens are targets
+{"messages": [...], "tools": [...], "learned_from": n} a conversation as OpenAI writes it; assistant messages before
+                                                       number n are no targets
 """
 
 from __future__ import annotations
@@ -10,13 +15,184 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hfdist.config.data import RowFormat, SourceConfig
-from hfdist.data.sources import examples
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, missing_column
 
+_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "tool": "tool",
+}
+"""Of ShareGPT's `from`."""
+_CALLS = ("function_call", "tool_call")
+_SHOWN_CHARACTERS = 80
 _SHOWN_COLUMNS = 40
+
+
+def _from_text(row: Mapping[str, Any], *, column: str) -> dict[str, Any]:
+    """Plain text. Here and below, a row of another form raises ContentError; the caller sets its `where`."""
+    return {"text": _text(row[column], column)}
+
+
+def _from_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's `messages`, with or without `tools`."""
+    messages = _list(row["messages"], "messages")
+    return _conversation([_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
+
+
+def _from_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """ShareGPT's `conversations` of `from` and `value`."""
+    items = _list(row["conversations"], "conversations")
+    messages = [_from_value(item, f"conversations[{n}]") for n, item in enumerate(items)]
+    return _conversation(_with_system(messages, row), row)
+
+
+def _from_alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
+    messages = []
+    for n, turn in enumerate(_list(row.get("history") or [], "history")):
+        if not isinstance(turn, Sequence) or len(turn) != 2:
+            _refuse("an earlier turn is no pair", f"history[{n}]", turn, "[instruction, output]")
+        for role, text in zip(("user", "assistant"), turn, strict=True):
+            messages.append({"role": role, "content": _text(text, f"history[{n}]")})
+    asked = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
+    messages.append({"role": "user", "content": "\n".join(asked)})
+    messages.append({"role": "assistant", "content": _text(row["output"], "output")})
+    messages = _with_system(messages, row)
+    return _conversation(messages, row) | ({"learned_from": len(messages) - 1} if row.get("history") else {})
+
+
+def _from_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt and its completion: both text, or either as messages."""
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return {"prompt": prompt, "completion": completion}
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
+    messages += [_message(item, f"completion[{n}]") for n, item in enumerate(_list(answer, "completion"))]
+    return _conversation(messages, row) | {"learned_from": len(asked)}
+
+
+def texts_in(example: str) -> str:
+    """All that is written in an example, for what wants text: its fields and messages, a line each."""
+    values = json.loads(example)
+    messages = values.pop("messages", [])
+    written = [value for value in values.values() if isinstance(value, str)]
+    return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
+
+
+def _conversation(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> dict[str, Any]:
+    if not messages:
+        _refuse("the conversation is empty", "messages", None, "a message or more")
+    tools = _parsed(row.get("tools"))
+    if not tools:
+        return {"messages": messages}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        _refuse("these are no tools", "tools", tools, "a list of JSON schemas, or JSON of one")
+    # Templates expect each inside the envelope that OpenAI gave them.
+    is_bare = [("name" in tool and "function" not in tool) for tool in tools]
+    wrapped = [{"type": "function", "function": t} if bare else t for t, bare in zip(tools, is_bare, strict=True)]
+    return {"messages": messages, "tools": wrapped}
+
+
+def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    system = row.get("system")
+    if not system or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": _text(system, "system")}, *messages]
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    """A message without keys that are null, its content as one text, the arguments of its calls as objects."""
+    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
+        _refuse("a message has no role", where, item, '{"role": "user", "content": "..."}')
+    message = {name: value for name, value in item.items() if value is not None}
+    if "content" in message:
+        message["content"] = _content(message["content"], where)
+    elif not message.get("tool_calls"):
+        _refuse("a message has no content", where, item, "content, or tool_calls of the assistant")
+    if "tool_calls" in message:
+        calls = _parsed(message["tool_calls"])
+        message["tool_calls"] = [_call(call, where) for call in _list(calls, f"{where}.tool_calls")]
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    return message
+
+
+def _content(content: Any, where: str) -> str:
+    """One text, also where it comes in parts."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(_text(part.get("text"), f"{where}.content") for part in content)
+    return _text(content, f"{where}.content")
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _refuse("a tool call names no function", where, call, '{"function": {"name": ..., "arguments": {...}}}')
+    function = {**function, "arguments": _parsed(function.get("arguments", {}))}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def _from_value(item: Any, where: str) -> dict[str, Any]:
+    if isinstance(item, dict) and "from" not in item and "role" in item:
+        return _message(item, where)
+    speaker = item.get("from") if isinstance(item, dict) else None
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        _refuse("a turn has no speaker that is known", f"{where}.from", speaker, ", ".join(_ROLES))
+    value = _text(item.get("value"), f"{where}.value")
+    if speaker not in _CALLS:
+        return {"role": _ROLES[speaker], "content": value}
+    calls = _parsed(value)
+    if isinstance(calls, str):
+        _refuse("a function call is no JSON", f"{where}.value", value, '{"name": ..., "arguments": {...}}')
+    calls = calls if isinstance(calls, list) else [calls]
+    return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls]}
+
+
+def _parsed(value: Any) -> Any:
+    """A list or an object, also where it comes as JSON; all else as it is."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, list | dict) else value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    value = _parsed(value)
+    if not isinstance(value, list):
+        _refuse("this is no list", where, value, "a list")
+    return list(value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        _refuse("this is no text", where, value, "a string")
+    return str(value)
+
+
+def _refuse(what: str, part: str, found: Any, allowed: str) -> NoReturn:
+    shown = None if found is None else f"{found!r:.{_SHOWN_CHARACTERS}}"
+    raise ContentError(f"{what}: {part}", found=shown, allowed=allowed)
 
 
 class _Form(NamedTuple):
@@ -28,10 +204,10 @@ class _Form(NamedTuple):
 
 
 _FORMS: Mapping[RowFormat, _Form] = {
-    RowFormat.messages: _Form(("messages",), ("tools",), examples.from_messages),
-    RowFormat.sharegpt: _Form(("conversations",), ("system", "tools"), examples.from_sharegpt),
-    RowFormat.alpaca: _Form(("instruction", "output"), ("input", "system", "history"), examples.from_alpaca),
-    RowFormat.prompt_completion: _Form(("prompt", "completion"), ("tools",), examples.from_prompt),
+    RowFormat.messages: _Form(("messages",), ("tools",), _from_messages),
+    RowFormat.sharegpt: _Form(("conversations",), ("system", "tools"), _from_sharegpt),
+    RowFormat.alpaca: _Form(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
+    RowFormat.prompt_completion: _Form(("prompt", "completion"), ("tools",), _from_prompt),
 }
 """In the order in which `auto` tries them; plain text comes last."""
 
@@ -103,7 +279,7 @@ class RowReader:
     def _forms(self) -> list[_Form]:
         if self.format is not RowFormat.auto:
             return [_FORMS[self.format]]
-        return [*_FORMS.values(), _Form((self.text,), (), partial(examples.from_text, column=self.text))]
+        return [*_FORMS.values(), _Form((self.text,), (), partial(_from_text, column=self.text))]
 
     def _no_format(self, present: Sequence[str], where: str) -> ContentError:
         allowed = " | ".join(" + ".join(form.needed) for form in self._forms)

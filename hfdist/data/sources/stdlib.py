@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.data import RowFormat
-from hfdist.data.cache.files import write_once
+from hfdist.data.cache import write_once
 from hfdist.data.sources.base import Shard
-from hfdist.data.sources.jsonlines import JsonLinesShard
 from hfdist.data.sources.rows import RowReader
-from hfdist.data.sources.text import TextShard
+from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.storage.contents import read_contents
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.identity import identify_all
-from hfdist.data.storage.localfile import LocalFile
+from hfdist.data.storage.files import LocalFile, identify_all
 
 # Not part of the library itself, or not there on every installation.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}

@@ -1,75 +1,253 @@
-"""Text files: one document each, or several of about a mebibyte where they are larger."""
+"""Text files and JSON lines: an index of where rows begin, made once and cached; compressed files are unpacked once.
+
+A text file is one document, or several of about a mebibyte where it is larger.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
+import shutil
+from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from hfdist.data.sources.base import BadRow, decode_text, local_identity, spans_of_part, uncompared
-from hfdist.data.sources.rowindex import cached_index
-from hfdist.data.storage.datafile import DataFile
+from hfdist.data.sources.base import (
+    BadRow,
+    ContentError,
+    FileShard,
+    check_size,
+    damage,
+    decode_text,
+    expands_too_much,
+    rows_held_at_once,
+    spans_of_part,
+)
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.verified_file import whole_file
+from hfdist.data.storage.files import DataFile, LocalFile, key_of
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MOST_DOCUMENT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"
 _CONTINUATION = range(0x80, 0xC0)
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_PIECE_BYTES = 1 << 20
+_SAMPLED_ROWS, _SAMPLED_BYTES = 16, 1 << 20
+_SHOWN_BYTES = 80
 
 
-class TextShard:
-    """A file of UTF-8 text. `errors="replace"` takes undecodable bytes; "strict" refuses them."""
+class _IndexedShard(FileShard):
+    """A file whose rows are read one by one; `_starts` has the first byte of each and the end, shape [rows + 1]."""
 
-    def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
-        self.name = file.name
-        self.identity, self.local_identity = identity, local_identity(identity, file)
-        self.contents, self.place = file.contents, uncompared(file)
-        self.rows_at_once, self.gives_examples = 1, False
-        self._file, self._errors = file, errors
-        if file.size_bytes <= MOST_DOCUMENT_BYTES:
-            self._starts = np.array([0, file.size_bytes], dtype=np.int64)
-        else:
-            self._starts = cached_index(cache.folder, file, identity, self._index)
-        self.runs: Sequence[int] = (len(self._starts) - 1,)
+    def __init__(self, file: DataFile, identity: str, cache: FileCache, *, gives_examples: bool = False) -> None:
+        super().__init__(file, identity, gives_examples=gives_examples)
+        self._cache = cache
+        self._codec = _CODECS.get(Path(file.name).suffix)
+
+    def _set_starts(self, starts: NDArray[np.int64]) -> None:
+        self._starts = starts
+        self.runs: Sequence[int] = [len(starts) - 1]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give parts of the file, by their numbers."""
-        with whole_file(self._file) as path, path.open("rb") as file:
+        """Give the texts of rows."""
+        with self._whole() as path, path.open("rb") as file:
             return [self._text(file, row) for row in rows]
 
-    def rows_of_part(self, part: int) -> range:
-        """Tell the documents."""
+    def rows_of_part(self, part: int) -> range | None:
+        """Tell the rows; None: of a compressed file."""
+        if self._codec is not None:
+            return None
         first, stop = spans_of_part(self._starts, self._file, part)
         return range(first, min(stop, self.runs[0]))
 
-    def _text(self, file: BinaryIO, row: int) -> str | BadRow:
+    @abstractmethod
+    def _text(self, file: BinaryIO, row: int) -> str | BadRow: ...
+
+    def _bytes(self, file: BinaryIO, row: int) -> bytes:
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
         file.seek(start)
-        data = file.read(stop - start)
-        text = decode_text(data, where=f"{self._file.url}, row {row}", first_byte=start, errors=self._errors)
+        return file.read(stop - start)
+
+    def _whole(self) -> AbstractContextManager[Path]:
+        """The file for reading anywhere: itself, or its unpacked form in the cache."""
+        if self._codec is None:
+            return self._file.local()
+        if isinstance(self._file, LocalFile):
+            self._file.check_unchanged()
+        return self._cache.fetch(_Unpacked(self._file, int(self._starts[-1]), self._codec))
+
+
+class TextShard(_IndexedShard):
+    """A file of UTF-8 text. `errors="replace"` takes undecodable bytes; "strict" refuses them."""
+
+    rows_at_once = 1
+
+    def __init__(self, file: DataFile, identity: str, cache: FileCache, *, errors: str = "strict") -> None:
+        super().__init__(file, identity, cache)
+        self._errors = errors
+        is_one = file.size_bytes <= MOST_DOCUMENT_BYTES
+        self._set_starts(np.array([0, file.size_bytes]) if is_one else self._cached_index(cache.folder, self._index))
+
+    def _text(self, file: BinaryIO, row: int) -> str | BadRow:
+        where, start = f"{self._file.url}, row {row}", int(self._starts[row])
+        text = decode_text(self._bytes(file, row), where=where, first_byte=start, errors=self._errors)
         return text.removeprefix(_BYTE_ORDER_MARK) if row == 0 and isinstance(text, str) else text
 
     def _index(self) -> NDArray[np.int64]:
-        """Cut behind the last line end of each mebibyte; shape [rows + 1]."""
+        """Split behind the last line end of each mebibyte; shape [rows + 1]."""
         starts = array("q", [0])
-        with whole_file(self._file) as path, path.open("rb") as file:
+        with self._file.local() as path, path.open("rb") as file:
             while starts[-1] < self._file.size_bytes:
                 file.seek(starts[-1])
                 window = file.read(MOST_DOCUMENT_BYTES + 1)
-                starts.append(starts[-1] + _cut(window))
+                starts.append(starts[-1] + _length_of_part(window))
         return np.frombuffer(starts, dtype=np.int64)
 
 
-def _cut(window: bytes) -> int:
+class JsonLinesShard(_IndexedShard):
+    """A file of JSON objects, a line each. Blank lines are no rows."""
+
+    def __init__(self, file: DataFile, identity: str, rows: RowReader, cache: FileCache) -> None:
+        super().__init__(file, identity, cache, gives_examples=rows.gives_examples)
+        self._rows = rows
+        self._set_starts(self._cached_index(cache.folder, self._index))
+        self.rows_at_once = rows_held_at_once(int(self._starts[-1]), self.runs[0])
+
+    def _index(self) -> NDArray[np.int64]:
+        """Find the lines, and check that the columns are in the first."""
+        with _open_unpacked(self._file, self._codec) as file:
+            self._starts = _line_starts(file)
+        with _open_unpacked(self._file, self._codec) as file:
+            head = file.read(_SAMPLED_BYTES)
+        whole_rows = int(np.searchsorted(self._starts, len(head), side="right")) - 1
+        objects = [self._object(io.BytesIO(head), row) for row in range(min(whole_rows, _SAMPLED_ROWS))]
+        sampled = [value for value in objects if isinstance(value, dict)]
+        if sampled:
+            self._rows.columns(list(dict.fromkeys(name for value in sampled for name in value)), where=self._file.url)
+        return self._starts
+
+    def _text(self, file: BinaryIO, row: int) -> str | BadRow:
+        value = self._object(file, row)
+        if isinstance(value, BadRow):
+            return value
+        return self._rows.read(value, where=f"{self._file.url}, row {row}")
+
+    def _object(self, file: BinaryIO, row: int) -> dict[str, Any] | BadRow:
+        start, stop = int(self._starts[row]), int(self._starts[row + 1])
+        where = f"{self._file.url}, row {row}"
+        too_large = check_size(stop - start, where=where)
+        if too_large is not None:
+            return too_large
+        line = decode_text(self._bytes(file, row), where=where, first_byte=start)
+        if isinstance(line, BadRow):
+            return line
+        where = f"{where}, byte {start} of the text"
+        try:
+            value = json.loads(line)
+        # Too deep a nesting, and a number of too many digits, which is another ValueError.
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            return BadRow(ContentError(f"not JSON: {reason}", where=where, found=line[:_SHOWN_BYTES]))
+        if not isinstance(value, dict):
+            found = line[:_SHOWN_BYTES]
+            return BadRow(
+                ContentError("a line is not a JSON object", where=where, found=found, allowed='{"text": ...}')
+            )
+        return value
+
+
+def _length_of_part(window: bytes) -> int:
     """Length of the next part: all that is left, or up to a line end, or else up to a whole character."""
     if len(window) <= MOST_DOCUMENT_BYTES:
         return len(window)
-    cut = window.rfind(b"\n", 0, MOST_DOCUMENT_BYTES) + 1
-    if cut:
-        return cut
+    behind_line = window.rfind(b"\n", 0, MOST_DOCUMENT_BYTES) + 1
+    if behind_line:
+        return behind_line
     # At most four bytes are one character; more that do not begin one are no UTF-8.
     places = range(MOST_DOCUMENT_BYTES, MOST_DOCUMENT_BYTES - 4, -1)
     return next((place for place in places if window[place] not in _CONTINUATION), MOST_DOCUMENT_BYTES)
+
+
+def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
+    """Give the first byte of each line that is not blank, and the end behind them; shape [lines + 1]."""
+    # An array: eight bytes a line, where a list takes forty.
+    starts, place, line_start, is_blank = array("q"), 0, 0, True
+    if file.peek().startswith(codecs.BOM_UTF8):
+        place = line_start = len(file.read(len(codecs.BOM_UTF8)))
+    # In pieces, because a file may be one line that is larger than memory.
+    while piece := file.readline(_PIECE_BYTES):
+        if is_blank and not piece.isspace():
+            starts.append(line_start)
+            is_blank = False
+        place += len(piece)
+        if piece.endswith(b"\n"):
+            line_start, is_blank = place, True
+    # A blank line belongs to the row before it: JSON allows white space behind a value.
+    starts.append(place)
+    return np.frombuffer(starts, dtype=np.int64)
+
+
+@contextmanager
+def _open_unpacked(file: DataFile, codec: str | None) -> Iterator[io.BufferedReader]:
+    """Open a file for reading from its start on, unpacked where there is a codec.
+
+    Raises:
+        DataError: it cannot be fetched, or has changed. Reading raises ContentError where it is damaged, cut off, or
+            becomes far more than text does.
+    """
+    with file.local() as path:
+        if codec is None:
+            with path.open("rb") as plain:
+                yield plain
+            return
+        # Arrow's reader, because zstandard's takes a file that is cut off for one that ends there.
+        with pa.OSFile(str(path)) as packed, pa.CompressedInputStream(packed, codec) as stream:
+            yield io.BufferedReader(_Unpacking(stream, file), _PIECE_BYTES)
+
+
+class _Unpacked:
+    """What the cache asks of a file that it keeps."""
+
+    def __init__(self, packed: DataFile, size_bytes: int, codec: str) -> None:
+        self.url, self.size_bytes = packed.url, size_bytes
+        self.key = key_of(packed.url, packed.version, str(packed.size_bytes), "unpacked")
+        self._packed, self._codec = packed, codec
+
+    def fetch_into(self, file: BinaryIO) -> None:
+        with _open_unpacked(self._packed, self._codec) as unpacked:
+            shutil.copyfileobj(unpacked, file, _PIECE_BYTES)
+
+
+class _Unpacking(io.RawIOBase):
+    """A compressed stream whose damage names the file, and which ends before it fills a disk."""
+
+    def __init__(self, stream: pa.CompressedInputStream, file: DataFile) -> None:
+        self._stream, self._file, self._num_bytes = stream, file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        try:
+            count: int = self._stream.readinto(buffer)
+        except (pa.ArrowException, OSError) as error:
+            raise damage("the compressed file is damaged or cut off", error, where=self._file.url) from error
+        self._num_bytes += count
+        if expands_too_much(self._file.size_bytes, self._num_bytes):
+            raise ContentError(
+                "the compressed file expands beyond reason",
+                where=self._file.url,
+                found=f"{self._file.size_bytes:,} bytes that become more than {self._num_bytes:,}",
+            )
+        return count

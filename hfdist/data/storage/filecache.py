@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from hfdist.data.storage.network import Network
-from hfdist.data.storage.retries import DISK_FULL
+from hfdist.data.storage.network import DISK_FULL, Network
 from hfdist.errors import ResourceError
 
 logger = logging.getLogger(__name__)

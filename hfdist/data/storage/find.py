@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from urllib.parse import unquote
 from fsspec.spec import AbstractFileSystem
 
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
-from hfdist.data.storage.datafile import DataFile
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.localfile import LocalFile
+from hfdist.data.storage.files import DataFile, LocalFile, RemoteFile
 from hfdist.data.storage.network import details_in
-from hfdist.data.storage.remotefile import RemoteFile
+from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import ConfigError, DataError
 
-_QUESTIONS_AT_ONCE = 16
 # Folders of an index page that links to itself have no end.
 _DEEPEST_FOLDER = 16
 
@@ -59,9 +56,8 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         )
     for file in files:
         if not file.name.endswith(suffixes):
-            raise ConfigError(
-                "a kind of file that cannot be read", where=key, found=file.url, allowed=", ".join(suffixes)
-            )
+            allowed = ", ".join(suffixes)
+            raise ConfigError("a kind of file that cannot be read", where=key, found=file.url, allowed=allowed)
         if isinstance(file, LocalFile) and not os.access(file.url, os.R_OK):
             raise ConfigError("the file cannot be read: permission denied", where=key, found=file.url)
     return sorted(files, key=lambda file: file.name)
@@ -83,7 +79,7 @@ def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key:
     plain = without_query(address) if is_web else address
     is_glob = glob.has_magic(plain)
     if not is_glob and plain.endswith(suffixes):
-        info = cache.network.info(address)
+        info = cache.network.ask(address, lambda store: store.info(address))
         # Some writers name folders like files.
         if info["type"] == "file":
             return [RemoteFile(address, _unquoted(plain, is_web).rpartition("/")[2], details_in(info, address), cache)]
@@ -92,7 +88,6 @@ def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key:
     strict = {"on_error": "raise", "maxdepth": _DEEPEST_FOLDER} if is_web else {}
 
     def listing(store: AbstractFileSystem) -> dict[str, dict[str, Any]]:
-        store.invalidate_cache()
         found = store.glob(plain, detail=True, **strict) if is_glob else store.find(plain, detail=True, **strict)
         start = store._strip_protocol(root).rstrip("/") + "/"
         # The shortest address first: an index page may name a file twice, with and without a query.
@@ -115,8 +110,7 @@ def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key:
         details = cache.network.details(url) if is_web else details_in(infos[url], url)
         return RemoteFile(url, name, details, cache)
 
-    with ThreadPoolExecutor(_QUESTIONS_AT_ONCE) as pool:
-        return list(pool.map(open_file, names))
+    return list(thread_map(open_file, list(names)))
 
 
 def _unquoted(path: str, is_web: bool) -> str:

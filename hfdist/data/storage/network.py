@@ -1,21 +1,37 @@
-"""Questions to remote stores through fsspec: one file system per process and scheme, every answer asked for again."""
+"""Questions to remote stores through fsspec: one file system per process and scheme; failed ones are asked again."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import logging
 import os
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, TypeVar
+from random import SystemRandom
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from fsspec import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
 from hfdist.config.checks.urls import redact, scheme_of
-from hfdist.data.storage.retries import Retries
-from hfdist.errors import DataError
+from hfdist.errors import DataError, HfdistError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NETWORK_ERRNOS = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+# Of libraries that need not be installed: aiohttp, botocore, httpx.
+_NETWORK_ERRORS = {"ClientError", "HTTPClientError", "TransportError"}
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE; FSSPEC_S3_ANON=true for a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS; FSSPEC_GS_TOKEN=anon for a public bucket",
+    "hf": "set HF_TOKEN, and accept the dataset's terms on its page",
+    "http": "credentials for the host in ~/.netrc",
+}
 _CONNECT_SECONDS, _SILENCE_SECONDS = 10, 30
 # What tells the content apart, in the terms of the stores; the first that is there counts.
 _VERSIONS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "Last-Modified")
@@ -25,12 +41,50 @@ class RangeError(Exception):
     """The server gives whole files only."""
 
 
-@dataclass(frozen=True)
-class Details:
+class Details(NamedTuple):
     """What a store tells about a file without reading it."""
 
     size_bytes: int
     version: str
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often, and for how long in all, an answer is asked for again."""
+
+    attempts: int = 6
+    first_wait_seconds: float = 1.0
+    """Doubles each time, give or take a half."""
+    total_seconds: float = 60.0
+    """No attempt starts later than this after the first."""
+
+    def run(self, action: Callable[[], T], address: str) -> T:
+        """Give what `action` gives, or raises on purpose.
+
+        Raises:
+            DataError: no answer after the last attempt, or one that trying again does not change (403, 404).
+            OSError: a full disk.
+        """
+        started = time.monotonic()
+        for attempt in itertools.count(1):
+            try:
+                return action()
+            except (HfdistError, RangeError):
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                    raise
+                # The system's generator: the seeded one belongs to the training.
+                wait_seconds = self.first_wait_seconds * 2 ** (attempt - 1) * SystemRandom().uniform(0.5, 1.5)
+                late = time.monotonic() - started + wait_seconds > self.total_seconds
+                if not _is_temporary(error) or attempt == self.attempts or late:
+                    raise _explained(error, address, attempt) from error
+                reason = _reason(error)
+            logger.warning(
+                "%s: %s; attempt %d of %d in %.1f s", redact(address), reason, attempt + 1, self.attempts, wait_seconds
+            )
+            time.sleep(wait_seconds)
+        raise AssertionError("the loop ends by return or raise")
 
 
 @dataclass(frozen=True)
@@ -41,26 +95,18 @@ class Network:
     _opened: dict[tuple[int, str], AbstractFileSystem] = field(default_factory=dict, repr=False, compare=False)
 
     def ask(self, address: str, question: Callable[[AbstractFileSystem], T]) -> T:
-        """Put a question to the file system that `address` names, with retries.
-
-        Raises:
-            DataError: no answer.
-        """
-        return self.retries.run(lambda: question(self._store(address)), address)
-
-    def info(self, address: str) -> dict[str, Any]:
-        """Ask for all that fsspec tells about a file or folder.
+        """Put a question to the file system that `address` names, with retries; what it had listed is forgotten.
 
         Raises:
             DataError: no answer.
         """
 
-        def question(store: AbstractFileSystem) -> dict[str, Any]:
+        def ask_once() -> T:
+            store = self._store(address)
             store.invalidate_cache()
-            found: dict[str, Any] = store.info(address)
-            return found
+            return question(store)
 
-        return self.ask(address, question)
+        return self.retries.run(ask_once, address)
 
     def details(self, address: str) -> Details:
         """Ask for size and version.
@@ -68,10 +114,10 @@ class Network:
         Raises:
             DataError: no answer, or one without a size.
         """
-        return details_in(self.info(address), address)
+        return details_in(self.ask(address, lambda store: store.info(address)), address)
 
     def read_range(self, address: str, start: int, stop: int, size_bytes: int) -> bytes:
-        """Read the bytes from `start` to before `stop`, in one request. One attempt: see `ask`.
+        """Read the bytes from `start` to before `stop`, in one request. One attempt: see `Retries`.
 
         Raises:
             RangeError: the server gives whole files only.
@@ -90,7 +136,7 @@ class Network:
                 raise RangeError from error
 
     def read_whole(self, address: str, file: BinaryIO) -> None:
-        """Stream everything into `file`. One attempt: see `ask`."""
+        """Stream everything into `file`. One attempt: see `Retries`."""
         self._store(address).get_file(address, file)
 
     def _store(self, address: str) -> AbstractFileSystem:
@@ -116,23 +162,79 @@ def details_in(info: dict[str, Any], address: str) -> Details:
 
 
 def _open(scheme: str) -> AbstractFileSystem:
-    store = get_filesystem_class(scheme)(skip_instance_cache=True, **_settings(scheme))
-    if scheme == "s3":
-        # `Retries` counts and bounds the attempts; these would multiply them.
-        store.retries = 1
-    return store
-
-
-def _settings(scheme: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     if scheme == "s3":
         waits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENCE_SECONDS}
-        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, **waits}}
-    if scheme == "http":
+        settings = {"config_kwargs": {"retries": {"total_max_attempts": 1}, **waits}}
+    elif scheme == "http":
         import aiohttp
 
         # By default a file that takes more than five minutes fails.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS)
         # The bytes as they are stored: some servers declare .gz files as encoded, and they would arrive unpacked.
         client = {"timeout": timeout, "auto_decompress": False, "trust_env": True}
-        return {"client_kwargs": {**client, "headers": {"Accept-Encoding": "identity"}}}
-    return {}
+        settings = {"client_kwargs": {**client, "headers": {"Accept-Encoding": "identity"}}}
+    store = get_filesystem_class(scheme)(skip_instance_cache=True, **settings)
+    if scheme == "s3":
+        # `Retries` counts and bounds the attempts; these would multiply them.
+        store.retries = 1
+    return store
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Give the error and its causes, the first cause first: fsspec calls every failed question "file not found"."""
+    chain = [error]
+    while chain[0].__cause__ is not None:
+        chain.insert(0, chain[0].__cause__)
+    return chain
+
+
+def _status(error: BaseException) -> int | None:
+    """Give the HTTP status behind an error, in the terms of aiohttp, botocore, httpx and gcsfs."""
+    for cause in _chain(error):
+        response: Any = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        # Elsewhere than in gcsfs, such as in aiohttp, a code is not the server's.
+        code = getattr(cause, "code", None) if type(cause).__name__ == "HttpError" else None
+        for status in (response, getattr(response, "status_code", None), getattr(cause, "status", None), code):
+            if isinstance(status, int) and status >= 400:
+                return status
+        if isinstance(cause, FileNotFoundError):
+            return 404
+        if _is_network(cause):
+            return None
+    return None
+
+
+def _is_network(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
+        return True
+    return any(kind.__name__ in _NETWORK_ERRORS for kind in type(error).__mro__)
+
+
+def _is_temporary(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    return any(_is_network(cause) for cause in _chain(error))
+
+
+def _reason(error: BaseException) -> str:
+    status = _status(error)
+    if status is not None:
+        return f"HTTP {status}"
+    cause = next((cause for cause in _chain(error) if _is_network(cause)), error)
+    # The address that it was redirected to may be signed.
+    text = re.sub(r"\?\S+|//[^/\s]*@", "...", str(cause))
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+
+
+def _explained(error: BaseException, address: str, attempts: int) -> DataError:
+    hint = "check the address and the network, then start again: files that are already here are kept"
+    if _status(error) in (401, 403) or "Credentials" in type(error).__name__:
+        hint = _CREDENTIALS.get(address.partition(":")[0].replace("https", "http"), hint)
+    counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+    return DataError(f"cannot be read: {_reason(error)}, after {counted}", where=redact(address), hint=hint)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing, TooLong
-from hfdist.data.cache.files import digest_of, write_once
+from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus, cache_dir
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.records import Records, Status

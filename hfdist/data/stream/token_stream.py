@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing, TooLong
-from hfdist.data.cache.files import digest_of
+from hfdist.data.cache import digest_of
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress

@@ -101,7 +101,7 @@ class Encoders:
         ]
 
     def encode_examples(self, examples: Sequence[str]) -> list[Tokens | ContentError]:
-        """Give the tokens of each example (see `sources/examples.py`), shape [tokens], or why there are none.
+        """Give the tokens of each example (see `sources/rows.py`), shape [tokens], or why there are none.
 
         Raises:
             ConfigError: there are conversations, and the tokenizer or `data.chat` does not fit them.

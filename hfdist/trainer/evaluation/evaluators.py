@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hfdist.config.run import RunConfig
-from hfdist.data.documents.prompts import take_examples
+from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import DataError
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.training_state import newest_losses

@@ -16,7 +16,6 @@ from pyarrow import feather, ipc
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.problems import Problems
 from hfdist.models.tokenizer import train_bpe
 
 
@@ -107,7 +106,7 @@ def files_config(path: str, cache_dir: Path, **settings) -> DataConfig:
 def open_shards(path: str, cache_dir: Path, **settings) -> list[Shard]:
     """Open files as a run does."""
     config = files_config(path, cache_dir, **{**settings, "on_bad_rows": BadRows(settings.get("on_bad_rows", "error"))})
-    return list(find_shards("files", config, cache_dir, Problems(config.on_bad_rows)))
+    return list(find_shards("files", config, cache_dir))
 
 
 def read_all(shards: list[Shard]) -> list[str | BadRow]:

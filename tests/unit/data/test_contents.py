@@ -93,7 +93,7 @@ def config_of(kind, folder, cache, **settings):
 @pytest.fixture(autouse=True)
 def files_that_were_just_written_count_as_old(monkeypatch):
     """So that what a first start has found is kept, as it would be a few seconds later."""
-    monkeypatch.setattr(contents_module, "_SETTLED_NS", 0)
+    monkeypatch.setattr(contents_module, "_RECENT_NS", 0)
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])

@@ -2,8 +2,7 @@
 
 import torch
 
-from hfdist.data.documents.held_out import HeldOutSources
-from hfdist.data.documents.prompts import Example, documents_of, split_document, take_examples
+from hfdist.data.documents.held_out import Example, HeldOutSources, documents_of, split_document, take_examples
 
 _ = -100
 

@@ -23,7 +23,7 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order import shuffle
 from hfdist.data.sources import parquet
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
-from hfdist.data.sources.hub import open_hub
+from hfdist.data.sources.dataset import open_hub
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import CheckpointError, DataError, ResourceError

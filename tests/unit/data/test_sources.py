@@ -8,8 +8,7 @@ import pytest
 from hfdist.config.data import DataConfig, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.documents.corpus import Origin
-from hfdist.data.sources.dataset import DatasetShard
-from hfdist.data.sources.hub import open_hub
+from hfdist.data.sources.dataset import DatasetShard, open_hub
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenization.tokenize import Encoder
 from hfdist.errors import ConfigError, DataError

@@ -15,11 +15,10 @@ import zstandard
 from pyarrow import feather, ipc
 
 from hfdist.config.data import BadRows, RowFormat, SourceConfig, SourceKind
-from hfdist.data.sources import base, unpack
+from hfdist.data.sources import base
 from hfdist.data.sources.base import ContentError
+from hfdist.data.sources.dataset import open_hub
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.hub import open_hub
-from hfdist.data.sources.problems import BadFile, Problems
 from hfdist.errors import ConfigError, DataError, ResourceError
 from tests.unit.data.corpora import files_config, jsonl_bytes, open_shards, read_all
 
@@ -103,11 +102,9 @@ def test_a_bad_file_stops_the_run_or_is_left_out(folders, name, caplog):
         assert "data.on_bad_rows=skip" in caught.value.hint
 
     config = files_config(str(data), cache, on_bad_rows=BadRows.skip)
-    problems = Problems(config.on_bad_rows)
     with caplog.at_level(logging.WARNING):
-        shards = find_shards("files", config, cache, problems)
+        shards = find_shards("files", config, cache)
     assert [shard.name for shard in shards] == ["good.jsonl"]
-    assert problems.bad_files == [BadFile(str(data / name), caught.value.what)]
     assert [record.getMessage() for record in caplog.records] == [f"{data / name} is left out: {caught.value.what}"]
     assert not unpacked_files(cache)
 
@@ -166,8 +163,8 @@ class TestBombs:
     @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
     def test_unpacking_stops(self, folders, monkeypatch, suffix, compress):
         data, cache = folders
-        monkeypatch.setattr(unpack, "_LEAST_BOMB_BYTES", 2 << 20)
-        monkeypatch.setattr(unpack, "_MOST_EXPANSION", 100)
+        monkeypatch.setattr(base, "_LEAST_BOMB_BYTES", 2 << 20)
+        monkeypatch.setattr(base, "_MOST_EXPANSION", 100)
         path = data / f"a.jsonl.{suffix}"
         path.write_bytes(compress(b'{"text": "' + b"a" * (64 << 20) + b'"}\n'))
         with pytest.raises(ContentError, match="expands beyond reason") as caught:
@@ -239,7 +236,7 @@ class TestBombs:
     def test_values_that_are_nothing_count(self, folders, monkeypatch):
         """A billion nulls are a few bytes in a file."""
         data, cache = folders
-        monkeypatch.setattr(unpack, "_LEAST_BOMB_BYTES", 1 << 20)
+        monkeypatch.setattr(base, "_LEAST_BOMB_BYTES", 1 << 20)
         nothing = pa.array([[{"role": None, "content": None}] * 200_000], messages_type())
         pq.write_table(pa.table({"messages": nothing}), data / "a.parquet", compression="zstd")
         assert (data / "a.parquet").stat().st_size < 2000
@@ -248,7 +245,7 @@ class TestBombs:
 
     def test_a_page_that_is_all_one_letter(self, folders, monkeypatch):
         data, cache = folders
-        monkeypatch.setattr(unpack, "_LEAST_BOMB_BYTES", 1 << 20)
+        monkeypatch.setattr(base, "_LEAST_BOMB_BYTES", 1 << 20)
         table = pa.table({"text": ["x" * (4 << 20)]})
         pq.write_table(table, data / "a.parquet", compression="zstd", use_dictionary=False)
         with pytest.raises(ContentError, match="expands beyond reason"):

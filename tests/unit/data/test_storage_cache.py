@@ -14,8 +14,7 @@ import pytest
 
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
-from hfdist.data.storage.network import Network
-from hfdist.data.storage.retries import Retries
+from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import ResourceError
 from tests.unit.data.servers import Slow
 

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from hfdist.config.data import SourceConfig, SourceKind
-from hfdist.data.sources.hub import open_hub
+from hfdist.data.sources.dataset import open_hub
 from hfdist.errors import ConfigError, DataError
 from hfdist.testing import run_ranks
 from tests.hub_server import Slow

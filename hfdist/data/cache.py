@@ -1,0 +1,104 @@
+"""What is computed once and kept on this machine, for all ranks, epochs and runs, under names that are hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from filelock import FileLock
+from numpy.typing import NDArray
+
+_HASH_BYTES = 16
+# Larger ones are mapped: a corpus may have more files than a process may have mappings.
+_LARGEST_LOADED_BYTES = 1 << 20
+_READ_BYTES = 1 << 22
+
+
+def digest_of(values: Sequence[Any]) -> str:
+    """Hash of what JSON can hold, for names in caches and for identities."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
+
+
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write bytes, or let a function fill the file; it takes its name when it is whole, and all users may read it."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
+            # Its name must not reach the disk before its bytes: a machine that stops would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Let `write` fill a file, unless it is there. One process of this machine does so, and the others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.is_file():
+            write_atomically(path, write)
+
+
+def cached_array(path: Path, make: Callable[[], NDArray[Any]], *, keep: bool = True) -> NDArray[Any]:
+    """Load an array, or make it in one process of this machine; `keep` saves it. A damaged one is made anew."""
+    found = _load(path)
+    if found is not None:
+        return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        # Another process may have made it meanwhile.
+        found = _load(path)
+        if found is None:
+            found = make()
+            if keep:
+                write_atomically(path, _HashedArray(found).write_to)
+    return found
+
+
+def _load(path: Path) -> NDArray[Any] | None:
+    try:
+        size_bytes = path.stat().st_size - _HASH_BYTES
+        with path.open("rb") as file:
+            hashed = xxhash.xxh3_128()
+            for start in range(0, size_bytes, _READ_BYTES):
+                hashed.update(file.read(min(_READ_BYTES, size_bytes - start)))
+            if file.read() != hashed.digest():
+                return None
+        is_large = size_bytes > _LARGEST_LOADED_BYTES
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return array
+
+
+class _HashedArray:
+    """Writes numpy's format with a hash behind, over which numpy's own reader passes.
+
+    To numpy it is no real file: it would write past the hash.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array, self._hashed = array, xxhash.xxh3_128()
+
+    def write_to(self, out: BinaryIO) -> None:
+        self._out = out
+        np.lib.format.write_array(self, self._array, allow_pickle=False)
+        out.write(self._hashed.digest())
+
+    def write(self, content: bytes) -> int:
+        self._hashed.update(content)
+        return self._out.write(content)

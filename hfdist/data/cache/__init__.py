@@ -1,1 +1,0 @@
-"""What is computed once and kept on this machine, for all ranks, epochs and runs."""

@@ -1,0 +1,266 @@
+"""Files that are read, here or behind a network: as a whole or in parts, and what identifies them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+from fsspec.spec import AbstractBufferedFile
+from numpy.typing import NDArray
+
+from hfdist.config.checks.urls import redact
+from hfdist.data.cache import write_atomically
+from hfdist.data.storage.filecache import FileCache
+from hfdist.data.storage.network import Details, RangeError
+from hfdist.data.storage.thread_map import thread_map
+from hfdist.errors import DataError
+
+# Read of each end for the identity, and at least of a remote file, so that the identity and the footer of a table take
+# one request each.
+SAMPLE_BYTES = 1 << 16
+_FETCHED_BYTES = 16 << 20
+
+
+class DataFile(ABC):
+    """A file that is read, never written. Usable in forked processes: nothing open is kept."""
+
+    url: str
+    """As it is shown to people: without user, password or signed query."""
+    name: str
+    """Path relative to the source."""
+    size_bytes: int
+    version: str
+    """Changes with the content, as far as the store tells without reading: time of change, ETag, ..."""
+    key: str
+    """A file name, made of address, version and all else that this machine knows of it."""
+    contents: NDArray[np.uint64] | None = None
+    """Hashes of its parts, once they are known: see `contents.py`."""
+
+    @abstractmethod
+    def local(self) -> AbstractContextManager[Path]:
+        """Give the whole file on this machine, fetched where it is not yet, and kept from eviction inside the context.
+
+        Raises:
+            DataError: it cannot be fetched, or has changed since it was found, even while it was read.
+        """
+
+    @abstractmethod
+    def open(self) -> BinaryIO:
+        """Open it for seeking and reading parts, such as a footer, without fetching the whole.
+
+        Raises:
+            DataError: see `local`; later reads raise OSError.
+        """
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Compare size and version with those that were found at first.
+
+        Raises:
+            DataError: they are others, or cannot be read.
+        """
+
+
+class LocalFile(DataFile):
+    """A file on this machine, read where it is.
+
+    Raises:
+        DataError: it is not there.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.url, self.name, self._path = str(path), name, path
+        status = self._status()
+        self.size_bytes, self.version = status.st_size, str(status.st_mtime_ns)
+        self.changed_ns = status.st_ctime_ns
+        """When anything of it was changed last: also where the time of its content was set back."""
+        known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
+        self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
+
+    @contextmanager
+    def local(self) -> Iterator[Path]:
+        """Give the path itself."""
+        # Before, too: a mapped file that has become shorter ends the process.
+        self.check_unchanged()
+        try:
+            yield self._path
+        finally:
+            self.check_unchanged()
+
+    def open(self) -> BinaryIO:
+        """Open it for reading."""
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def check_unchanged(self) -> None:
+        """Compare size and time of change."""
+        status = self._status()
+        if (status.st_size, str(status.st_mtime_ns)) != (self.size_bytes, self.version):
+            raise _changed(self)
+
+    def _status(self) -> os.stat_result:
+        try:
+            return self._path.stat()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"cannot be read: {error.strerror}", where=self.url)
+
+
+class RemoteFile(DataFile):
+    """A file behind a network, read in ranges, or fetched as a whole into the cache of this machine.
+
+    Args:
+        address: the whole URL, with its query.
+        name: path relative to the source.
+        details: as found.
+        cache: keeps it, and holds the connections.
+    """
+
+    def __init__(self, address: str, name: str, details: Details, cache: FileCache) -> None:
+        self.url, self.name = redact(address), name
+        self.size_bytes, self.version = details
+        # A hash: nothing in an address can lead out of the cache's folder.
+        self.key = key_of(address, self.version, str(self.size_bytes))
+        self.cache = cache
+        self._address, self._network = address, cache.network
+
+    def local(self) -> AbstractContextManager[Path]:
+        """Give a copy in the cache; it is of the version that was found, and stays so."""
+        return self.cache.fetch(self)
+
+    def open(self) -> BinaryIO:
+        """Open it for reading parts, each a request, 64 KiB at least."""
+        self.check_unchanged()
+        return self._open_unchecked()
+
+    def check_unchanged(self) -> None:
+        """Ask for size and version again."""
+        if self._network.details(self._address) != (self.size_bytes, self.version):
+            raise _changed(self)
+
+    def fetch_into(self, file: BinaryIO) -> None:
+        """Write the whole content from the start of `file` on.
+
+        Raises:
+            DataError: no answer, or the file has changed.
+            OSError: the disk.
+        """
+        self.check_unchanged()
+        try:
+            for start in range(0, self.size_bytes, _FETCHED_BYTES):
+                file.write(self._read_range(start, min(start + _FETCHED_BYTES, self.size_bytes)))
+        except RangeError:
+            self._network.retries.run(lambda: self._fetch_whole(file), self._address)
+        # What was read in between is one file, and not parts of two.
+        self.check_unchanged()
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Read the bytes from `start` to before `stop`; from a fetched copy where the server has no ranges.
+
+        Raises:
+            DataError: no answer, or the file has changed.
+        """
+        try:
+            return self._read_range(start, stop)
+        except RangeError:
+            with self.local() as path, path.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+
+    def _open_unchecked(self) -> BinaryIO:
+        # Asking whether it has changed takes a request.
+        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), SAMPLE_BYTES))
+
+    def _read_range(self, start: int, stop: int) -> bytes:
+        def read() -> bytes:
+            data = self._network.read_range(self._address, start, stop, self.size_bytes)
+            self._check_length(len(data), stop - start)
+            return data
+
+        return self._network.retries.run(read, self._address)
+
+    def _fetch_whole(self, file: BinaryIO) -> None:
+        file.seek(0)
+        file.truncate()
+        self._network.read_whole(self._address, file)
+        self._check_length(file.tell(), self.size_bytes)
+
+    def _check_length(self, found: int, promised: int) -> None:
+        if found != promised:
+            self.check_unchanged()
+            raise EOFError(f"{found} of {promised} bytes arrived")
+
+
+class _RangeReader(AbstractBufferedFile):
+    """A remote file as fsspec reads it, but with our retries, and with errors as Arrow expects them."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        super().__init__(None, file.url, cache_type="none", size=file.size_bytes)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        try:
+            return self._file.read_range(start, min(end, self._file.size_bytes))
+        except DataError as error:
+            raise OSError(errno.EIO, f"{error.what}: {error.where}") from error
+
+
+def key_of(*parts: str) -> str:
+    """Hash of an address and what else tells a copy apart; a file name."""
+    return hashlib.blake2b("\0".join(parts).encode("utf-8", "surrogateescape"), digest_size=20).hexdigest()
+
+
+def _changed(file: DataFile) -> DataError:
+    hint = "put the old file back, or start a new run (run.name=...)"
+    return DataError("has changed since the run began", where=file.url, hint=hint)
+
+
+def identify_all(files: Sequence[DataFile], column: str) -> list[str]:
+    """Identify files, several at once: see `identify`."""
+    return list(thread_map(lambda file: identify(file, column), files))
+
+
+def identify(file: DataFile, column: str) -> str:
+    """Hash of a file's size, of its first and last 64 KiB, and of the column that is read from it.
+
+    It is the same for a copy on another machine: times are not part of it. What lies between the ends is for
+    `contents.py`. That of a remote file is kept under its address and version, so that the next run asks nothing.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not isinstance(file, RemoteFile):
+        return _digest(file, file.open, column)
+    name = hashlib.blake2b(f"{file.key}:{column}".encode(), digest_size=20).hexdigest()
+    kept = file.cache.folder / "identities" / name
+    if kept.exists():
+        return kept.read_text()
+    identity = _digest(file, file._open_unchecked, column)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(kept, identity.encode())
+    return identity
+
+
+def _digest(file: DataFile, open_file: Callable[[], BinaryIO], column: str) -> str:
+    digest = hashlib.blake2b(f"{file.size_bytes}:{column}:".encode(), digest_size=12)
+    try:
+        with open_file() as opened:
+            digest.update(opened.read(SAMPLE_BYTES))
+            opened.seek(max(0, file.size_bytes - SAMPLE_BYTES))
+            digest.update(opened.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file.url) from error
+    return digest.hexdigest()
