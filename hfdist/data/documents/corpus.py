@@ -68,7 +68,8 @@ class Corpus:
         """Documents that `data.quarantine` names."""
         self.has_examples = any(shard.gives_examples for _, shard in self.shards)
         """Whether only some tokens of some documents are targets."""
-        self.fingerprint = self._identity(config.eval_fraction)
+        identities = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
+        self.fingerprint = digest_of([identities, config.eval_fraction])
         """Changes when a file's size, ends or rows, the column, or the split changes."""
         self.inventory = Inventory(self.shards)
         """What the files hold."""
@@ -81,16 +82,11 @@ class Corpus:
         Raises:
             DataError: it cannot be read; names the file and the row.
         """
-        shard, rows = self.locate([document])
-        (text,) = shard.read(rows)
+        shard, first_document = self.shard_of(document)
+        (text,) = shard.read([document - first_document])
         if isinstance(text, BadRow):
             raise text.error
         return text
-
-    def locate(self, neighbours: Sequence[int]) -> tuple[Shard, list[int]]:
-        """Give the shard and the rows of documents of one run."""
-        shard, first_document = self.shard_of(neighbours[0])
-        return shard, [document - first_document for document in neighbours]
 
     def shard_of(self, document: int) -> tuple[Shard, int]:
         """Give the shard of a document, and the canonical number of the shard's first row."""
@@ -129,21 +125,18 @@ class Corpus:
             yield range(int(firsts[block]), int(firsts[block] + sizes[block]))
 
     def training_texts(self, max_bytes: int) -> Iterator[str]:
-        """Give training documents in mixed order, until they are `max_bytes` together. Rows that are bad are left out.
-
-        Bad rows are met again by the stream, which knows what to do with them.
-        """
+        """Give training documents in mixed order, up to `max_bytes`, without bad rows, which the stream reports."""
         read_bytes = 0
         for block in self.mixed_blocks():
-            shard, rows = self.locate(block)
-            for start in range(0, len(rows), shard.rows_at_once):
-                for text in shard.read(rows[start : start + shard.rows_at_once]):
+            shard, first_document = self.shard_of(block[0])
+            is_json = shard.gives_examples and not hasattr(shard, "token_columns")
+            for start in range(0, len(block), shard.rows_at_once):
+                together = block[start : start + shard.rows_at_once]
+                for text in shard.read([document - first_document for document in together]):
                     if read_bytes >= max_bytes:
                         return
                     if isinstance(text, str) and not self.is_held_out(text_digest(text)):
-                        written = (
-                            texts_in(text) if shard.gives_examples and not hasattr(shard, "token_columns") else text
-                        )
+                        written = texts_in(text) if is_json else text
                         read_bytes += len(written.encode("utf-8", "replace"))
                         yield written
 
@@ -173,18 +166,10 @@ class Corpus:
             number = numbers.get((source, name))
             num_rows = 0 if number is None else sum(self.shards[number][1].runs)
             if number is None or int(row) >= num_rows:
-                raise ConfigError(
-                    "there is no such row",
-                    where="data.quarantine",
-                    found=entry,
-                    allowed="SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0",
-                )
+                allowed = "SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0"
+                raise ConfigError("there is no such row", where="data.quarantine", found=entry, allowed=allowed)
             found.add(int(self._ends[number]) - num_rows + int(row))
         return frozenset(found)
-
-    def _identity(self, eval_fraction: float) -> str:
-        shards = [[name, shard.name, sum(shard.runs), shard.identity] for name, shard in self.shards]
-        return digest_of([shards, eval_fraction])
 
 
 def open_corpus(
@@ -221,13 +206,14 @@ def open_corpus(
                 where=", ".join(f"{section}.{name}" for name in names),
                 found=f"{num_documents} documents, {config.lanes} lanes",
                 allowed="a document or more for each lane",
-                hint=_fewer_lanes(min(sum(sum(shard.runs) for shard in pool.shards) for pool in corpus.pools)),
+                hint=_fewer_lanes(corpus.pools),
             )
     return corpus
 
 
-def _fewer_lanes(num_documents: int) -> str:
+def _fewer_lanes(pools: Sequence[Pool]) -> str:
     """Lanes that all processes can share, whatever their layout."""
+    num_documents = min(sum(sum(shard.runs) for shard in pool.shards) for pool in pools)
     num_processes = read_launcher().world_size
     lanes = num_documents // num_processes * num_processes
     return f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes"

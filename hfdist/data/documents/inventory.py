@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -26,7 +25,7 @@ _SHOWN_FILES, _SHOWN_SPANS = 8, 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A shard."""
 
     name: str
@@ -39,14 +38,12 @@ class Entry:
     """`Shard.place`."""
 
     @classmethod
-    def of(cls, source: str, shard: Shard) -> Entry:
-        """Describe a shard."""
+    def of(cls, source: str, shard: Shard) -> _Entry:
         parts = None if shard.contents is None else shard.contents.astype("<u8").tobytes().hex()
         return cls(f"{source}:{shard.name}", sum(shard.runs), shard.identity, parts, shard.place)
 
     @property
     def contents(self) -> Contents | None:
-        """What `parts` stands for."""
         return None if self.parts is None else np.frombuffer(bytes.fromhex(self.parts), dtype="<u8")
 
 
@@ -59,28 +56,19 @@ class Inventory:
 
     def __init__(self, shards: Sequence[tuple[str, Shard]]) -> None:
         self._shards = {f"{source}:{shard.name}": shard for source, shard in shards}
-        self._entries = [Entry.of(source, shard) for source, shard in shards]
+        self._entries = [_Entry.of(source, shard) for source, shard in shards]
 
     @cached_property
     def digest(self) -> str:
         """Of all that does not depend on the machine."""
         return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in self._entries])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether no change of a file can escape `digest`."""
-        return all(entry.place is None for entry in self._entries)
-
     def write(self, folder: Path) -> None:
         """Note it in a ledger's folder, unless it is there."""
         path = _path(folder, self.digest)
-        if path.is_file():
-            return
-
-        def write(out: BinaryIO) -> None:
-            out.writelines(json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
-
-        write_atomically(path, write)
+        if not path.is_file():
+            lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
+            write_atomically(path, lambda out: out.writelines(lines))
 
     def check(self, digest: str | None, folder: Path | None, *, may_change: bool) -> None:
         """Compare with what a checkpoint counts on, and say what cannot be compared.
@@ -115,12 +103,7 @@ class Inventory:
             logger.warning("changed since the checkpoint, and read as it is now: %s", change)
 
     def changes_since(self, digest: str | None, folder: Path | None) -> list[str]:
-        """Say in which files and rows what they hold has changed, a line for each file; some lines at the most.
-
-        Args:
-            digest: see `check`.
-            folder: likewise.
-        """
+        """Say in which files and rows the content has changed: at most some lines, one for each file; see `check`."""
         if digest in (None, self.digest):
             return []
         before = read_inventory(folder, digest)
@@ -130,7 +113,7 @@ class Inventory:
         more = len(lines) - _SHOWN_FILES
         return [*lines[:_SHOWN_FILES], f"and {more:,} files more"] if more > 0 else lines
 
-    def _changes(self, before: dict[str, Entry]) -> Iterator[str]:
+    def _changes(self, before: dict[str, _Entry]) -> Iterator[str]:
         for entry in self._entries:
             old = before.pop(entry.name, None)
             if old is None:
@@ -141,7 +124,7 @@ class Inventory:
                 yield f"{entry.name}{self._where(old, entry)}"
         yield from (f"{name} is gone" for name in before)
 
-    def _where(self, old: Entry, entry: Entry) -> str:
+    def _where(self, old: _Entry, entry: _Entry) -> str:
         """The rows in which a file has changed, as far as they are known."""
         ours, theirs = entry.contents, old.contents
         if ours is None or theirs is None or len(ours) != len(theirs):
@@ -158,30 +141,31 @@ class Inventory:
                 spans.append(rows)
         shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
         listed = ", ".join([*shown[:_SHOWN_SPANS], *(["..."] if len(shown) > _SHOWN_SPANS else [])])
-        return f", {'row' if len(spans) == 1 and len(spans[0]) == 1 else 'rows'} {listed}" if listed else ""
+        unit = "row" if len(spans) == 1 and len(spans[0]) == 1 else "rows"
+        return f", {unit} {listed}" if listed else ""
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
         """Names of files known to be the same in size and ends only, of which times or addresses differ."""
-        if self.is_whole:
+        if all(entry.place is None for entry in self._entries):
             return []
         places = {entry.name: entry.place for entry in read_inventory(folder, digest) or ()}
         known = [entry for entry in self._entries if entry.place is not None and entry.name in places]
         return [entry.name for entry in known if places[entry.name] != entry.place]
 
 
-def read_inventory(folder: Path | None, digest: str) -> list[Entry] | None:
+def read_inventory(folder: Path | None, digest: str) -> list[_Entry] | None:
     """Read what was noted in a ledger's folder; None: it is not there, or damaged."""
     if folder is None:
         return None
     try:
         lines = _path(folder, digest).read_bytes().splitlines()
         values = [json.loads(line) for line in lines]
-        return [Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
+        return [_Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _differ(old: Entry, entry: Entry) -> bool:
+def _differ(old: _Entry, entry: _Entry) -> bool:
     """Whether both are known and not the same."""
     return None not in (old.parts, entry.parts) and old.parts != entry.parts
 

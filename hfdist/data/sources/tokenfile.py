@@ -13,8 +13,9 @@ reads tokens has the order of one that reads the text.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
+from hfdist.data.sources.base import BadRow, TokenRow, first_line, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.contents import MOST_BYTES, digests_of, read_contents
 from hfdist.data.storage.files import LocalFile
@@ -38,6 +39,8 @@ _MOST_ROWS_AT_ONCE = 1024
 _HELD_BYTES = 8 << 20
 _NPY_HEADER_BYTES = 128
 _NARROW_BYTES = 2
+_LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
+_WRITE_AGAIN = "delete the folder and run recipes/pretokenize.py again"
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,9 @@ class FileRecord:
     def origin(self, row: int) -> tuple[OriginShard, int]:
         """Give the shard and the row from which a document was made."""
         for origin in self.origins:
-            num_rows = sum(origin.runs)
-            if row < num_rows:
+            if row < sum(origin.runs):
                 return origin, row
-            row -= num_rows
+            row -= sum(origin.runs)
         raise IndexError(row)
 
 
@@ -89,12 +91,10 @@ class Meta:
 class TokenFileShard:
     """One token file. Memory-mapped on first use, in each process."""
 
-    def __init__(self, folder: Path, record: FileRecord, meta: Meta, tokenizer: SavedTokenizer) -> None:
-        """Check that the files are there, and as large as they must be.
-
-        Raises:
-            DataError: names the file.
-        """
+    def __init__(
+        self, folder: Path, record: FileRecord, meta: Meta, tokenizer: Callable[[], PreTrainedTokenizerBase]
+    ) -> None:
+        """Check that the files are there, and as large as they must be; `tokenizer` loads the one that made them."""
         self.name = record.name
         self.identity = record.digest
         self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
@@ -147,13 +147,17 @@ class TokenFileShard:
         return [TokenRow(tokens[start : start + length].astype(np.int32), digest) for start, length, digest in spans]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give texts: see `SavedTokenizer.decode`."""
-        return [self._tokenizer.decode(row.tokens) for row in self.read_tokens(rows)]
+        """Give texts, without the tokens that mark their ends.
 
-    def origin(self, row: int) -> tuple[str, str, int]:
-        """Tell the source, the shard and the row from which a document was made."""
-        origin, row = self._record.origin(row)
-        return origin.source, origin.shard, row
+        Raises:
+            DataError: the tokenizer cannot be loaded.
+        """
+        return [self._decode(row.tokens) for row in self.read_tokens(rows)]
+
+    def _decode(self, tokens: NDArray[np.int32]) -> str:
+        ids = np.where(tokens < 0, ~tokens, tokens)
+        # Those in its text were split, so that only the ends are special.
+        return str(self._tokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property
     def _tokens(self) -> NDArray[Any]:
@@ -168,7 +172,7 @@ class TokenFileShard:
     def _offsets(self) -> NDArray[np.int64]:
         offsets = _load(self._index_path, "<i8", self._record.rows + 1)
         if offsets[0] != 0 or offsets[-1] != self._record.tokens or (np.diff(offsets) < 0).any():
-            raise DataError("the index is damaged", where=str(self._index_path), hint=_WRITE_AGAIN)
+            raise _damaged(self._index_path, None, "the index")
         return offsets
 
     @cached_property
@@ -176,39 +180,12 @@ class TokenFileShard:
         return _load(self._digests_path, "<u8", self._record.rows)
 
 
-class SavedTokenizer:
-    """The tokenizer beside the token files, loaded when it is first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Give the text of a document, without the tokens that mark its ends.
-
-        Raises:
-            DataError: the tokenizer cannot be loaded.
-        """
-        # Those in its text were split, so that only the ends are special.
-        ids = np.where(tokens < 0, ~tokens, tokens)
-        return str(self._loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    @cached_property
-    def _loaded(self) -> PreTrainedTokenizerBase:
-        return load_saved(self._folder)
-
-
 def load_saved(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved in a folder. None of its code is run.
-
-    Raises:
-        DataError: it cannot be loaded.
-    """
+    """Load the tokenizer that is saved in a folder, without running code of it; a DataError where that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a parser raises on a damaged file
-        raise DataError(
-            "the saved tokenizer cannot be loaded", where=str(folder), found=str(error).split("\n")[0]
-        ) from error
+        raise DataError("the saved tokenizer cannot be loaded", where=str(folder), found=first_line(error)) from error
 
 
 def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileShard]:
@@ -225,11 +202,10 @@ def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileSha
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(
-            "there is no such folder of token files", where=key, found=path, hint="python recipes/pretokenize.py ..."
-        )
+        hint = "python recipes/pretokenize.py ..."
+        raise ConfigError("there is no such folder of token files", where=key, found=path, hint=hint)
     meta = read_meta(folder)
-    tokenizer = SavedTokenizer(folder / TOKENIZER)
+    tokenizer = functools.cache(lambda: load_saved(folder / TOKENIZER))
     shards = [TokenFileShard(folder, record, meta, tokenizer) for record in meta.files]
     files = [file for shard in shards for file in shard.files]
     if sum(file.size_bytes for file in files) <= MOST_BYTES:
@@ -275,23 +251,20 @@ def read_meta(folder: Path) -> Meta:
     """
     path = folder / META
     if not path.is_file():
-        raise DataError(
-            "the folder holds no token files, or they are not finished", where=str(path), found="nothing",
-            hint="the same recipes/pretokenize.py command again goes on where it stopped",
-        )  # fmt: skip
+        what = "the folder holds no token files, or they are not finished"
+        hint = "the same recipes/pretokenize.py command again goes on where it stopped"
+        raise DataError(what, where=str(path), found="nothing", hint=hint)
     if path.stat().st_size > _MOST_META_BYTES:
         raise DataError("the file is too large", where=str(path), allowed=f"{_MOST_META_BYTES} bytes")
     values = read_json(path)
     version = values.get("version") if isinstance(values, dict) else None
     if version != VERSION:
-        raise DataError(
-            "the token files are of another version", where=str(path), found=f"version {version}",
-            allowed=f"version {VERSION}", hint=_WRITE_AGAIN,
-        )  # fmt: skip
+        what, found, allowed = "the token files are of another version", f"version {version}", f"version {VERSION}"
+        raise DataError(what, where=str(path), found=found, allowed=allowed, hint=_WRITE_AGAIN)
     try:
         return _parse_meta(values)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError("the file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+        raise _damaged(path, str(error), "the file") from error
 
 
 def parse_record(values: Any, number: int) -> FileRecord:
@@ -340,10 +313,11 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        raise DataError("the file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+        raise _damaged(path, str(error), "the file") from error
 
 
-_WRITE_AGAIN = "delete the folder and run recipes/pretokenize.py again"
+def _damaged(path: Path, found: str | None, name: str = "a token file", allowed: str | None = None) -> DataError:
+    return DataError(f"{name} is damaged", where=str(path), found=found, allowed=allowed, hint=_WRITE_AGAIN)
 
 
 def _parse_meta(values: dict[str, Any]) -> Meta:
@@ -358,14 +332,11 @@ def _parse_meta(values: dict[str, Any]) -> Meta:
 
 def _check_size(path: Path, size_bytes: int) -> None:
     found = path.stat().st_size if path.is_file() else None
+    allowed = f"{size_bytes} bytes"
+    if found is None:
+        raise DataError("a token file is missing", where=str(path), allowed=allowed, hint=_WRITE_AGAIN)
     if found != size_bytes:
-        raise DataError(
-            "a token file is missing" if found is None else "a token file is damaged",
-            where=str(path),
-            found=None if found is None else f"{found} bytes",
-            allowed=f"{size_bytes} bytes",
-            hint=_WRITE_AGAIN,
-        )
+        raise _damaged(path, f"{found} bytes", allowed=allowed)
 
 
 def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
@@ -377,9 +348,7 @@ def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise DataError("a token file is damaged", where=str(path), found=str(error), hint=_WRITE_AGAIN) from error
+        raise _damaged(path, str(error)) from error
     if array.dtype != np.dtype(dtype) or array.shape != (length,):
-        raise DataError(
-            "a token file is damaged", where=str(path), found=f"{array.dtype}, shape {array.shape}", hint=_WRITE_AGAIN
-        )
+        raise _damaged(path, f"{array.dtype}, shape {array.shape}")
     return np.asarray(array)

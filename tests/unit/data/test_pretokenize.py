@@ -111,7 +111,11 @@ def test_rows_are_given_as_asked_and_know_where_they_come_from(made):
     assert [row.tokens.tolist() for row in large.read_tokens(asked)] == [every[n].tokens.tolist() for n in asked]
     assert large.read(asked) == corpus()[0][1].read(asked)
     assert shared.read([31, 0, 30]) == all_texts(corpus())[500:][31:32] + all_texts(corpus())[500::30][:2]
-    assert [shared.origin(n) for n in (0, 30, 31)] == [("a", "small", 0), ("a", "small", 30), ("b", "small", 0)]
+    assert [(origin.source, origin.shard, row) for origin, row in map(shared._record.origin, (0, 30, 31))] == [
+        ("a", "small", 0),
+        ("a", "small", 30),
+        ("b", "small", 0),
+    ]
     assert shared.identity != large.identity
 
 

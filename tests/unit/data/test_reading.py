@@ -39,12 +39,6 @@ from tests.unit.data.corpora import (
 )
 
 
-@pytest.fixture
-def folders(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
-
-
 def numbered(folder, num_rows, *, row_group_size, size=1):
     """A parquet file whose row n is the text `n.` repeated."""
     rows = [f"{n}." * size for n in range(num_rows)]
@@ -193,7 +187,7 @@ class TestBarrenLanes:
         data, cache = folders
         for number in range(4):
             row = '{"text": 7}' if number == 1 else f'{{"text": "good {number}"}}'
-            (data / f"{number}.jsonl").write_text(f"{row}\n" * 5000)
+            (data / f"{number}.jsonl").write_text(f"{row}\n" * 1500)
         return files_config(str(data), cache, lanes=1, eval_fraction=0, on_bad_rows=BadRows.skip)
 
     @pytest.fixture
@@ -203,12 +197,12 @@ class TestBarrenLanes:
         return TokenStream(open_corpus(config), tokenizer(), config)
 
     def test_a_lane_in_a_bad_shard_goes_on_with_others(self, stream):
-        assert sum(1 for _ in itertools.islice(stream, 6000)) == 6000
+        assert sum(1 for _ in itertools.islice(stream, 2000)) == 2000
 
     def test_a_limit_ends_it_like_the_others(self, config, stream):
         config.sources["files"].epochs = 1
         stream = TokenStream(open_corpus(config), tokenizer(), config)
-        assert sum(1 for _ in stream) > 1000
+        assert sum(1 for _ in stream) > 300
         assert stream.has_ended
 
     @pytest.mark.parametrize("taken_out", [False, True])

@@ -25,12 +25,6 @@ from tests.unit.data.corpora import (
 )
 
 
-@pytest.fixture
-def folders(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
-
-
 @pytest.mark.parametrize("kind", WRITERS)
 def test_every_kind_of_file_gives_the_same_documents(folders, kind):
     data, cache = folders

@@ -30,12 +30,6 @@ def unpacked_files(cache):
     return list(cache.glob("files/*"))
 
 
-@pytest.fixture
-def folders(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
-
-
 def stream_bytes(table=TABLE):
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, table.schema) as writer:

@@ -15,12 +15,6 @@ from tests.unit.data.corpora import WRITERS, open_shards, read_all, texts
 from tests.unit.data.servers import Slow
 
 
-@pytest.fixture
-def folders(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
-
-
 def serve(web, folder):
     """Put the files of a folder behind the server; give the URL of theirs."""
     web.files |= {f"/texts/{path.name}": path.read_bytes() for path in folder.iterdir()}

@@ -17,10 +17,23 @@ from hfdist.errors import DataError
 from tests.unit.data.corpora import open_shards, read_all
 
 
-@pytest.fixture
-def folders(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
+def shards_of(table, suffix, folders, **options):
+    """A table as the only file, or as a dataset in memory."""
+    data, cache = folders
+    if suffix == "dataset":
+        return [DatasetShard("given", Dataset(table), RowReader("text"))]
+    write_table(table, data / f"a.{suffix}", **options)
+    return open_shards(str(data), cache)
+
+
+def write_table(table, path, *, max_chunksize=None):
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix in (".arrow", ".feather"):
+        with (ipc.new_stream if path.suffix == ".arrow" else ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=max_chunksize)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
 
 
 def read_one(folders):
@@ -63,42 +76,18 @@ def test_half_a_surrogate_pair_and_a_byte_order_mark_are_taken(folders):
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "dataset"])
 def test_null_and_a_row_that_is_too_large(folders, monkeypatch, suffix):
     monkeypatch.setattr(base, "MOST_ROW_BYTES", 100)
-    data, cache = folders
     table = pa.table({"text": ["a", None, "x" * 101, "z"]})
-    if suffix == "parquet":
-        pq.write_table(table, data / "a.parquet")
-    elif suffix == "arrow":
-        with ipc.new_stream(data / "a.arrow", table.schema) as writer:
-            writer.write_table(table)
-    else:
-        (data / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-    shards = (
-        [DatasetShard("given", Dataset(table), RowReader("text"))]
-        if suffix == "dataset"
-        else open_shards(str(data), cache)
-    )
-    first, null, large, last = read_all(shards)
+    first, null, large, last = read_all(shards_of(table, suffix, folders))
     assert (first, last) == ("a", "z")
     assert (null.error.what, null.error.found) == ("the text column holds no text", "null")
     assert large.error.what == "the row is too large"
     assert ", row 2" in large.error.where
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "dataset"])
+@pytest.mark.parametrize("suffix", ["parquet", "feather", "dataset"])
 def test_bytes_that_are_no_text_spoil_only_their_row(folders, suffix):
-    data, cache = folders
     table = pa.table({"text": pa.array([b"fine"] * 30 + [b"ab\xff\xfe", b"too"]).view(pa.string())})
-    if suffix == "parquet":
-        pq.write_table(table, data / "a.parquet")
-    else:
-        with ipc.new_file(data / "a.arrow", table.schema) as writer:
-            writer.write_table(table, max_chunksize=8)
-    shards = (
-        [DatasetShard("given", Dataset(table), RowReader("text"))]
-        if suffix == "dataset"
-        else open_shards(str(data), cache)
-    )
-    *fine, bad, last = read_all(shards)
+    *fine, bad, last = read_all(shards_of(table, suffix, folders, max_chunksize=8))
     assert (fine, last) == (["fine"] * 30, "too")
     assert bad.error.what == "not UTF-8"
     assert ", row 30, byte 2 of the text" in bad.error.where
@@ -144,11 +133,8 @@ class TestDamage:
     @pytest.mark.parametrize("suffix", ["arrow", "feather"])
     def test_an_arrow_batch_whose_offsets_point_elsewhere(self, folders, suffix):
         data, cache = folders
-        table = pa.table({"text": [f"text {n}" for n in range(30)]})
-        write = ipc.new_stream if suffix == "arrow" else ipc.new_file
-        with write(data / f"a.{suffix}", table.schema) as writer:
-            writer.write_table(table, max_chunksize=10)
         path = data / f"a.{suffix}"
+        write_table(pa.table({"text": [f"text {n}" for n in range(30)]}), path, max_chunksize=10)
         content = path.read_bytes()
         offset = content.index((7).to_bytes(4, "little") + (14).to_bytes(4, "little"))
         path.write_bytes(content[:offset] + (1 << 30).to_bytes(4, "little") + content[offset + 4 :])
@@ -161,18 +147,7 @@ class TestDamage:
 def test_a_file_that_changes_during_the_run_stops_it_whatever_the_policy(folders, kind):
     data, cache = folders
     path = data / f"a.{kind}"
-    table = pa.table({"text": [f"row {n}" for n in range(50)]})
-
-    def write():
-        if kind == "parquet":
-            pq.write_table(table, path)
-        elif kind == "arrow":
-            with ipc.new_stream(path, table.schema) as writer:
-                writer.write_table(table)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-
-    write()
+    write_table(pa.table({"text": [f"row {n}" for n in range(50)]}), path)
     (shard,) = open_shards(str(data), cache, on_bad_rows="skip")
     assert isinstance(shard.read([0])[0], str)
     path.write_bytes(path.read_bytes()[:-20])
