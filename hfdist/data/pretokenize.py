@@ -404,10 +404,10 @@ class _Chunks(Dataset[Any]):
         if (info := get_worker_info()) is not None:
             self._vitals.note(info.id)
         try:
-            found, digests = shard.read(rows), list[int]()
+            found, digests = iter(shard.read(rows)), list[int]()
             made: list[NDArray[np.int32] | BadRow] = []
-            for start in range(0, len(found), _ENCODED_ROWS):
-                texts = found[start : start + _ENCODED_ROWS]
+            for start in range(0, len(rows), _ENCODED_ROWS):
+                texts = list(islice(found, _ENCODED_ROWS))
                 digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
                 made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
         except HfdistError as error:

@@ -77,11 +77,7 @@ class Corpus:
         """For this machine's caches: also changes with any file's time of change, or another version of it."""
 
     def text(self, document: int) -> str:
-        """Give a document.
-
-        Raises:
-            DataError: it cannot be read; names the file and the row.
-        """
+        """Give a document; DataError, with the file and the row, where it cannot be read."""
         shard, first_document = self.shard_of(document)
         (text,) = shard.read([document - first_document])
         if isinstance(text, BadRow):

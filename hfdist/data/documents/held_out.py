@@ -131,10 +131,7 @@ class Example:
 def take_examples(held_out: Any, num_examples: int) -> list[Example]:
     """Give the first examples of a held-out set; of several sources about equally many of each.
 
-    Args:
-        held_out: items of `input_ids` and `labels`, and of `position_ids` where items hold several documents; each of
-            shape [tokens].
-        num_examples: at the most.
+    Items have `input_ids` and `labels` of shape [tokens], and `position_ids` where they hold several documents.
     """
     parts = list(held_out.parts.values()) if isinstance(held_out, HeldOutSources) else [held_out]
     shares = [num_examples // len(parts) + (place < num_examples % len(parts)) for place in range(len(parts))]

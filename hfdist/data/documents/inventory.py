@@ -48,11 +48,7 @@ class _Entry:
 
 
 class Inventory:
-    """All shards of a corpus.
-
-    Args:
-        shards: with the names of their sources, in canonical order.
-    """
+    """All shards of a corpus, with the names of their sources, in canonical order."""
 
     def __init__(self, shards: Sequence[tuple[str, Shard]]) -> None:
         self._shards = {f"{source}:{shard.name}": shard for source, shard in shards}

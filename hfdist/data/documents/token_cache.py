@@ -71,12 +71,7 @@ class TokenCache:
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Open nothing yet.
-
-        Args:
-            path: of the file; those with a suffix behind are its own too.
-            max_bytes: size of the file at the most; 0 keeps nothing.
-        """
+        """Open nothing yet. `max_bytes` bounds the file at `path` and its companions with a suffix; 0 keeps nothing."""
         self._path, self._max_bytes = path, max_bytes
         self._may_read = self._may_write = max_bytes > 0
         self._began = int(time.time())
@@ -86,12 +81,7 @@ class TokenCache:
         os.register_at_fork(before=lambda: (method := close()) and method())
 
     def get(self, shard: str, rows: Sequence[int]) -> dict[int, TokenRow]:
-        """Give those of the rows that are kept; token arrays are views of one.
-
-        Args:
-            shard: its `shard_key`.
-            rows: their numbers, in any order.
-        """
+        """Give those of the rows that are kept, by number; their token arrays are views of one."""
         found: list[_Columns] = []
         if self._may_read and rows:
             with self._guard(writes=False):
@@ -99,12 +89,7 @@ class TokenCache:
         return _decode(found)
 
     def put(self, shard: str, rows: Mapping[int, TokenRow]) -> None:
-        """Keep rows of a shard, all or, when there is no room, none.
-
-        Args:
-            shard: its `shard_key`.
-            rows: by number.
-        """
+        """Keep rows of a shard by number: all or, when there is no room, none."""
         if not self._may_write or not rows:
             return
         encoded = _encode(rows)
@@ -122,11 +107,7 @@ class TokenCache:
             self._connection = None
 
     def _find(self, shard: str, rows: Sequence[int]) -> list[_Columns]:
-        """Those of the rows that are kept.
-
-        Raises:
-            sqlite3.DatabaseError: a row is not as it was written, among others.
-        """
+        """Those of the rows that are kept; sqlite3.DatabaseError where one is not as it was written."""
         connection = self._connect()
         known = connection.execute("SELECT id, used FROM shards WHERE key = ?", (shard,)).fetchone()
         if known is None:
@@ -215,12 +196,9 @@ class TokenCache:
         return self._connection
 
     def _place(self) -> Path:
-        """The file, or the one that takes its place where it is damaged.
+        """The file, or the one that takes its place where it is damaged; OSError where many are: the disk is at fault.
 
         A damaged one is marked, not moved: others may have it open, and SQLite goes by names when it tidies up.
-
-        Raises:
-            OSError: there are many, so the disk must be at fault.
         """
         for path in (self._path, *(Path(f"{self._path}.{number}") for number in range(2, _MOST_FILES + 1))):
             if not _mark(path).exists():
@@ -249,11 +227,7 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Make the tables where the file is new.
-
-    Raises:
-        sqlite3.DatabaseError: it is something else.
-    """
+    """Make the tables where the file is new; sqlite3.DatabaseError where it is something else."""
     connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()

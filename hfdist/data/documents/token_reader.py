@@ -29,15 +29,7 @@ _NOTHING = np.empty(0, dtype=np.int32)
 
 
 class Documents:
-    """Reads documents of a corpus, in any order.
-
-    Args:
-        corpus: the documents.
-        encoders: of the run's tokenizer.
-        cache: of tokens.
-        config: `data.*`.
-        held_out: give the held-out documents, and pass over the others.
-    """
+    """Reads documents of a corpus in any order: the training documents, or with `held_out` the others."""
 
     def __init__(
         self, corpus: Corpus, encoders: Encoders, cache: TokenCache, config: DataConfig, *, held_out: bool = False

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc
 
 from hfdist.data.sources.base import BadRow, FileShard, damage, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, one_array, texts_at
+from hfdist.data.sources.columns import check_schema, made, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
@@ -40,7 +40,8 @@ class ArrowShard(FileShard):
                 found = _batch_at(int(self._starts[batch]), source, reader)
                 checked = pa.RecordBatch.from_arrays([_checked(column) for column in found.columns], found.schema.names)
                 places = [row - first for row in rows]
-                texts = list(texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url))
+                read = texts_at(one_array(checked, self._rows), places, rows, self._rows, where=self._file.url)
+                texts = [made(text) for text in read]
         except (pa.ArrowException, OSError, EOFError, StopIteration, IndexError) as error:
             where = f"{self._file.url}, record batch {batch}"
             texts = [BadRow(damage("the file is damaged", error, where=where))] * len(rows)

@@ -7,7 +7,7 @@ import difflib
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,8 +79,8 @@ class Shard(Protocol):
     def place(self) -> tuple[str, str] | None:
         """Address and version of the file, which may tell of a change that nothing else does; None: all is compared."""
 
-    def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
-        """Give the texts of some rows of one run, in the order asked for; look at each once, it may be made then.
+    def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
+        """Give the texts of some rows of one run, in the order asked for; each may be made only when it is taken.
 
         Raises:
             DataError: the file has changed since it was opened, or cannot be read at all.
@@ -127,12 +127,9 @@ class FileShard:
         return np.cumsum(np.array(self.runs, dtype=np.int64))
 
     def _cached_index(self, cache_dir: Path, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Give what `make` finds in the file, from the cache where it is there; so are its complaints.
+        """Give what `make` finds in the file, or raises as ContentError, from the cache where it is there.
 
         A second start needs no look at the file, which may have to be fetched from far away.
-
-        Raises:
-            ContentError: what `make` raised, now or earlier.
         """
         # Identity alone is of the ends of a file, so that another version is another entry.
         key = hashlib.blake2b(self.local_identity.encode(), digest_size=16).hexdigest()
@@ -209,11 +206,7 @@ def decode_text(data: bytes | memoryview, *, where: str, first_byte: int = 0, er
 
 
 def damage(what: str, error: Exception, *, where: str) -> ContentError:
-    """Say what a library found wrong with a file.
-
-    Raises:
-        DataError, ResourceError: the network, or this machine, could not read it; what it holds is not known.
-    """
+    """Say what a library found wrong with a file; raise what the network or this machine is to blame for."""
     if isinstance(error.__cause__, DataError):
         raise error.__cause__
     if isinstance(error, MemoryError):

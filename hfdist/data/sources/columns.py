@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +20,7 @@ _VALUE_BYTES = 8
 
 
 def check_schema(schema: pa.Schema, rows: RowReader, *, where: str) -> list[str]:
-    """Give the columns that are read, in the order of the file.
-
-    Raises:
-        ContentError: they are not there, or the one of plain text holds no text.
-    """
+    """Give the columns that are read, in the order of the file; ContentError where none are there, or none of text."""
     columns = rows.columns(schema.names, where=where)
     if not rows.gives_examples:
         kind = schema.field(rows.text).type
@@ -43,84 +39,35 @@ def one_array(batch: pa.RecordBatch, rows: RowReader) -> pa.Array:
     return batch.to_struct_array() if rows.gives_examples else batch.column(0)
 
 
+Lazy = str | BadRow | Callable[[], str | BadRow]
+"""A text, or what makes it: examples are made one by one, as a thousand that share one value are large as texts."""
+
+
+def made(text: Lazy) -> str | BadRow:
+    """Give the text itself."""
+    return text() if callable(text) else text
+
+
 def texts_at(
     column: pa.Array, places: Sequence[int], numbers: Sequence[int], rows: RowReader, *, where: str
-) -> Sequence[str | BadRow]:
-    """Decode some values of `one_array`, which are rows of those numbers of what `where` names.
-
-    Examples are decoded each time that they are asked for, one by one: a thousand that share one value are small here
-    and a thousand times as large as texts.
-    """
-    if rows.gives_examples:
-        return _Examples(column.take(pa.array(places, pa.int64())), numbers, rows, where)
-    return _plain_texts(column, places, numbers, where)
-
-
-class _Texts(Sequence[str | BadRow], ABC):
-    """Texts that are made when they are looked at."""
-
-    @overload
-    def __getitem__(self, index: int) -> str | BadRow: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str | BadRow]: ...
-
-    def __getitem__(self, index: int | slice) -> str | BadRow | list[str | BadRow]:
-        if isinstance(index, slice):
-            return [self._make(place) for place in range(*index.indices(len(self)))]
-        return self._make(range(len(self))[index])
-
-    @abstractmethod
-    def _make(self, place: int) -> str | BadRow: ...
+) -> Sequence[Lazy]:
+    """Decode some values of `one_array`, which are rows of those numbers of what `where` names."""
+    if not rows.gives_examples:
+        return _plain_texts(column, places, numbers, where)
+    taken = column.take(pa.array(places, pa.int64()))
+    sizes = _decoded_bytes(taken).tolist()
+    return [
+        partial(_example, taken, place, sizes[place], rows, f"{where}, row {number}")
+        for place, number in enumerate(numbers)
+    ]
 
 
-Pick = tuple[Sequence[str | BadRow], int]
-"""Some texts, and which of them is meant."""
-
-
-class Picked(_Texts):
-    """Texts from among others.
-
-    Args:
-        picks: in order.
-    """
-
-    def __init__(self, picks: Sequence[Pick]) -> None:
-        self._picks = picks
-
-    def __len__(self) -> int:
-        return len(self._picks)
-
-    def _make(self, place: int) -> str | BadRow:
-        texts, number = self._picks[place]
-        return texts[number]
-
-
-class _Examples(_Texts):
-    """Rows as examples.
-
-    Args:
-        column: of `one_array`.
-        numbers: of its rows.
-        rows: what is read of them.
-        where: the file.
-    """
-
-    def __init__(self, column: pa.Array, numbers: Sequence[int], rows: RowReader, where: str) -> None:
-        self._column, self._numbers, self._rows, self._where = column, numbers, rows, where
-        self._sizes = _decoded_bytes(column)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def _make(self, place: int) -> str | BadRow:
-        where = f"{self._where}, row {self._numbers[place]}"
-        return check_size(int(self._sizes[place]), where=where) or _example(self._column[place], self._rows, where)
-
-
-def _example(value: pa.StructScalar, rows: RowReader, where: str) -> str | BadRow:
+def _example(column: pa.Array, place: int, size_bytes: int, rows: RowReader, where: str) -> str | BadRow:
+    too_large = check_size(size_bytes, where=where)
+    if too_large is not None:
+        return too_large
     try:
-        row = value.as_py()
+        row = column[place].as_py()
     # Nested values are decoded by Arrow, which says no more than that.
     except (ValueError, OverflowError) as error:
         return BadRow(ContentError(f"the row cannot be decoded: {first_line(error)}", where=where))
@@ -156,13 +103,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain_texts(column: pa.Array, places: Sequence[int], rows: Sequence[int], where: str) -> list[str | BadRow]:
+def _plain_texts(column: pa.Array, places: Sequence[int], rows: Sequence[int], where: str) -> list[Lazy]:
     values, keys = column, places
     if isinstance(column, pa.DictionaryArray):
         # A thousand rows may share one value of many megabytes: it is decoded once.
         values, keys = column.dictionary, column.indices.take(pa.array(places, pa.int64())).to_pylist()
     shared: dict[int | None, str] = {}
-    texts: list[str | BadRow] = []
+    texts: list[Lazy] = []
     for row, key in zip(rows, keys, strict=True):
         text = shared.get(key) or _text(None if key is None else values[key], f"{where}, row {row}")
         if isinstance(text, str):

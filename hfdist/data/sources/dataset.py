@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from hfdist.config.data import RowFormat, SourceConfig
 from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, damage, first_line, rows_held_at_once
-from hfdist.data.sources.columns import check_schema, hash_table, one_array, texts_at
+from hfdist.data.sources.columns import check_schema, hash_table, made, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.contents import MOST_BYTES, Contents, cached_contents, digests_of, part_rows
 from hfdist.data.storage.files import LocalFile
@@ -29,16 +29,13 @@ class DatasetShard:
     """The rows of a dataset, in memory or memory-mapped."""
 
     def __init__(self, name: str, dataset: Dataset, rows: RowReader, cache_dir: Path | None = None) -> None:
-        """Check the columns.
+        """Check the columns; ContentError where they do not fit. Without `cache_dir`, `contents` are hashed each time.
 
         Args:
             name: of the shard, and of the place in messages.
             dataset: of known length, not a stream.
             rows: what is read of it.
-            cache_dir: of this machine's caches; None: `contents` are hashed each time.
-
-        Raises:
-            ContentError: there are no such columns, or the one of plain text holds no text.
+            cache_dir: of this machine's caches.
         """
         columns = check_schema(dataset.features.arrow_schema, rows, where=name)
         self.name = name
@@ -84,19 +81,14 @@ class DatasetShard:
             (batch,) = self._rows[list(rows)].combine_chunks().to_batches()
         except (pa.ArrowException, OSError) as error:
             return [BadRow(damage("the dataset is damaged", error, where=self.name))] * len(rows)
-        return list(texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name))
+        read = texts_at(one_array(batch, self._reader), range(len(rows)), rows, self._reader, where=self.name)
+        return [made(text) for text in read]
 
 
 def open_hub(
     key: str, config: SourceConfig, default: RowFormat = RowFormat.text, *, cache_dir: Path | None = None
 ) -> DatasetShard:
-    """Open one split.
-
-    Args:
-        key: of its path in the config, to name in messages.
-        config: of the source.
-        default: format of its rows where the source names none.
-        cache_dir: as of `DatasetShard`.
+    """Open one split of the dataset that `config` names; `key` stands for its path in messages.
 
     Raises:
         ConfigError: no such dataset or split.

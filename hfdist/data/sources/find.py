@@ -29,13 +29,7 @@ SUFFIXES = (".parquet", ".arrow", ".feather", ".jsonl", ".jsonl.gz", ".jsonl.zst
 
 
 def find_shards(name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources") -> Sequence[Shard]:
-    """Open the shards of the source `name`. `data.on_bad_rows` says what becomes of files that cannot be read.
-
-    Args:
-        name: of the source.
-        data: `data.*`.
-        cache_dir: for remote files.
-        section: of the config, to name in messages.
+    """Open the shards of the source `name`; `section` of the config holds it. Bad files are left out or refused.
 
     Raises:
         ConfigError: the config names something that does not exist.

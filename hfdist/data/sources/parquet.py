@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hfdist.data.sources.base import BadRow, ContentError, FileShard, damage, expands_too_much, rows_held_at_once
-from hfdist.data.sources.columns import Pick, Picked, check_schema, one_array, texts_at
+from hfdist.data.sources.columns import Lazy, check_schema, made, one_array, texts_at
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.files import DataFile
 
@@ -80,21 +80,21 @@ class ParquetShard(FileShard):
         self._decoded_bytes = [in_memory for _, in_memory in group_bytes]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
-    def read(self, rows: Sequence[int]) -> Sequence[str | BadRow]:
-        """Give the texts of rows; all in one row group. Examples are decoded when they are looked at: see `texts_at`.
+    def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
+        """Give the texts of rows; all in one row group. Examples are decoded one by one, as they are taken.
 
         Behind a damaged place of a row group all rows are bad, those before it are not, whatever is asked together.
         """
         group, first = self._run_of(rows[0])
         with self._file.local() as path:
             texts, missing = self._decode_rows(path, group, first, sorted(rows))
-        found = Picked([texts.get(row, ([missing], 0)) for row in rows])
+        found = (made(texts.get(row, missing)) for row in rows)
         return found if self.gives_examples else list(found)
 
-    def _decode_rows(self, path: Path, group: int, first: int, rows: list[int]) -> tuple[dict[int, Pick], BadRow]:
+    def _decode_rows(self, path: Path, group: int, first: int, rows: list[int]) -> tuple[dict[int, Lazy], BadRow]:
         """Decode in the order of the file; also give what stands for rows that are not in the result."""
         wanted = np.array(rows, dtype=np.int64) - first
-        texts: dict[int, Pick] = {}
+        texts: dict[int, Lazy] = {}
         start, where = 0, f"{self._file.url}, row group {group}"
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
@@ -102,7 +102,7 @@ class ParquetShard(FileShard):
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 found = (inside + first + start).tolist()
                 read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
-                texts.update((row, (read, place)) for place, row in enumerate(found))
+                texts.update(zip(found, read, strict=True))
                 start += len(column)
                 if start > wanted[-1]:
                     break

@@ -214,13 +214,7 @@ _FORMS: Mapping[RowFormat, _Form] = {
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of one source.
-
-    Args:
-        text: the column of plain text.
-        format: what rows hold.
-        section: of the config, that names the source; for messages.
-    """
+    """Reads the rows of one source: `text` is the column of plain text, `section` of the config is for messages."""
 
     text: str
     format: RowFormat = RowFormat.text
@@ -242,11 +236,7 @@ class RowReader:
         return json.dumps([self.format.value, self.text]) if self.gives_examples else self.text
 
     def columns(self, present: Sequence[str], *, where: str) -> list[str]:
-        """Give those of the columns that are read.
-
-        Raises:
-            ContentError: they fit no format that is allowed.
-        """
+        """Give those of the columns that are read; ContentError where they fit no format that is allowed."""
         if not self.gives_examples:
             if self.text not in present:
                 raise missing_column(self.text, present, where=where, section=self.section)
@@ -258,12 +248,7 @@ class RowReader:
         return [name for name in present if name in wanted]
 
     def read(self, row: Mapping[str, Any], *, where: str) -> str | BadRow:
-        """Give a row as text.
-
-        Args:
-            row: its columns, as JSON has them.
-            where: the file and the row.
-        """
+        """Give a row, with its columns as JSON has them, as text; `where` names the file and the row."""
         if not self.gives_examples:
             if self.text not in row:
                 return BadRow(missing_column(self.text, list(row), where=where, section=self.section))

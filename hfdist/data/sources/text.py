@@ -202,9 +202,7 @@ def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
 def _open_unpacked(file: DataFile, codec: str | None) -> Iterator[io.BufferedReader]:
     """Open a file for reading from its start on, unpacked where there is a codec.
 
-    Raises:
-        DataError: it cannot be fetched, or has changed. Reading raises ContentError where it is damaged, cut off, or
-            becomes far more than text does.
+    Reading raises ContentError where it is damaged, cut off, or becomes far more than text does.
     """
     with file.local() as path:
         if codec is None:

@@ -147,11 +147,7 @@ class TokenFileShard:
         return [TokenRow(tokens[start : start + length].astype(np.int32), digest) for start, length, digest in spans]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give texts, without the tokens that mark their ends.
-
-        Raises:
-            DataError: the tokenizer cannot be loaded.
-        """
+        """Give texts, without the tokens that mark their ends; DataError where the tokenizer cannot be loaded."""
         return [self._decode(row.tokens) for row in self.read_tokens(rows)]
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
@@ -189,12 +185,7 @@ def load_saved(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileShard]:
-    """Open the token files of a folder, in order, all checked.
-
-    Args:
-        path: the folder.
-        key: of the config, which names it.
-        cache_dir: of this machine's caches.
+    """Open the token files of a folder, in order, all checked; `key` of the config names it.
 
     Raises:
         ConfigError: it is no folder of token files.
@@ -214,7 +205,7 @@ def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileSha
 
 
 def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
-    """Check that token files were made with the tokenizer of a run, and examples in them as the run would make them.
+    """Check that the token files in `path` hold what the tokenizer and the chat template of a run would make.
 
     Args:
         path: their folder.
@@ -222,8 +213,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
         examples_digest: of all that decides the tokens and targets of an example.
 
     Raises:
-        ConfigError: with another one, or another `data.chat`.
-        DataError: see `open_token_shards`.
+        ConfigError: another tokenizer, or another `data.chat`.
     """
     meta = read_meta(Path(path).expanduser())
     made_with = meta.tokenizer_digest
@@ -244,11 +234,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read and check meta.json.
-
-    Raises:
-        DataError: it is missing, damaged, or of another version.
-    """
+    """Read and check meta.json; DataError where it is missing, damaged, or of another version."""
     path = folder / META
     if not path.is_file():
         what = "the folder holds no token files, or they are not finished"
@@ -268,11 +254,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def parse_record(values: Any, number: int) -> FileRecord:
-    """Make the record of the token file `number` from JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not one.
-    """
+    """Make the record of the token file `number` from JSON; KeyError, TypeError or ValueError where it is none."""
     origins = [OriginShard(**origin) for origin in values["origins"]]
     record = FileRecord(**{**values, "origins": origins})
     # Made here and compared: a name from a file never becomes a path.
@@ -305,11 +287,7 @@ def sizes_of(record: FileRecord, dtype: str) -> tuple[int, int, int]:
 
 
 def read_json(path: Path) -> Any:
-    """Read a small file of ours.
-
-    Raises:
-        DataError: it is not JSON.
-    """
+    """Read a small file of ours; DataError where it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -340,11 +318,7 @@ def _check_size(path: Path, size_bytes: int) -> None:
 
 
 def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
-    """Map an array of a known shape.
-
-    Raises:
-        DataError: it is another one.
-    """
+    """Map an array of a known shape; DataError where it is another one."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:

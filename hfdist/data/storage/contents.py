@@ -52,14 +52,8 @@ def is_in_identity(file: DataFile) -> bool:
 def read_contents(files: Sequence[DataFile], folder: Path) -> None:
     """Set `contents` of files, several at once; not of remote ones whose identity is of all that they hold.
 
-    What was found of a large file is kept on this machine under its `key`, so that a second start reads nothing.
-
-    Args:
-        files: local, or such as are fetched whole at a start anyway.
-        folder: of this machine's caches.
-
-    Raises:
-        DataError: one cannot be read, or has changed since it was found.
+    The files are local, or fetched whole at a start anyway. What was found of a large one is kept on this machine under
+    its `key`, so that a second start reads nothing. DataError where one cannot be read, or has changed.
     """
 
     def read(file: DataFile) -> Contents:
@@ -74,14 +68,7 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
 
 
 def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
-    """Give what `make` gives, from the cache where it is there.
-
-    Args:
-        key: a file name; changes with what `make` reads.
-        folder: of this machine's caches.
-        make: reads it all.
-        changed_ns: when that was changed last; what was changed just now is not kept.
-    """
+    """Give what `make` gives, from the cache under `key` where it is there; what was changed just now is not kept."""
     is_old = time.time_ns() - changed_ns > _RECENT_NS
     return cached_array(folder / "contents" / f"{key}.npy", make, keep=is_old)
 

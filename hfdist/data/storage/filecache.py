@@ -37,13 +37,7 @@ class Fetchable(Protocol):
 
 
 class FileCache:
-    """One folder of copies.
-
-    Args:
-        folder: on a disk of this machine.
-        max_bytes: for all copies together; more only while all of them are read at once.
-        network: how remote stores are asked.
-    """
+    """A folder of copies on a disk of this machine, of at most `max_bytes` unless more are read at once."""
 
     def __init__(self, folder: Path, max_bytes: int, network: Network | None = None) -> None:
         self.folder = folder

@@ -122,11 +122,7 @@ class LocalFile(DataFile):
 class RemoteFile(DataFile):
     """A file behind a network, read in ranges, or fetched as a whole into the cache of this machine.
 
-    Args:
-        address: the whole URL, with its query.
-        name: path relative to the source.
-        details: as found.
-        cache: keeps it, and holds the connections.
+    `address` is the whole URL with its query, and `cache` holds the connections, too.
     """
 
     def __init__(self, address: str, name: str, details: Details, cache: FileCache) -> None:
@@ -152,12 +148,7 @@ class RemoteFile(DataFile):
             raise _changed(self)
 
     def fetch_into(self, file: BinaryIO) -> None:
-        """Write the whole content from the start of `file` on.
-
-        Raises:
-            DataError: no answer, or the file has changed.
-            OSError: the disk.
-        """
+        """Write the whole content from the start of `file` on; DataError where it has changed or is out of reach."""
         self.check_unchanged()
         try:
             for start in range(0, self.size_bytes, _FETCHED_BYTES):
@@ -168,11 +159,7 @@ class RemoteFile(DataFile):
         self.check_unchanged()
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Read the bytes from `start` to before `stop`; from a fetched copy where the server has no ranges.
-
-        Raises:
-            DataError: no answer, or the file has changed.
-        """
+        """Read the bytes from `start` to before `stop`; from a fetched copy where the server has no ranges."""
         try:
             return self._read_range(start, stop)
         except RangeError:
@@ -238,9 +225,7 @@ def identify(file: DataFile, column: str) -> str:
 
     It is the same for a copy on another machine: times are not part of it. What lies between the ends is for
     `contents.py`. That of a remote file is kept under its address and version, so that the next run asks nothing.
-
-    Raises:
-        DataError: it cannot be read.
+    DataError where it cannot be read.
     """
     if not isinstance(file, RemoteFile):
         return _digest(file, file.open, column)

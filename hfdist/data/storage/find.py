@@ -26,17 +26,11 @@ _DEEPEST_FOLDER = 16
 def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCache) -> list[DataFile]:
     """Find what `path` names: a file, a folder with all below it, or a glob; here, or at a URL.
 
-    Names are relative to the folder, or to the part of a glob without wildcards, so that a corpus may move; those
-    below a hidden folder are left out. Links are followed, as the file system does.
-
-    Args:
-        path: a local path or a URL.
-        key: the config key that holds it, for messages.
-        suffixes: of the kinds of files that can be read; the others in a folder are left out.
-        cache: for remote files.
+    Names are relative to the folder, or to the part of a glob without wildcards, so that a corpus may move. Links are
+    followed, as the file system does. Hidden folders, and files in a folder without one of the suffixes, are left out.
 
     Raises:
-        ConfigError: no such file, a kind that cannot be read, an address with a secret.
+        ConfigError: for `key`: no such file, a kind that cannot be read, an address with a secret.
         DataError: the store does not answer.
     """
     scheme = scheme_of(path)

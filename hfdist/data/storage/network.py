@@ -95,11 +95,7 @@ class Network:
     _opened: dict[tuple[int, str], AbstractFileSystem] = field(default_factory=dict, repr=False, compare=False)
 
     def ask(self, address: str, question: Callable[[AbstractFileSystem], T]) -> T:
-        """Put a question to the file system that `address` names, with retries; what it had listed is forgotten.
-
-        Raises:
-            DataError: no answer.
-        """
+        """Put a question to the file system that `address` names, with retries and without its listings of before."""
 
         def ask_once() -> T:
             store = self._store(address)
@@ -109,11 +105,7 @@ class Network:
         return self.retries.run(ask_once, address)
 
     def details(self, address: str) -> Details:
-        """Ask for size and version.
-
-        Raises:
-            DataError: no answer, or one without a size.
-        """
+        """Ask for size and version; DataError where there is no answer, or one without a size."""
         return details_in(self.ask(address, lambda store: store.info(address)), address)
 
     def read_range(self, address: str, start: int, stop: int, size_bytes: int) -> bytes:
@@ -150,11 +142,7 @@ class Network:
 
 
 def details_in(info: dict[str, Any], address: str) -> Details:
-    """Read the size and the version from what fsspec tells about a file.
-
-    Raises:
-        DataError: the store does not tell the size.
-    """
+    """Read size and version from what fsspec tells about a file; DataError where the store does not tell the size."""
     if not isinstance(info.get("size"), int):
         raise DataError("the server does not tell the size of the file", where=redact(address))
     version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
