@@ -90,6 +90,20 @@ def config_of(kind, folder, cache, **settings):
     return config
 
 
+def ledger_of(tmp_path, corpus):
+    return lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error)
+
+
+def begin(tmp_path, kind="jsonl"):
+    """A run over one kind of file: the file to edit, the config, and the run."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = WRITERS[kind][0](folder, ROWS)
+    config = config_of(kind, folder, tmp_path / "cache")
+    corpus = open_corpus(config)
+    return path, config, Run(corpus, config, 1, ledger=ledger_of(tmp_path, corpus))
+
+
 @pytest.fixture(autouse=True)
 def files_that_were_just_written_count_as_old(monkeypatch):
     """So that what a first start has found is kept, as it would be a few seconds later."""
@@ -99,38 +113,27 @@ def files_that_were_just_written_count_as_old(monkeypatch):
 @pytest.mark.parametrize("keeps_times", [False, True])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_an_edit_of_equal_size_stops_a_run_that_goes_on_and_names_the_rows(tmp_path, kind, keeps_times):
-    write, rows = WRITERS[kind]
-    folder, cache = tmp_path / "data", tmp_path / "cache"
-    folder.mkdir()
-    path = write(folder, ROWS)
-    config = config_of(kind, folder, cache)
-    corpus = open_corpus(config)
-    ledger = lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error)  # noqa: E731
-    run = Run(corpus, config, 1, ledger=ledger)
+    rows = WRITERS[kind][1]
+    path, config, run = begin(tmp_path, kind)
     run.step()
     run.flush()
     state = run.state()
 
-    shutil.copytree(folder, tmp_path / "moved")
-    elsewhere = open_corpus(config_of(kind, tmp_path / "moved", cache))
-    Run(elsewhere, config, 1, state, ledger=ledger)
+    shutil.copytree(tmp_path / "data", tmp_path / "moved")
+    elsewhere = open_corpus(config_of(kind, tmp_path / "moved", tmp_path / "cache"))
+    Run(elsewhere, config, 1, state, ledger=ledger_of(tmp_path, elsewhere))
 
     edit_in_the_middle(path, keeps_times=keeps_times)
     corpus = open_corpus(config)
     name = path.stem if kind == "tokens" else path.name
     with pytest.raises(CheckpointError, match=rf"(?s)files have changed since.*:{name}, rows? {rows}\n.*allow_changes"):
-        Run(corpus, config, 1, state, ledger=ledger)
+        Run(corpus, config, 1, state, ledger=ledger_of(tmp_path, corpus))
     # A new run reads what is there now, and not what this machine had kept of it.
     assert kind == "tokens" or ROWS[EDITED] not in corpus.text(10 if kind == "txt" else EDITED)
 
 
 def test_an_accepted_edit_goes_on_from_the_same_place_and_is_named_once(tmp_path, caplog):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    path = write_jsonl(folder, ROWS)
-    config = files_config(str(folder), tmp_path / "cache")
-    corpus = open_corpus(config)
-    run = Run(corpus, config, 1, ledger=lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error))
+    path, config, run = begin(tmp_path)
     run.step()
     run.flush()
     edit_in_the_middle(path, keeps_times=True)
@@ -149,18 +152,12 @@ def test_an_accepted_edit_goes_on_from_the_same_place_and_is_named_once(tmp_path
 
 def test_what_is_too_large_to_be_read_at_a_start_is_named(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("hfdist.data.sources.find.MOST_BYTES", 1000)
-    folder = tmp_path / "data"
-    folder.mkdir()
-    path = write_jsonl(folder, ROWS)
-    config = files_config(str(folder), tmp_path / "cache")
-    corpus = open_corpus(config)
-    run = Run(corpus, config, 1, ledger=lambda: Ledger(tmp_path / "ledger", corpus, BadRows.error))
+    path, config, run = begin(tmp_path)
     run.flush()
-    ledger = lambda: Ledger(tmp_path / "ledger", open_corpus(config), BadRows.error)  # noqa: E731
-    Run(open_corpus(config), config, 1, run.state(), ledger=ledger)
+    Run(open_corpus(config), config, 1, run.state(), ledger=ledger_of(tmp_path, open_corpus(config)))
     assert not caplog.text
     edit_in_the_middle(path, keeps_times=False)
-    Run(open_corpus(config), config, 1, run.state(), ledger=ledger)
+    Run(open_corpus(config), config, 1, run.state(), ledger=ledger_of(tmp_path, open_corpus(config)))
     assert "too large to be compared: of 1 files, files:rows.jsonl among them" in caplog.text
 
 
