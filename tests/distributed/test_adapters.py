@@ -20,24 +20,26 @@ SHORT = (
     f"checkpoint.keep={NUM_STEPS}",
     "adapter.merge=false",
     "optimizer.eps=1e-4",  # Adam makes whole steps of gradients that are zero but for rounding
+    # So that runs of fewer steps are the beginning of longer ones.
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
 )
 LORA = ("adapter=lora", "adapter.rank=4", "adapter.alpha=8")
 DORA = (*LORA, "adapter.dora=true")
 LOKR = ("adapter.type=lokr", "adapter.rank=4")
 HEAD = (*LORA, "adapter.modules_to_save=[lm_head]")
 FROZEN = ("train.freeze=['model.embed_tokens.*','model.layers.0.*']",)
-STEADY = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
 LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
     "pipeline_zero1": ("strategy=pipeline_zero1", "strategy.pipeline=2"),
 }
 MORE = [
     *(("ddp", 2, choice) for choice in (LORA, LOKR, FROZEN)),
-    *((layout, 2, LORA) for layout in ("zero1", "pipeline", "zbv")),
-    *((layout, 2, DORA) for layout in ("zero1", "zero3")),
+    *((layout, 2, LORA) for layout in ("zero1", "zero2", "pipeline", "zbv")),
+    *((layout, 2, DORA) for layout in ("ddp", "zero1", "zero3")),
     *((layout, 2, LOKR) for layout in ("zbv", "zero2")),
     *((layout, 2, HEAD) for layout in ("zero3", "pipeline")),
-    *((layout, 2, FROZEN) for layout in ("zero2", "pipeline")),
+    *((layout, 2, FROZEN) for layout in ("zero2", "zero3", "pipeline")),
     *((layout, 2, (*LORA, "train.gradient_checkpointing=true")) for layout in ("ddp", "zero3")),
     ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
     ("pipeline", 2, ("adapter.type=ia3",)),
@@ -77,15 +79,12 @@ def single(run, tmp_path_factory):
 @pytest.mark.parametrize(
     ("strategy", "num_processes", "choice"),
     [
-        ("zero2", 2, LORA),
         ("zero3", 2, LORA),
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
         ("pipeline_zero1", 4, LORA),
-        ("ddp", 2, DORA),
         ("pipeline", 2, DORA),
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
-        ("zero3", 2, FROZEN),
         ("zbv", 2, FROZEN),
         *(pytest.param(*rest, marks=pytest.mark.many) for rest in MORE),
     ],
@@ -98,7 +97,7 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
     assert losses(reference)[-1] != losses(reference)[0]
 
 
-@pytest.mark.parametrize("choice", [(*LORA, *STEADY), (*FROZEN, *STEADY)])
+@pytest.mark.parametrize("choice", [LORA, FROZEN])
 def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
     """Three lives, each in another layout, make the steps of one."""
     reference = single(choice)
@@ -108,11 +107,10 @@ def test_goes_on_in_any_other_layout(run, single, tmp_path, choice):
     assert all(row.passed for row in rows), rows
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("zero2", 2), ("pipeline", 2)])
-def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path, strategy, num_processes):
+def test_noise_on_the_embedding_is_added_in_training_alone(run, single, tmp_path):
     """NEFTune is the Trainer's own: here it must reach the stages of a pipeline, and end with the training."""
     still = ("optimizer.lr=1e-30", *LORA)
-    noisy = run(tmp_path, num_processes, f"strategy={strategy}", *still, "+train.arguments.neftune_noise_alpha=50")
+    noisy = run(tmp_path, 2, "strategy=pipeline", *still, "+train.arguments.neftune_noise_alpha=50")
     quiet = single(still)
     assert all(abs(a - b) > 1e-2 for a, b in zip(losses(noisy), losses(quiet), strict=True))
     assert eval_losses(noisy) == pytest.approx(eval_losses(quiet), rel=1e-6)

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.distributed
 
 HALF, END = 3, 6
 
+NAMES = list(LAYOUTS)
+# In every layout from its own, from that of one process, and from the two behind it in the table.
 PAIRS = [
     (source, target)
-    for target, (size, _) in LAYOUTS.items()
-    for source in LAYOUTS
-    # More ranks than the test machine has cores: once from each kind of layout.
-    if size <= 2 or source in ("single", "zero3x2", target)
+    for number, target in enumerate(NAMES)
+    for source in dict.fromkeys([target, "single", *(NAMES * 2)[number + 1 : number + 3]])
 ]
 OTHER_SEED = 1
 """Of the model that is loaded into: nothing may be right by chance, frozen weights least of all."""

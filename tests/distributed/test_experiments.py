@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.config.composition.compose import compose_config
@@ -68,7 +69,10 @@ def shrunk(experiment: str, folder: Path):
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_two_steps(experiment, tmp_path, cache_dir):
+def test_two_steps(experiment, tmp_path, cache_dir, monkeypatch):
+    # The whole compiler takes most of a minute; test_layouts.py has a run with it.
+    compiler = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiler(module, backend="aot_eager"))
     tunes = primary_of(experiment) == "finetune"
     config, whole = (shrunk_tuning if tunes else shrunk)(experiment, tmp_path)
     assert (config.strategy, config.train.precision, config.train.compile, config.adapter) == (

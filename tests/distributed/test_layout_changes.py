@@ -1,63 +1,84 @@
-"""Some of the changes of layout at a checkpoint, of which `make layouts` makes all."""
+"""A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 81 changes."""
 
 import pytest
+from transformers import TrainerCallback
 
+from hfdist.config.composition.compose import compose_config
+from hfdist.testing import run_ranks
+from hfdist.trainer.run import builder
+from recipes.pretrain import main
 from tests.distributed.layout_changes import (
-    BOUND,
+    COMMON,
     CONTROLS,
     LAYOUTS,
     LEAST_OF_CONTROLS,
     SINGLE,
     change_checkpoint,
     check_clipped,
-    course_of,
-    go_on,
-    middle,
-    run_through,
 )
+from tests.distributed.runs import SMALL, losses, pretrain
 
 pytestmark = pytest.mark.distributed
 
-PAIRS = [
-    # Each layout once as the first and once as the second.
-    ("single", "zero3 x4"),
-    ("ddp x2", "pp4 interleaved"),
-    ("zero1 x2", "pp2 x zero1 x2"),
-    ("zero2 x2", "zero3 x2"),
-    ("zero3 x2", "pp2"),
-    ("zero3 x4", "zero2 x2"),
-    ("pp2", "zero1 x2"),
-    ("pp2 x zero1 x2", "ddp x2"),
-    ("pp4 interleaved", "single"),
-]
+# Each layout goes on from another one, mostly from one that keeps its state in another way.
+CHAIN = ("single", "zero3 x4", "ddp x2", "pp4 interleaved", "zero1 x2", "pp2 x zero1 x2", "zero2 x2", "pp2", "zero3 x2",
+         "single")  # fmt: skip
+STEPS = 2  # of each
+SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=9")
+BOUND = 1e-5
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **named):
+        control.should_training_stop = state.global_step == self.step
+
+
+def train_until(config, step):
+    build = builder.build_trainer
+
+    def build_stopping(*arguments):
+        trainer = build(*arguments)
+        trainer.add_callback(StopsAt(step))
+        return trainer
+
+    builder.build_trainer = build_stopping
+    main.__wrapped__(config)
 
 
 @pytest.fixture(scope="module")
-def through(tmp_path_factory, cache_dir):
-    """Runs that nothing interrupts, made when first asked for."""
-    made = {}
-
-    def run(name):
-        if name not in made:
-            made[name] = run_through(tmp_path_factory.mktemp("through"), name)
-            check_clipped(made[name])
-        return made[name]
-
-    return run
+def whole(tmp_path_factory, cache_dir):
+    """One process that goes through, with a checkpoint in the middle."""
+    folder = tmp_path_factory.mktemp("whole")
+    return pretrain(folder, 1, *SETTINGS, f"strategy={SINGLE}", f"checkpoint.every={STEPS * len(CHAIN) // 2}")
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_the_other_layout_goes_on_as_one_process_would(through, tmp_path, source, target):
-    run = go_on(tmp_path, target, middle(through(source)))
-    assert course_of(run).difference(course_of(through(SINGLE)).second_half()) < BOUND
+def difference(ours, reference):
+    return max(abs(a / b - 1) for a, b in zip(ours, reference, strict=True))
 
 
-def test_all_layouts_are_among_them():
-    assert {source for source, _ in PAIRS} == {target for _, target in PAIRS} == set(LAYOUTS)
+@pytest.mark.timeout(600)
+def test_a_run_that_changes_its_layout_again_and_again_trains_as_one_process_does(whole, tmp_path):
+    for number, name in enumerate(CHAIN, start=1):
+        layout = LAYOUTS[name]
+        saving = (f"run.dir={tmp_path}", f"checkpoint.every={STEPS}")
+        config = compose_config([*SETTINGS, *layout.overrides, *saving])
+        run_ranks(train_until, layout.num_ranks, config, STEPS * number, group=layout.num_ranks > 1)
+        assert difference(losses(tmp_path), losses(whole)[: STEPS * number]) < BOUND, name
+    check_clipped(tmp_path)
 
 
-@pytest.mark.parametrize("name", CONTROLS)
-def test_what_is_left_out_shows(through, tmp_path, name):
-    changed = change_checkpoint(middle(through(SINGLE)), tmp_path / "changed", CONTROLS[name])
-    run = go_on(tmp_path / "run", SINGLE, changed)
-    assert course_of(run).difference(course_of(through(SINGLE)).second_half()) > LEAST_OF_CONTROLS
+def test_all_layouts_are_in_the_chain():
+    assert set(CHAIN) == set(LAYOUTS)
+
+
+def test_a_learning_rate_that_begins_anew_shows(whole, tmp_path):
+    """What it is to have lost the moments or the number of steps, test_checkpoint_layouts.py shows."""
+    middle = STEPS * len(CHAIN) // 2
+    checkpoint = whole / "checkpoints" / f"step-{middle:08d}"
+    changed = change_checkpoint(checkpoint, tmp_path / "changed", CONTROLS["no schedule"])
+    settings = (*SETTINGS, f"strategy={SINGLE}", f"checkpoint.resume={changed}", "checkpoint.every=null")
+    run = pretrain(tmp_path / "run", 1, *settings)
+    assert difference(losses(run), losses(whole)[middle:]) > LEAST_OF_CONTROLS

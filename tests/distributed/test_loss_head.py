@@ -7,7 +7,8 @@ from tests.distributed.runs import eval_losses, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed
 
-SHORT = ("train.max_steps=4", "train.micro_batch_size=2", "train.eval_every=4", "model.config.num_hidden_layers=4")
+SHORT = ("train.max_steps=4", "train.micro_batch_size=2", "train.eval_every=4", "model.config.num_hidden_layers=4",
+         "data.sequence_length=32")  # fmt: skip
 UNTIED = "model.config.tie_word_embeddings=false"
 CASES = {
     "tied": (),
@@ -37,13 +38,10 @@ def small_chunks(monkeypatch):
     ("case", "strategy", "num_processes", "more"),
     [
         ("tied", "single", 1, ("train.gradient_checkpointing=true",)),
-        ("tied", "zero2", 2, ()),
         ("tied", "zero3", 2, ()),
         ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
-        ("head alone", "ddp", 2, ()),
         ("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
         ("frozen head", "zero3", 2, ()),
-        ("adapter on the head", "ddp", 2, ()),
         ("adapter on the head", "zero3", 2, ("model.loss=auto",)),
     ],
 )
@@ -56,11 +54,6 @@ def test_trains_as_with_whole_logits(whole, small_chunks, tmp_path, case, strate
         reference = weights(whole[case])
         for name, value in weights(run).items():
             assert (value - reference[name]).norm() <= 1e-5 * reference[name].norm(), name
-
-
-def test_compiled_blocks_train_alike(whole, small_chunks, tmp_path):
-    run = pretrain(tmp_path, 1, "strategy=single", "train.compile=blocks", "model.loss=chunked", *SHORT)
-    assert losses(run) == pytest.approx(losses(whole["tied"]), rel=1e-6)
 
 
 def test_same_under_bfloat16_but_for_rounding(whole, small_chunks, tmp_path):

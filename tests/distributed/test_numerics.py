@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 SKIPPED = (3, 5)
 
-LAYOUTS = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("pipeline", 2), ("pipeline_zero1", 4)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("pipeline_zero1", 4)]
 
 
 # Two steps that no run can take; the last data rank has the wrong loss.
@@ -52,9 +52,9 @@ def single(tmp_path_factory, cache_dir):
     return folder
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), *LAYOUTS])
+@pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
 def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, strategy, num_processes):
-    num_replicas = {"pipeline": 1, "pipeline_zero1": 2}.get(strategy, num_processes)
+    num_replicas = 2 if strategy == "pipeline_zero1" else num_processes
     faults = (*UNTAKEN, PASSING, *([FLIPPED] if num_replicas > 1 else []))
     settings = (f"strategy={strategy}", "train.compare_replicas_every=5", *SAVING)
     said = pretrain_with(faults, tmp_path, num_processes, *settings)
@@ -111,7 +111,7 @@ def test_the_way_back_may_lead_to_the_checkpoint_of_another_run(single, tmp_path
     assert losses(tmp_path) == losses(single)[-1:]
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
     settings = ("train.precision=bf16", "train.max_steps=6", "train.micro_batch_size=2")
     said = pretrain_with(UNTAKEN, tmp_path, 2, f"strategy={strategy}", *settings)
@@ -133,9 +133,8 @@ def test_a_loss_scale_that_cannot_help_comes_to_an_end(cache_dir, tmp_path):
     assert_checkpoints_are_sound(tmp_path)
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), ("ddp", 2)])
-def test_what_does_not_pass_stops_the_run_and_names_the_documents(cache_dir, tmp_path, strategy, num_processes):
-    settings = (*SAVING, f"strategy={strategy}")
+def test_what_does_not_pass_stops_the_run_and_names_the_documents(cache_dir, tmp_path):
+    num_processes, settings = 2, (*SAVING, "strategy=ddp")
     fault = Fault(Kind.nan_loss, tuple(range(5, 14)), -1, ALWAYS)
     with pytest.raises(RankFailed, match="NumericsError") as failure:
         pretrain_with([fault], tmp_path, num_processes, *settings)

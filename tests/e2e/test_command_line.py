@@ -67,10 +67,11 @@ def watched(tmp_path):
     ("arguments", "words"),
     [
         (["--help"], ["strategy: ddp, pipeline", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
-        (["--cfg", "job"], ["max_steps: 100", "dir: runs/${run.name}"]),
         (["--cfg", "job", "--resolve", "--package", "run"], ["dir: runs/pretrain"]),
-        (["--cfg", "job", "model.config.x=1", "experiment=demo"], ["    x: 1", "name: demo"]),
-        (["--cfg", "job", "data.sources.a.path=/x", "run.name=1e5"], ["path: /x", "name: '1e5'"]),
+        (
+            ["--cfg", "job", "model.config.x=1", "experiment=demo", "data.sources.a.path=/x", "run.name=1e5"],
+            ["    x: 1", "max_steps: ", "dir: runs/${run.name}", "path: /x", "name: '1e5'"],
+        ),
         (["--info", "defaults"], ["model/small", "run_schema"]),
         (["--hydra-help"], ["--shell-completion"]),
     ],
@@ -124,7 +125,7 @@ def test_what_needs_no_torch_is_found_without_it(arguments, where, tmp_path, wat
     assert done.stderr.endswith("HEAVY=[]\n")
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"], []])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"]])
 def test_questions_about_a_wrong_config_get_our_message(arguments, tmp_path):
     done = run(*arguments, "strategy=zero4", cwd=tmp_path)
     assert done.returncode == 2
@@ -256,7 +257,7 @@ Path(sys.argv[1], os.environ.get("RANK", "0")).write_text(json.dumps(os.environ.
 """
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("cpu_1", 1), ("cpu_2", 2), ("cpu_4", 4)])
+@pytest.mark.parametrize(("name", "num_ranks"), [("cpu_1", 1), ("cpu_4", 4)])
 def test_a_launch_file_starts_that_many_ranks(name, num_ranks, tmp_path):
     script, out = tmp_path / "show.py", tmp_path / "out"
     script.write_text(SHOW_RANK)

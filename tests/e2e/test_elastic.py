@@ -16,7 +16,7 @@ from tests.e2e.test_launch import RECIPE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
 
-STEPS = 40
+STEPS = 30
 # With one store for all starts, agents that join later, or whose rank 0 is lost, never meet (torch 2.13).
 OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Twelve lanes and sequences: one, two and three ranks share them evenly.

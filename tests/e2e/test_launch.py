@@ -38,13 +38,12 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "pipeline"])
-def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
+def test_two_processes_train_and_resume(tmp_path, cache_dir):
     config = ROOT / "conf" / "launch" / "cpu_2.yaml"
-    command = [*LAUNCH, "--config_file", config, RECIPE, f"strategy={strategy}", "run.name=first", *SMALL]
+    command = [*LAUNCH, "--config_file", config, RECIPE, "strategy=zero2", "run.name=first", *SMALL]
     code, output = run(command, tmp_path)
     assert code == 0, output
-    assert f"2 processes: {'pipeline' if strategy == 'pipeline' else 'data'} 2" in output
+    assert "2 processes: data 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"
     run_dir = tmp_path / "runs" / "first"
     assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4]
@@ -52,10 +51,6 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
     assert wanted <= set(lines(run_dir)[0])
     assert (run_dir / "config.yaml").is_file()
 
-    if strategy == "pipeline":  # the refusal comes before the layout matters
-        code, output = run([*command, "train.max_steps=6"], tmp_path)
-        assert code != 0
-        assert output.count("train.max_steps: 4 -> 6") == 1
     code, output = run([*command, "train.max_steps=6", "checkpoint.allow_changes=true"], tmp_path)
     assert code == 0, output
     assert "resuming from" in output
@@ -63,9 +58,8 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir, strategy):
     assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero3_offload"])
-def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir, strategy):
-    code, output = run([sys.executable, RECIPE, f"strategy={strategy}", *SMALL], tmp_path)
+def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir):
+    code, output = run([sys.executable, RECIPE, "strategy=zero3_offload", *SMALL], tmp_path)
     assert code == 0, output
     assert "1 process;" in output
     assert "mpi" not in output.lower()
@@ -80,14 +74,6 @@ def test_the_launcher_that_silently_starts_one_process_is_noticed(tmp_path, cach
     assert "found:   1 process" in output
     assert "--multi_gpu" in output
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_mistake_is_told_once_for_all_ranks(tmp_path):
-    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
-    code, output = run([*LAUNCH, "--config_file", config, RECIPE, "train.max_step=3"], tmp_path)
-    assert code != 0
-    assert output.count("Config error") == 1, output
-    assert "train.max_steps" in output
 
 
 def test_a_model_that_does_not_fit_the_pipeline_is_told_once_for_all_ranks(tmp_path, cache_dir):

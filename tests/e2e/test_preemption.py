@@ -13,7 +13,7 @@ from tests.e2e.test_launch import LAUNCH, RECIPE, ROOT, SMALL
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 150
+STEPS = 100
 LONGER = (f"train.max_steps={STEPS}", "checkpoint=default", "checkpoint.every=1000", "run.name=stopped")
 
 
@@ -33,19 +33,6 @@ def recipes(process):
     children = psutil.Process(process.pid).children(recursive=True)
     named = [child for child in children if str(RECIPE) in child.cmdline()]
     return [child for child in named if child.ppid() not in {other.pid for other in named}]
-
-
-def test_one_process_ends_with_75(tmp_path, cache_dir):
-    command = [sys.executable, str(RECIPE), *SMALL, *LONGER]
-    process, metrics = start(tmp_path, *command)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
-    step = read_metrics(metrics)[-1]["step"]
-    assert step < STEPS
-    said = (tmp_path / "log").read_text()
-    assert f"SIGTERM: saving after step {step}, and stopping" in said
-    assert said.count("Stopped: the run was told to stop, and has saved where it was") == 1
-    assert "Traceback" not in said
 
 
 def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir):

@@ -12,8 +12,8 @@ from tests.smollm2 import find_smollm2
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RECIPE = ROOT / "recipes" / "finetune.py"
-TRAIN = ("data=docstrings", "data.sequence_length=96", "data.eval_sequences=2", "data.workers=1", "train.epochs=null",
-         "train.max_steps=3", "train.global_batch_size=2", "train.micro_batch_size=1", "optimizer.lr=1e-4",
+TRAIN = ("data=docstrings", "data.sequence_length=64", "data.eval_sequences=2", "data.workers=1", "train.epochs=null",
+         "train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=1", "optimizer.lr=1e-4",
          "checkpoint=none", "checkpoint.keep_best=false", "report=quiet")  # fmt: skip
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -44,7 +44,7 @@ def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir):
          if "loss" in line or "eval_loss" in line]
         for name in ("split", "single")
     )  # fmt: skip
-    assert len(ours) == 5
+    assert len(ours) == 4
     assert ours == pytest.approx(reference, rel=1e-5)
     assert ours[-1] < ours[0], "held out, after and before"
     # One copy of weights, gradients and two averages of Adam is 2.0 GiB; besides, a process takes about 0.7.

@@ -1,6 +1,7 @@
 """What a reader sees of an error."""
 
-from hfdist.errors import CheckpointError, ConfigError, DataError, NumericsError, PartitionError, ResourceError
+from hfdist import errors
+from hfdist.errors import ConfigError, DataError
 
 
 def test_all_parts_have_their_line():
@@ -22,8 +23,8 @@ def test_control_characters_cannot_reach_the_terminal_and_long_values_are_cut():
 
 
 def test_exit_codes_are_the_documented_ones():
-    kinds = (ConfigError, PartitionError, DataError, CheckpointError, NumericsError, ResourceError)
-    assert [kind.exit_code for kind in kinds] == [2, 2, 3, 4, 5, 7]
+    kinds = ["Config", "Partition", "Data", "Checkpoint", "Numerics", "Peer", "Resource", "Preempted"]
+    assert [getattr(errors, f"{kind}Error").exit_code for kind in kinds] == [2, 2, 3, 4, 5, 6, 7, 75]
 
 
 def test_names_of_files_and_columns_forge_no_line_and_show_no_secret():

@@ -148,7 +148,7 @@ def examples(max_examples):
 
 
 class TestInterruptions(Interruptions.TestCase):
-    settings = examples(80)
+    settings = examples(40)
 
 
 @pytest.mark.many
