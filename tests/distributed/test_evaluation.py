@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,5 +175,5 @@ def test_files_that_are_missing_are_named_by_their_key(tmp_path, cache_dir):
 
     config = compose_config([*SMALL, "data.eval_fraction=0", f"data.eval_sources.val.path={tmp_path}/none.jsonl"])
     with pytest.raises(ConfigError) as caught:
-        open_held_out_sources(None, config.data)
+        open_held_out_sources(SimpleNamespace(eos_token_id=0), config.data)
     assert "data.eval_sources.val.path" in caught.value.where

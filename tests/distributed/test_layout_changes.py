@@ -5,7 +5,7 @@ from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
-from hfdist.trainer.run import builder
+from hfdist.trainer.run.builder import Run
 from recipes.pretrain import main
 from tests.distributed.layout_changes import (
     COMMON,
@@ -37,14 +37,13 @@ class StopsAt(TrainerCallback):
 
 
 def train_until(config, step):
-    build = builder.build_trainer
+    build = Run.build_trainer
 
-    def build_stopping(*arguments):
-        trainer = build(*arguments)
-        trainer.add_callback(StopsAt(step))
-        return trainer
+    def build_stopping(run):
+        build(run)
+        run.trainer.add_callback(StopsAt(step))
 
-    builder.build_trainer = build_stopping
+    Run.build_trainer = build_stopping
     main.__wrapped__(config)
 
 
