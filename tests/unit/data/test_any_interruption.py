@@ -26,6 +26,7 @@ from tests.unit.data.streams import Run, assert_equal, memory_config, memory_cor
 
 LANES = GLOBAL_BATCH = 12
 STEPS = 60
+KEY = ("epoch", "document", "of_tokens", "num_tokens")
 # Mostly without workers, which are processes.
 SIZES_AND_WORKERS = [(1, 0), (2, 0), (3, 0), (4, 0), (6, 0)] * 4 + [(1, 1), (1, 3), (2, 1), (3, 2), (6, 1)]
 _CACHE = tempfile.TemporaryDirectory(prefix="hfdist-test-")
@@ -83,16 +84,13 @@ class Interruptions(RuleBasedStateMachine):
 
     def start(self, data_size, workers):
         self.config.workers = workers
-        self.run = Run(
-            self.corpus,
-            self.config,
-            data_size,
-            self.saved,
-            ledger=lambda: Ledger(Path(self.folder.name), self.corpus, BadRows.error),
-        )
+        self.run = Run(self.corpus, self.config, data_size, self.saved, ledger=self.ledger)
         if self.saved is None:
             for stream in self.run.streams:
                 stream.ledger.go_back(dict.fromkeys(stream.lanes, 0))
+
+    def ledger(self):
+        return Ledger(Path(self.folder.name), self.corpus, BadRows.error)
 
     @precondition(lambda self: self.num_done < STEPS)
     @rule(steps=st.integers(1, 12))
@@ -130,10 +128,8 @@ class Interruptions(RuleBasedStateMachine):
         """Within an epoch no token comes twice."""
         tokens = collections.Counter()
         for lane in range(LANES):
-            for record in read_records(Path(self.folder.name), lane):
-                tokens[int(record["epoch"]), int(record["document"]), int(record["of_tokens"])] += int(
-                    record["num_tokens"]
-                )
+            for *key, num_tokens in read_records(Path(self.folder.name), lane)[list(KEY)].tolist():
+                tokens[tuple(key)] += num_tokens
         assert all(read <= total for (_, _, total), read in tokens.items())
 
 
