@@ -61,20 +61,20 @@ MUTATIONS = [
     ),
     Mutation(
         "files are not synced",
-        "                os.fsync(descriptor)\n    return parts\n",
-        "                pass\n    return parts\n",
+        "    sync_tree(unfinished)\n    replaced = None\n",
+        "    replaced = None\n",
         f"{DISTRIBUTED}/test_checkpoint_failures.py::test_all_is_on_the_disk_before_it_has_its_name",
     ),
     Mutation(
         "gradients of tied weights are not summed",
         "        self._sum_shared()\n        sum_gradients(",
         "        sum_gradients(",
-        f"{DISTRIBUTED}/test_pipeline.py -k 1f1b-4x1",
+        f"{DISTRIBUTED}/test_pipeline.py -k 1f1b",
     ),
     Mutation(
         "vectors decay, too",
-        'if len(getattr(p, "ds_shape", p.shape)) >= 2]',
-        'if len(getattr(p, "ds_shape", p.shape)) >= 1]',
+        "if len(self.engine.whole_shape(p)) >= 2]",
+        "if len(self.engine.whole_shape(p)) >= 1]",
         f"{DISTRIBUTED}/test_trainer.py -k weight_decay",
     ),
     Mutation(
@@ -180,7 +180,7 @@ def verdict(mutation: Mutation) -> str:
         try:
             done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=MOST_SECONDS)
         except subprocess.TimeoutExpired:
-            return "caught"
+            return "caught (hung)"
         # 1: tests failed; others say that none was run.
         return {0: "MISSED", 1: "caught"}.get(done.returncode, "STALE")
 
@@ -196,7 +196,7 @@ def main(words: list[str]) -> int:
         seconds = time.monotonic() - begin
         sys.stdout.write(f"| {mutation.name} | {verdicts[-1]} | `{mutation.test}` | {seconds:.0f} |\n")
         sys.stdout.flush()
-    return int(set(verdicts) != {"caught"})
+    return int(any(not verdict.startswith("caught") for verdict in verdicts))
 
 
 if __name__ == "__main__":
