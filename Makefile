@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak mutations readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -60,6 +60,9 @@ faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all w
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
 	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
+
+mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
+	$(BIN)/python -m tests.mutations
 
 readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
 	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12
