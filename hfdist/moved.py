@@ -17,6 +17,7 @@ _MOVED = {
     "hfdist.trainer.arguments": "hfdist.trainer.run.training_arguments",
     "hfdist.trainer.callbacks": "hfdist.trainer.reporting.callbacks",
     "hfdist.trainer.metrics": "hfdist.trainer.evaluation.metrics",
+    "hfdist.verify.parity_runs": "hfdist.verify.parity",
 }
 """Old name to new. A name stands here only when no file has it any more."""
 

@@ -221,7 +221,7 @@ class Saver:
         def finish(unfinished: Path, parts: list[Part]) -> None:
             parts += [Part.first(name, file.header) for name, file in contents.plan.files.items()]
             hashed = {part.file for part in parts}
-            parts += [hash_file(unfinished, name) for name in list_files(unfinished) if name not in hashed]
+            parts += [hash_file(unfinished, name) for name in list_files(unfinished) if name not in {*hashed, MANIFEST}]
             manifest = Manifest.of_parts(step, parts)
             (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
             commit(unfinished, path)

@@ -209,8 +209,6 @@ def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, 
     return values
 
 
-# PEFT is imported where an adapter is asked for: that takes a second.
-
 NAME = "default"
 """PEFT's name of a model's only adapter; in files it is left out."""
 

@@ -162,14 +162,15 @@ def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | N
             with deferring(head, vocabulary, loss) as deferred:
                 after = run_small(small)
             used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
+            if used is None and choice not in _PACKAGES:
+                loss_difference = abs(after[0] - before[0]) / abs(before[0])
+                gradient_difference = float((after[1] - before[1]).norm() / before[1].norm())
         except Exception as error:  # whatever a model raises that was given no tensor
             used = first_line(error)
     if used is not None:
         return f"{type(model).__name__} needs them whole ({used})"
     if choice in _PACKAGES:
         return next(filter(None, (_refuse_rows(choice, rows) for rows in seen)), None)
-    loss_difference = abs(after[0] - before[0]) / abs(before[0])
-    gradient_difference = float((after[1] - before[1]).norm() / before[1].norm())
     if loss_difference <= _LOSS_BOUND and gradient_difference <= _GRADIENT_BOUND:
         return None
     return f"it differs: loss by {loss_difference:.1e}, gradients by {gradient_difference:.1e} of their norm"

@@ -399,7 +399,8 @@ def make_once(folder: Path, write: Callable[[Path], None]) -> Path:
     """Give the folder that `write` fills: by the first process of the machine, while the others wait; whole or not."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
+        # An empty one is what a cleaner of caches leaves.
+        if not folder.is_dir() or not any(folder.iterdir()):
             temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
             try:
                 write(temporary)

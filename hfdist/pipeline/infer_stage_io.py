@@ -1,8 +1,8 @@
 """Find out, before training, what must travel between the stages of a model, and refuse what cannot be split.
 
 A few tokens go through all stages on the real ranks. Whatever a stage does not receive is NaN in it, so a loss that
-is finite has seen only what travelled. All ranks agree on the least that must travel,
-and each keeps only what it needs.
+is finite has seen only what travelled. All ranks agree on the least that must travel, and each keeps only what it
+needs.
 """
 
 from __future__ import annotations

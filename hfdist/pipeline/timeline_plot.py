@@ -134,7 +134,8 @@ def _write_microbatch(
         ha="center",
         va="center_baseline",
         fontsize=min(points, LARGEST_POINTS),
-        color="white" if is_dark else "#222222",
+        # Waiting stays behind the computing.
+        color="#666666" if event.action is Action.wait else "white" if is_dark else "#222222",
         zorder=10,
     ).set_in_layout(False)
 

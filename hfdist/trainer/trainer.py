@@ -66,8 +66,6 @@ class RunOptions:
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()
     """What each evaluation measures besides the loss."""
-    flags: Sequence[RankFlag] = ()
-    """What one rank may want of all ranks, besides a failed save."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -119,7 +117,9 @@ class DistributedTrainerMixin(_Trainer):
             self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
-        self.add_callback(RankFlags([self.checkpointer, *self.options.flags]))
+        # What one rank may want of all ranks; a run adds its signals.
+        self.flags: list[RankFlag] = [self.checkpointer]
+        self.add_callback(RankFlags(self.flags))
 
     # ---- setting up ----
 

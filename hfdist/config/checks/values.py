@@ -66,7 +66,7 @@ def _shown(config: RunConfig, key: str) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (list, dict)):
-        return ", ".join(map(str, value)) or "[]"
+        return f"[{', '.join(map(str, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -19,7 +19,14 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
-from hfdist.config.cli.process_end import ending, stop_everywhere, stop_here, told_in_one_message
+from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an older name: see moved.py
+    INTERRUPTED,
+    RANK_0_PRINTS_SECONDS,
+    ending,
+    stop_everywhere,
+    stop_here,
+    told_in_one_message,
+)
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_untyped, make_request, to_run_config
 from hfdist.config.composition.files import searching

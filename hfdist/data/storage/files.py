@@ -198,6 +198,13 @@ class _RangeReader(AbstractBufferedFile):
         self._file = file
         super().__init__(None, file.url, cache_type="none", size=file.size_bytes)
 
+    def seek(self, loc: int, whence: int = 0) -> int:
+        """Move as any file does: to a place before the start, which a damaged file may name, is an OSError."""
+        try:
+            return cast(int, super().seek(loc, whence))
+        except ValueError as error:
+            raise OSError(errno.EINVAL, str(error)) from error
+
     def _fetch_range(self, start: int, end: int) -> bytes:
         try:
             return self._file.read_range(start, min(end, self._file.size_bytes))

@@ -220,7 +220,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 "micro_batch_size of TokenStream.loader is now batch_size; the old name goes with the next release"
             )
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-        size = batch_size or micro_batch_size
+        size = micro_batch_size if batch_size is None else batch_size
         if size is None:
             raise TypeError("TokenStream.loader needs batch_size")
         return StreamLoader(self, size)

@@ -18,7 +18,6 @@ from hfdist.data import HeldOutSources
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.step.sharded_dataloader import CountedRows, CountingCollator, ShardedBatches
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Evaluator:
         # For each source: the sum of the losses, and the number of targets.
         sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=trainer.args.device)
         is_labelled = True
-        convention: Convention | None = None
+        convention = trainer.weighted_loss.convention
         for own, loader in zip(sums, loaders.values(), strict=True):
             trainer.callback_handler.eval_dataloader = loader
             for batch in loader:

@@ -174,7 +174,6 @@ class Run:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
         run_dir, checkpoint, train = Path(config.run.dir), config.checkpoint, config.train
-        self._preemption = Preemption()
         if keeps_documents_apart(model) is False:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
@@ -206,8 +205,6 @@ class Run:
                     compare_replicas_every=train.compare_replicas_every,
                 ),
                 measures=measures,
-                # Without checkpoints there is nothing that a stop could save.
-                flags=[] if checkpoint.every is None else [self._preemption],
             ),
         )
         if train.gradient_checkpointing and train.recompute is Recompute.cheap:
@@ -235,8 +232,11 @@ class Run:
         """
         config, trainer = self.config, self.trainer
         with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+            preemption = Preemption()
+            # Without checkpoints there is nothing that a stop could save.
             if config.checkpoint.every is not None:
-                trainer.add_callback(self._preemption)
+                trainer.add_callback(preemption)
+                trainer.flags.append(preemption)
             # Behind it, since it decides what follows a step.
             trainer.add_callback(watch)
             checkpoint = _resume_from(config)
@@ -244,7 +244,7 @@ class Run:
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
             trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
             trainer.train(resume_from_checkpoint=checkpoint)
-            self._preemption.check(config.run.dir)
+            preemption.check(config.run.dir)
             # Of a run without checkpoints; with them, the last one has written it.
             trainer.checkpointer.write_ledger()
             not_uploaded = finish(trainer, self.data.held_out, config)
