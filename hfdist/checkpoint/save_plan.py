@@ -1,6 +1,6 @@
 """What a save writes where: which file holds each tensor, and which rank writes which of its elements.
 
-It is found from what all ranks hold, without gathering it:
+The ranks tell each other what they hold, and make the plan from it; no tensor is gathered:
 
 declared by rank 0:  a [0, 6)            a: |--0--|--0 or 1--|--1--|     every segment gets one writer,
 declared by rank 1:  a [3, 9)               0     3          6     9     and no element is left without one
@@ -28,20 +28,20 @@ OPTIMIZER_STEM = f"{TRAINING_STATE}/optimizer"
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_STEM = "model"
 ADAPTER_STEM = "adapter_model"
-"""Of the weights where they are an adapter's alone. PEFT reads one file, whatever its size."""
+"""For the weights of an adapter alone. PEFT reads one file, whatever its size."""
 
 MAX_FILE_BYTES = 2_000_000_000
-"""Of one tensor file."""
+"""The limit of one tensor file."""
 
 CHUNK_BYTES = 64 * 2**20
-"""The ranks share replicas in runs of at most this size, so that one huge embedding has many writers."""
+"""If several ranks hold the same elements, each writes runs of at most this size: a huge embedding has many writers."""
 
 _SHOWN = 5
 """How many names an error lists."""
 
 _T = TypeVar("_T")
 _Numbers = dict[str, dict[str, float]]
-"""Of the optimizer, such as step counts: by key, and then by parameter."""
+"""Numbers of the optimizer, such as step counts: by key, and then by parameter."""
 
 
 class Region(NamedTuple):
@@ -53,7 +53,7 @@ class Region(NamedTuple):
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Region:
-        """Give what another rank has sent: JSON has lists in place of named tuples."""
+        """Make a region from what another rank sent: JSON has lists in place of named tuples."""
         (name, key, shape, dtype), start, stop = values
         return cls(TensorSpec(name, key, tuple(shape), dtype), start, stop)
 
@@ -78,9 +78,9 @@ class WriteItem(NamedTuple):
     id: TensorId
     is_trained: bool
     piece: int
-    """Which of this rank's pieces holds them."""
+    """The index of this rank's piece that holds the elements."""
     elements: slice
-    """Of the flattened piece."""
+    """Where they are in the flattened piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensor files."""
+        """Size of all tensor files."""
         return sum(file.num_bytes for file in self.files.values())
 
 
@@ -113,9 +113,9 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
 
 
 class Planner:
-    """Finds out from what all ranks hold which file each tensor goes into, and who writes what.
+    """Decides which file each tensor goes into, and which rank writes what, from what all ranks hold.
 
-    In a series of saves the plan is made once: later ones only ask whether any rank holds something else than before.
+    The first save makes the plan. Later saves only check that every rank still holds the same.
 
     Args:
         weights_only: leave out the optimizer's state.
@@ -127,9 +127,9 @@ class Planner:
         self._stem = stem
         self._plan: Plan | None = None
         self._held: tuple[list[Region], dict[str, list[str]]] | None = None
-        """What this rank held when the plan was made: elements, and names with a number, by key."""
+        """What this rank held when the plan was made: regions, and by key the parameters that have a number."""
         self._numbered: list[dict[str, list[str]]] = []
-        """Those names, of each rank."""
+        """These parameters, for each rank."""
 
     def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[torch.Tensor], _Numbers]:
         """Give the plan, the live elements of each of its items, and the optimizer's numbers. A collective.
@@ -137,7 +137,7 @@ class Planner:
         The plan is the same object as before where nothing has changed. The numbers are equal on all ranks.
 
         Raises:
-            CheckpointError: elements that no rank holds, or ranks that contradict each other; on all ranks alike.
+            CheckpointError: no rank holds some elements, or ranks contradict each other; all ranks raise it.
         """
         own: list[Piece] = []
         regions: list[Region] = []
@@ -195,7 +195,7 @@ class Planner:
 
 
 def numbers_as_json(numbers: _Numbers) -> dict[str, Any]:
-    """Step counts, and other numbers where the optimizer has some, as `STATE_FILE` has them."""
+    """Give the step counts, and other numbers if the optimizer has some, in the form of `STATE_FILE`."""
     others = {key.removeprefix(NUMBER): of_key for key, of_key in numbers.items() if key != STEP}
     return {"steps": numbers.get(STEP, {})} | ({"numbers": others} if others else {})
 
@@ -205,10 +205,10 @@ def _names(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[str]]:
 
 
 def _read_numbers(numbers: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[float]]:
-    """By key, in order; only one where all are the same, as they mostly are."""
+    """Read the numbers of each key, in order; if all are equal, as is usual, give only one."""
     read = {}
     for key, by_name in numbers.items():
-        # Stacked: on a GPU each read waits for all that runs there.
+        # Stacked into one read: on a GPU each read waits for everything that runs there.
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for view in by_name.values():
             by_device.setdefault(view.device, []).append(view.detach().reshape(()))
@@ -253,7 +253,7 @@ def _plan_files(
 
 
 def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSpec]:
-    """Give the tensors that all ranks speak of, by id.
+    """Give all tensors that any rank declares, by id.
 
     It is a `CheckpointError` if ranks disagree about a tensor, or hold a region outside of it.
     """
@@ -272,7 +272,8 @@ def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSp
 def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Region]]:
     """Give every element of every tensor exactly one writer, balanced by bytes; equal on all ranks.
 
-    Arguments and result are by rank. Regions may overlap anyhow; elements that no rank holds are a `CheckpointError`.
+    Arguments and result are by rank. Regions may overlap in any way. Elements that no rank holds are a
+    `CheckpointError`.
     """
     segments = list(_segments(declared))
     gaps = [str(region) for region, holders in segments if not holders]
@@ -283,13 +284,14 @@ def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Region]]:
 
 
 def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
-    """Give each item to one rank, so that each gets about as many bytes; equal on all ranks if the order is.
+    """Give each item to one rank, so that all ranks get about the same number of bytes.
 
-    An item comes with its bytes and the ranks that may get it.
+    An item comes with its bytes and the ranks that may get it. If the order of the items is equal on all
+    ranks, the result is, too.
     """
     shares: list[list[_T]] = [[] for _ in range(world_size)]
     load = [0] * world_size
-    # First what only one rank may get; then the largest, each to the rank with the least so far.
+    # First the items that only one rank may get. Then the others, the largest first, to the rank with the fewest bytes.
     for item, num_bytes, candidates in sorted(items, key=lambda item: (len(item[2]) > 1, -item[1])):
         least = min(candidates, key=lambda rank: (load[rank], rank))
         shares[least].append(item)
@@ -298,7 +300,7 @@ def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -
 
 
 def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:
-    """Pack tensors into files of at most `limit_bytes` each (a larger tensor gets its own), by name.
+    """Pack tensors into files of at most `limit_bytes` each (a larger tensor gets its own file), by name.
 
     Depends on names and sizes alone, so every layout writes the same files. There is at least one file.
     """

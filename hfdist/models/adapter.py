@@ -1,7 +1,7 @@
-"""Adapters of PEFT: the config checked before there is a model, then put into the whole model.
+"""Adapters of PEFT: checks the config before there is a model, then puts the adapter into the whole model.
 
-The model keeps its class, and is whole in every layout when the adapter is drawn, layer by layer under one seed. So
-the same weights come out in every layout.
+The model keeps its class. In every layout, the model is whole when the adapter's weights are drawn, layer by layer from
+one seed. So the weights are the same in every layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hfdist.config.model import Init, ModelConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.hub_client import reading_from_hub
 
-# PEFT is imported where an adapter is asked for: that takes a second.
+# PEFT is imported only if the config asks for an adapter: the import takes a second.
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -57,7 +57,7 @@ _FIELDS = {
 }
 # Values of init_lora_weights; all but the first three look at the model's weights.
 _STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
-# Types that gather the weights they look at under ZeRO-3, layer by layer.
+# Types that gather the weights that they need under ZeRO-3 by themselves, layer by layer.
 _GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
 _SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
 
@@ -81,7 +81,7 @@ def make_peft_config(config: AdapterConfig) -> Any:
     """Give the `peft.PeftConfig` that the keys ask for.
 
     Raises:
-        ConfigError: as of `check_adapter`.
+        ConfigError: see `check_adapter`.
     """
     if config.path is not None:
         return _saved_config(config.path)
@@ -94,7 +94,7 @@ def make_peft_config(config: AdapterConfig) -> Any:
     values = {**_translate(config, kind.value.lower(), fields), **config.arguments}
     is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
     if not (is_all and "feedforward_modules" in fields):
-        # IA3 must be told which layers are feed-forward ones, and has PEFT's table of models for that.
+        # IA3 must know the feed-forward layers; without `target_modules`, PEFT takes them from its table of models.
         values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
     try:
         return config_class(task_type="CAUSAL_LM", **values)
@@ -103,7 +103,7 @@ def make_peft_config(config: AdapterConfig) -> Any:
 
 
 def reads_weights(config: AdapterConfig) -> bool:
-    """Whether the adapter's first values may depend on the model's weights, which then must have their final type."""
+    """Whether the adapter's first values may depend on the model's weights; if so, these need their final dtype."""
     if not config.is_used or config.path is not None:
         return False
     start = config.arguments.get("init_lora_weights", True)
@@ -111,7 +111,7 @@ def reads_weights(config: AdapterConfig) -> bool:
 
 
 def refusal(error: Exception, where: str) -> ConfigError:
-    """Say what PEFT has raised about the key `where`."""
+    """Turn an exception of PEFT into a ConfigError about the key `where`."""
     text = " ".join(str(error).split()) or type(error).__name__
     hint = None
     if importlib.util.find_spec("bitsandbytes") is None and "bitsandbytes" in text:
@@ -123,7 +123,7 @@ def _saved_config(path: str) -> Any:
     from peft import PeftConfig
 
     with reading_from_hub("adapter.path", path):
-        # The methods of the file, so that a pickle is never taken in its stead.
+        # This fails if there is no safetensors file, so that PEFT never reads a pickle instead.
         cached_file(path, WEIGHTS)
         peft_config = PeftConfig.from_pretrained(path)
     _find_type(peft_config.peft_type.value, where="adapter.path")
@@ -132,7 +132,7 @@ def _saved_config(path: str) -> Any:
 
 
 def _find_type(name: str, *, where: str = "adapter.type") -> Any:
-    """Give PEFT's value of a type.
+    """Give PEFT's enum value for the name of a type.
 
     Raises:
         ConfigError: PEFT has none of that name, or it cannot be trained here.
@@ -230,7 +230,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
         _check_targets(model, config)
     _check_tied(model, peft_config)
     with torch.random.fork_rng(), warnings.catch_warnings(), _shapes_of(model, peft_config):
-        # About an embedding that is saved too, or a transposed weight: nothing that a user could act on.
+        # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:
@@ -244,7 +244,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
 
 
 def _shapes_of(model: PreTrainedModel, peft_config: Any) -> AbstractContextManager[object]:
-    """Under ZeRO-3, let all weights be there for types of adapters that look at them and do not gather them."""
+    """Under ZeRO-3, gather all weights for types of adapters that need them and do not gather them by themselves."""
     if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value in _GATHERING:
         return nullcontext()
     import deepspeed
@@ -269,7 +269,7 @@ def _load(model: PreTrainedModel, path: str) -> None:
 
 
 def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """PEFT passes over a name that matches nothing, as long as another one matches."""
+    """Refuse a name that matches nothing: PEFT ignores it if another name matches."""
     names = [name for name, _ in model.named_modules() if name]
     wanted = [] if config.target_pattern or config.targets == [ALL_LINEAR] else config.targets
     for key, name in [*(("targets", n) for n in wanted), *(("modules_to_save", n) for n in config.modules_to_save)]:
@@ -295,7 +295,7 @@ def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
 
 
 def _check_tied(model: PreTrainedModel, peft_config: Any) -> None:
-    """An adapter on one of two names of a weight would, once merged, change both."""
+    """Refuse an adapter on one of two tied weights: once merged, it would change both."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", None):
         return

@@ -3,13 +3,13 @@
     block      0    1    2  |  3    4    5  |  6    7         this stage owns blocks 3 to 5
     on call   NaN  NaN  recv   real real real, end
 
-A block before the stage returns NaN, in the structure of a real block's output; the last one before it returns what
-the previous stage sent; the stage's own blocks run; then the model's forward ends. So whatever the model does around
-its blocks is its own code, and anything but the received tensors that reaches the loss makes it NaN, which `probe`
-notices.
+A block before the stage returns NaN, in the structure of a real block's output. The last block before the stage returns
+what the previous stage sent. The stage's own blocks run. Then the model's forward ends. So all that happens around the
+blocks is the model's own code. If anything but the received tensors reaches the loss, the loss is NaN, and `probe`
+notices it.
 
-A stage module shares every parameter and buffer with the model that it was made of; only the module objects are new.
-A stand-in has its block's class and attributes, since models read those off their blocks.
+A stage module shares every parameter and buffer with the model that it was made from; only the module objects are new.
+A stand-in has the class and the attributes of its block, because models read these from their blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Block = tuple[nn.Module, ...]
 
 
 class Place(NamedTuple):
-    """Which module of which block. Most blocks are one module; some models keep several lists side by side."""
+    """The place of a module: its block, and its part of the block. Most blocks have a single part."""
 
     block: int
     part: int
@@ -79,14 +79,14 @@ class StageModule(nn.Module):
             set_parameter(self.model, name, nn.Parameter(poison))
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Those that this stage can give a gradient to: of its blocks, and of what surrounds all blocks."""
+        """Give the parameters that get gradients on this stage: those of its blocks, and those outside all blocks."""
         return iter(self._own)
 
     def run(self, call: Callable[[PreTrainedModel], Any], incoming: Activations | None) -> Activations | Any:
         """Run one forward.
 
         Args:
-            call: calls the model; on the last stage its value is given back.
+            call: calls the model; on the last stage, `run` returns its value.
             incoming: what the previous stage sent; None on the first stage.
 
         Returns:
@@ -115,7 +115,7 @@ class StageModule(nn.Module):
 
 
 def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
-    """Copy a model's module objects, with all its tensors shared and a stand-in for each module of a block.
+    """Copy a model's module objects; the copy shares all tensors, and has a stand-in for each module of a block.
 
     Args:
         model: of any kind.
@@ -147,7 +147,7 @@ def refuse_call(model: nn.Module, inputs: Any) -> None:
 
 
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """The same class and attributes; hooks, checkpointing and compilation stay with the block that it calls."""
+    """Copy a block's class and attributes; its hooks, checkpointing and compilation stay with the block itself."""
     stand_in = copy.copy(block)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         setattr(stand_in, name, OrderedDict())
@@ -170,18 +170,18 @@ def modules_of(blocks: Iterable[Block]) -> set[nn.Module]:
 
 
 class StageEnd(BaseException):
-    """Ends the model's forward after the stage's last block. Not an Exception, which models might catch."""
+    """Ends the model's forward after the stage's last block. It is not an Exception, because models might catch one."""
 
 
 class StageForward:
-    """Made anew for each forward.
+    """The state of one forward of a stage.
 
     Args:
         blocks: the blocks of this stage.
         num_parts: modules of one block.
         carry: what leaves the stage.
         incoming: what the previous stage sent; None on the first stage.
-        is_last: whether the model's forward goes on to its end.
+        is_last: whether this is the last stage, where the model's forward runs to its end.
     """
 
     def __init__(
@@ -220,15 +220,15 @@ class StageForward:
             return self._earlier(place, args, kwargs)
         output = self._own(place, block, args, kwargs)
         if place == Place(self._blocks.stop - 1, self._last_part) and not self._is_last:
-            # At once: what the model does with the output is up to the next stage, and may be done in place.
+            # Stop at once: the model may write into the output next, and that is for the next stage.
             raise StageEnd
         return output
 
     def outgoing(self) -> Activations:
-        """What the next stage needs of this one and of those before.
+        """Give what the next stage needs from this stage and from those before it.
 
         Raises:
-            PartitionError: it has changed since a block returned it.
+            PartitionError: the model has written into what a block returned.
         """
         if any(_versions(output) != self._versions[at] for at, output in self._outputs.items()):
             raise PartitionError("the model writes into what its blocks returned")
@@ -237,7 +237,7 @@ class StageForward:
             entries.setdefault(name, {}).update(items)
         outputs = dict(self._outputs)
         if self._carry.outputs is Outputs.history or not outputs:
-            # Not of this stage if the model skips all its blocks.
+            # If the model skips all blocks of this stage, the stage sends what it received.
             outputs = self._incoming.outputs | outputs
         return Activations(outputs, entries)
 
@@ -247,7 +247,7 @@ class StageForward:
         sent = self._incoming.outputs.get(str(place))
         if sent is not None:
             self._deliver_entries(args, kwargs)
-            # A copy: some models write into what a block returned, and a leaf of the graph must stay as it is.
+            # A copy: some models write into what a block returned, but a leaf of the graph must not change.
             return tree_map_only(
                 (torch.Tensor, Absent),
                 lambda leaf: leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone(),
@@ -287,7 +287,7 @@ class StageForward:
 
 
 def _keep_first(output: Any, number: int | None) -> Any:
-    """Keep some floating-point tensors, or all. Others always travel: there is no NaN to put in their place."""
+    """Keep the first floating-point tensors, or all. Other types always travel: NaN cannot take their place."""
     num_seen = 0
 
     def kept(tensor: torch.Tensor) -> torch.Tensor | Absent:
@@ -301,7 +301,7 @@ def _keep_first(output: Any, number: int | None) -> Any:
 
 
 def _versions(output: Any) -> list[int]:
-    """Numbers that grow when tensors are written into."""
+    """Give torch's version counters, which grow when a tensor is written into."""
     return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
@@ -310,7 +310,7 @@ def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor
         return leaf.poison(device)
     if leaf.is_floating_point():
         return torch.full_like(leaf, torch.nan, requires_grad=False)
-    # Integers are indices: as an index this one is an error.
+    # Integers are indices: the largest integer is an error as an index.
     return leaf if leaf.dtype is torch.bool else torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
 
 
@@ -334,7 +334,7 @@ def _put(container: Any, key: str | int, value: Any) -> None:
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Put back, after a forward on the side, the random states and every buffer that it may have updated."""
+    """Restore the random states and all buffers after an extra forward, which may have changed them."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -1,6 +1,6 @@
 """The two interfaces that carry hfdist: a Strategy says how a model becomes distributed, an Engine runs it.
 
-What they do here is what fits a layout in which each rank runs the whole model by the Hugging Face Trainer's own step.
+The defaults here fit a layout in which each rank runs the whole model with the Hugging Face Trainer's own step.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class ShardFractions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerHooks:
-    """How the Hugging Face Trainer does a step, so that an engine that needs nothing special is one line a method."""
+    """How the Hugging Face Trainer does a step; an engine that needs nothing special only calls these."""
 
     model: nn.Module
     """As accelerate prepared it."""
     training_step: Callable[..., torch.Tensor]
     """(model, batch, num_items) -> detached loss: forward and backward of one micro batch."""
     loss: Callable[..., torch.Tensor]
-    """(model, batch, num_items) -> loss to go backward from, times the number of processes; see `forward_backward`."""
+    """(model, batch, num_items) -> loss for the backward, times the number of processes; see `forward_backward`."""
 
 
 class Engine:
     """What the trainer may ask of a distributed model. An engine never sees the trainer."""
 
     model: nn.Module
-    """What the Trainer is given: the whole model, or this rank's part of it, under the model's own names."""
+    """The module that the Trainer gets: the whole model, or this rank's part of it, with the model's own names."""
 
     reduces_gradients = False
     """Whether the engine itself adds up gradients over ranks, so that accelerate must not wrap the model in DDP."""
@@ -61,13 +61,13 @@ class Engine:
     """Whether calling `model` gives logits on this rank (perhaps with the other ranks)."""
 
     loss_group: dist.ProcessGroup | None = None
-    """The ranks that compute a loss at the same time as this one, if it does; None: all."""
+    """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
     optimizer_sees = Reach.model
-    """What this rank's optimizer is given whole: the model, its parameters, or single elements in flat buffers."""
+    """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
     schedule_trace: ScheduleTrace | None = None
-    """Where a step has a schedule: its times. Made by `attach`."""
+    """The measured times of a step, in layouts with a schedule. `attach` makes it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -78,7 +78,7 @@ class Engine:
         return measure_size(cast(PreTrainedModel, self.model))
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
-        """Take what accelerate made of the model (DDP, a DeepSpeed engine), of the optimizer and of the loss scale.
+        """Take the model (DDP, a DeepSpeed engine), the optimizer and the loss scaler as accelerate prepared them.
 
         Returns:
             The optimizer that the Trainer steps.
@@ -88,7 +88,7 @@ class Engine:
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
 
-        The mean over all processes of what is returned is the loss of the global batch.
+        The returned losses, averaged over all processes, give the loss of the global batch.
 
         Args:
             batch: tensors of shape [sequences, tokens].
@@ -102,12 +102,12 @@ class Engine:
 
         Args:
             batch: tensors of shape [sequences, ...].
-            function: (model, part of the batch) -> anything made of what the model gives.
+            function: (model, part of the batch) -> any value made from the model's outputs.
             default: how the Trainer does it.
 
         Returns:
-            What `function` gave for each part, in order, on the one rank of each model replica that has logits; a
-            part may end with copies of the batch's first row, without targets. On the other ranks: an empty list.
+            On the one rank of each model replica that has logits: what `function` gave for each part, in order. A part
+            may end with copies of the batch's first row, without targets. On the other ranks: an empty list.
         """
         with torch.no_grad():
             return [function(default.model, batch)]
@@ -117,26 +117,26 @@ class Engine:
         return default()
 
     def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Give the shape of a parameter of `model` as the whole model has it."""
+        """Give the shape that a parameter of `model` has in the whole model."""
         return tuple(parameter.shape)
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """List the parameters that this rank holds whole between steps, as other ranks may, by the model's names."""
+        """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too."""
         return self.model.named_parameters()
 
     def pieces(self) -> Iterable[Piece]:
-        """List what this rank holds of which named tensor: weights and optimizer state, for saving and loading."""
+        """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, Any]:
-        """Give what a run needs to go on besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
+        """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
         return {}
 
     def restore_numbers(self, numbers: dict[str, Any]) -> None:
         """Take back what `numbers` gave, in this layout or in another one."""
 
     def loaded(self) -> None:
-        """Make everything derived from the pieces true again after a checkpoint was read into them."""
+        """Update everything that is derived from the pieces, after a checkpoint was read into them."""
 
 
 class Strategy:
@@ -156,14 +156,14 @@ class Strategy:
         }
 
     def agreed_arguments(self) -> dict[str, object]:
-        """Fields of TrainingArguments that are the user's, and that this layout was made with as well."""
+        """Fields of TrainingArguments that the user sets, with the values that this layout was made with."""
         return {}
 
     def start(self) -> None:
-        """Do what must happen once the process group is up, under ZeRO-3 before the model is made. Again: nothing."""
+        """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
 
     def partition(self, model: nn.Module) -> None:
-        """Leave this rank's part in a model that is whole, in place, before its weights are drawn, read or moved."""
+        """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned."""

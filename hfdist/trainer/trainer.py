@@ -1,7 +1,7 @@
 """The Hugging Face Trainer with an engine under it.
 
-Every override is either what no Trainer has (a stream that seeks, checkpoints by name, evaluation weighted by
-tokens) or one line that lets the engine do the step. Without a strategy the Trainer is the original.
+An override either adds what the original does not have (a stream that seeks, checkpoints by name, evaluation
+weighted by tokens), or is one line that lets the engine do the step. Without a strategy the Trainer is the original.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_ea
 from hfdist.watch import watches_among
 
 if TYPE_CHECKING:
-    # What the class after the mixin brings along.
+    # For mypy: the class after the mixin is a Trainer.
     _Trainer = transformers.Trainer
 else:
     _Trainer = object
@@ -75,7 +75,7 @@ class DistributedTrainerMixin(_Trainer):
         args, kwargs: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
             so already partitioned), `args` are TrainingArguments made with `**strategy.training_arguments()`.
         strategy: the layout; None: everything is as in the original class.
-        options: what a run of a recipe asks besides.
+        options: what the run of a recipe needs in addition.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DistributedTrainerMixin(_Trainer):
         self.weighted_loss = WeightedLoss(self)
         self._lean_step: LeanStep | None = None
         self._predicts = False
-        """Whether an evaluation loop is to keep what the model gives."""
+        """Whether an evaluation loop must keep the outputs of the model."""
         model_init: Any = None
         if strategy is not None:
             kwargs = arguments_by_name(type(self), args, kwargs)
@@ -108,11 +108,11 @@ class DistributedTrainerMixin(_Trainer):
         if not self.engine.runs_whole_model:
             if self.compute_metrics is not None:
                 check_has_logits(self.engine, "compute_metrics")
-            # Once more: a class may have switched it on since.
+            # Checked again: the Trainer class may have switched the router loss on.
             check_router_loss(cast(PreTrainedModel, self.model).config)
         self._optimizers = Optimizers(self)
         if trl_trainers.is_sft(type(self)):
-            # Its loss is divided by the targets of the global batch whatever the model's forward takes: count them.
+            # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
             self.model_accepts_loss_kwargs = True
             self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
@@ -125,30 +125,30 @@ class DistributedTrainerMixin(_Trainer):
 
     @property
     def _sums_targets(self) -> bool:
-        """Whether the loss is that of all targets of the global batch, and not a mean of another kind."""
+        """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
         return trl_trainers.sums_over_targets(type(self))
 
     def find_convention(self, batch: Any, forward: Forward | None = None) -> Convention:
         """Find out, once, what the loss of batches like this one counts. A collective.
 
-        `forward` runs the model in evaluation mode; None: no evaluation goes on.
+        `forward` runs the model in evaluation mode; None: no evaluation is running, so this method makes it.
         """
         found = self.weighted_loss.convention
         if found is None:
             with Evaluator(self).forwards() if forward is None else nullcontext(forward) as run:
                 found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
-            # What `compute_loss` gives is this micro batch's share, whether or not the model divides by itself.
+            # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
             self.loss_is_scaled_for_ga = True
         return found
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and change what it does otherwise than a strategy wants."""
+        """Make the accelerator, and change what does not fit the strategy."""
         super().create_accelerator_and_postprocess()
         if self.strategy is not None:
             adapt_accelerator(self.accelerator, self.strategy.topology, self._uses_all_parameters)
 
     def _uses_all_parameters(self) -> bool:
-        """Whether it is known, where the arguments leave it open, that each step's loss needs all parameters."""
+        """Whether each step's loss is known to need all parameters; False if the arguments decide it."""
         is_ddp = self.accelerator.distributed_type in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         is_open = is_ddp and self.args.ddp_find_unused_parameters is None and not self._engine.reduces_gradients
         if not is_open or trl_trainers.owner_of_loss(type(self)) is not transformers.Trainer:
@@ -161,7 +161,7 @@ class DistributedTrainerMixin(_Trainer):
         return self.engine
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original, with an engine of its own for each model."""
+        """As the original; each model gets its own engine."""
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
@@ -185,7 +185,7 @@ class DistributedTrainerMixin(_Trainer):
             self._predicts = False
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Sequences of a step over all data ranks; ranks of one model replica share theirs."""
+        """Give the sequences of a step over all data ranks; the ranks of a model replica read the same sequences."""
         if self.strategy is None:
             return super().get_total_train_batch_size(args)
         return self.strategy.batch.global_batch_size
@@ -207,7 +207,7 @@ class DistributedTrainerMixin(_Trainer):
             return super()._init_training_state(*args)
         with intervals_of(Path(resume_from_checkpoint), self.args):
             begun = super()._init_training_state(*args)
-        # Of this training, where the original goes on with those of the checkpoint.
+        # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
         return begun
@@ -228,7 +228,7 @@ class DistributedTrainerMixin(_Trainer):
         if came_from is not None:
             self.checkpointer.restore(came_from)
         elif isinstance(self.train_dataset, TokenStream):
-            # A run that was killed before its first checkpoint may have written for it.
+            # A run that was killed before its first checkpoint may have left records.
             self.train_dataset.cut_ledger()
         self.start_clock()
         return prepared
@@ -241,19 +241,19 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the original; at an error, a save that goes on ends first."""
+        """As the original; after an error, it lets a running save end first."""
         if resume_from_checkpoint and self.engine is not None:
             resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
         with self.checkpointer.waiting_at_errors():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original, once nothing is being saved: its last line and `on_train_end` come behind all others."""
+        """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
         self.checkpointer.wait()
         return super()._finalize_training(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original; ConfigError: several ranks save, and only the first knows which trial it is."""
+        """As the original; ConfigError if several ranks save: only rank 0 knows which trial it is."""
         if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
             raise ConfigError(
                 "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint",
@@ -274,7 +274,7 @@ class DistributedTrainerMixin(_Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As the original; a loss that is not finite makes all gradients so, and by them the other ranks know of it."""
+        """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
         head = None if return_outputs else self.options.loss_head
         with nullcontext() if head is None else head.deferring(model):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
@@ -283,25 +283,25 @@ class DistributedTrainerMixin(_Trainer):
             convention = self.weighted_loss.convention
             if convention is not None and not convention.divides and num_items_in_batch is not None:
                 compute = partial(self.weighted_loss.of_mean, compute)
-            # By name, as the original calls it: the class after the mixin may take only some of these.
+            # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
             result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
         return (propagate_nan(result[0]), result[1]) if return_outputs else propagate_nan(result)
 
     def hooks(self, model: nn.Module) -> TrainerHooks:
-        """What an engine may call of this Trainer, for the model as accelerate prepared it."""
+        """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
         step = super().training_step if self._lean_step is None else self._lean_step.run
         return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Targets of the global batch, as the loss counts them; ranks of one model replica read the same batch."""
+        """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
         num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
         if self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
-        # Numbers of rows may be on the CPU, and those of targets on the device.
+        # A number of rows may be on the CPU, a number of targets on the device.
         num_items = torch.stack([convention.weight(batch).to(device) for batch in batch_samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             num_items = self.accelerator.gather(num_items).sum() // num_alike
@@ -314,7 +314,7 @@ class DistributedTrainerMixin(_Trainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
         if self.engine is not None and is_over:
-            # Resumed at its end: an endless stream would otherwise give one step more.
+            # The run is resumed at its last step: an endless stream would give one more step.
             self.control.should_training_stop = True
             return
         with nullcontext() if self._lean_step is None else self._lean_step.shortcuts():
@@ -329,7 +329,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None or self.strategy is None:
             return samples, num_items
         if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_lack_targets:
-            # The same on all ranks, since targets are counted over all.
+            # All ranks decide the same, because targets are counted over all ranks.
             while num_items == 0:
                 if all(gather_json(self.train_dataset.has_ended)):
                     if self.state.global_step == 0:
@@ -344,13 +344,13 @@ class DistributedTrainerMixin(_Trainer):
                     return [], num_items
                 samples, num_items = read()
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
-        # Where batches are no tokens, as those of rewards, the class may count for itself.
+        # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
         self._guard.begin_step()
         return samples, num_items
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """By the documented formula, counted once: the original counts all parameters at every micro batch."""
+        """Use the documented formula, with parameters counted once; the original counts them at every micro batch."""
         num_tokens = num_input_tokens(inputs)
         if self.engine is None or not isinstance(self.model, PreTrainedModel) or num_tokens == 0:
             return super().floating_point_ops(inputs)
@@ -386,7 +386,7 @@ class DistributedTrainerMixin(_Trainer):
                 self._share_sft_metrics()
         super().log(logs, *args, **kwargs)
         if self.options.run_values is not None:
-            # A run logs each step: in a million of them that is half a GB of memory, and with many saves more.
+            # A run logs each step: a million lines take half a GB of memory, and more with many saves.
             drop_old(self.state.log_history)
 
     def _share_sft_metrics(self) -> None:
@@ -394,7 +394,7 @@ class DistributedTrainerMixin(_Trainer):
             return
         own: Any = self
         mode = "train" if own.model.training else "eval"
-        # Of other modes nothing: what stays behind here would be taken for this rank's own the next time.
+        # Only those of this mode: shared metrics of the other mode would stay here, and count as this rank's own.
         shared = trl_trainers.shared_metrics(own._metrics[mode], own._total_train_tokens)
         if shared is not None:
             metrics, own._total_train_tokens = shared
@@ -425,7 +425,7 @@ class DistributedTrainerMixin(_Trainer):
         )
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Mean loss of all held-out tokens: neither the batch size nor the number of ranks changes it."""
+        """Give the mean loss of all held-out tokens; it does not depend on the batch size or the number of ranks."""
         if self.engine is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
@@ -465,7 +465,7 @@ class DistributedTrainerMixin(_Trainer):
             self.checkpointer.restore_best()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Called once the batches of an epoch that were done are skipped, which draws random numbers."""
+        """Called after the finished batches of an epoch are skipped, because skipping draws random numbers."""
         if self.engine is None:
             super()._load_rng_state(checkpoint)
         elif checkpoint is not None:

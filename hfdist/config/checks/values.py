@@ -1,4 +1,4 @@
-"""What one value or several together must satisfy once the config is composed, before anything is built."""
+"""Checks single values of a composed config, and values that must fit together, before anything is built."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_config(config: RunConfig) -> None:
 def _conflict(
     config: RunConfig, keys: str, what: str, *, allowed: str | None = None, hint: str | None = None
 ) -> ConfigError:
-    """Give the error about the first of `keys`, with the values of the others as the reason."""
+    """Give an error about the first of `keys`; the values of the other keys are the reason."""
     key, *others = keys.split()
     found = _shown(config, key)
     if others:
@@ -181,7 +181,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
             raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and _shown(config, key) != "null":
-            what, hint = "this key is of a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
+            what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
             raise _conflict(config, f"{key} strategy.pipeline", what, hint=hint)
     if strategy.pipeline > 1 and strategy.offload is not Offload.none:
         what = "a pipeline's optimizer state stays on the device"
@@ -215,7 +215,7 @@ def _check_optimizer(config: RunConfig) -> None:
     if config.train.max_steps is not None and config.train.epochs is None:
         check_schedule(config, config.train.max_steps)
     if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
-        what = "a schedule-free optimizer averages weights in place of a falling rate"
+        what = "a schedule-free optimizer averages weights instead of lowering the rate"
         keys = "optimizer.schedule optimizer.name"
         raise _conflict(config, keys, what, allowed="constant", hint="optimizer.schedule=constant")
     if optimizer.min_lr_ratio is not None and optimizer.schedule in (Schedule.linear, Schedule.constant):
@@ -226,7 +226,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def check_schedule(config: RunConfig, max_steps: int) -> None:
-    """Check warm-up and decay against the number of steps, which is only counted later where the run is so many epochs.
+    """Check warm-up and decay against the number of steps. If the run is given in epochs, steps are counted later.
 
     Raises:
         ConfigError: they are longer than the run.
@@ -360,7 +360,7 @@ def _check_checkpoints(config: RunConfig) -> None:
     if every is not None and config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
         what = "the best is not known, since not every checkpoint is evaluated"
         allowed = "true where train.eval_every divides checkpoint.every, or false"
-        # To save as often as to evaluate, unless that misses those to be kept.
+        # Save as often as the run evaluates, unless this misses steps of `keep_every`.
         is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
         hint = f"train.eval_every={every}" if is_missed else f"checkpoint.every={eval_every}"
         raise _conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)

@@ -22,7 +22,7 @@ from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Tokenized together: enough to be quick, few enough that a first batch does not wait for a whole block.
+# How much is tokenized together: enough to be fast, but so little that a first batch does not wait for a whole block.
 _BATCH_ROWS = 32
 _BATCH_CHARACTERS = 1 << 20
 _NOTHING = np.empty(0, dtype=np.int32)
@@ -43,11 +43,11 @@ class Documents:
         self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
     def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
-        """Give documents of one run one by one: see `chunks`."""
+        """Give neighbouring documents as lists: see `chunks`."""
         return (chunk.documents() for chunk in self.chunks(np.asarray(neighbours)))
 
     def chunks(self, neighbours: NDArray[np.int64]) -> Iterator[DocumentBatch]:
-        """Give documents of one run in the order asked for, in chunks that are cheap to make together.
+        """Give neighbouring documents of one shard in the order asked for, in chunks that are cheap to make together.
 
         Raises:
             DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
@@ -70,7 +70,7 @@ class Documents:
         return self._are_token_files[pool.name]
 
     def tokens_at_once(self, numbers: NDArray[np.int64]) -> DocumentBatch:
-        """Give documents of token files, of any of them and of any runs, in one chunk; no token is read."""
+        """Give any documents of any token files in one chunk; this reads no token."""
         owners = self.corpus.shards_of(numbers)
         places = np.argsort(owners, kind="stable")
         groups = np.split(places, np.flatnonzero(np.diff(owners[places])) + 1)
@@ -91,13 +91,13 @@ class Documents:
         bad: Mapping[int, DataError],
         examples: NDArray[np.int64],
     ) -> DocumentBatch:
-        """Say what becomes of documents; where several reasons speak against one, the last one here counts.
+        """Decide what happens to each document; if several reasons exclude one, the last reason in this code counts.
 
         Args:
             numbers: canonical.
             columns: their tokens.
             bad: why documents are bad, by their places in `numbers`.
-            examples: places of those of which only some tokens are targets.
+            examples: places of the documents in which only some tokens are targets.
         """
         length, too_long = self._config.sequence_length, self._config.too_long
         if self._config.on_bad_rows is BadRows.error:
@@ -146,7 +146,7 @@ class Documents:
             new = self._tokenize(shard, {row: text for row, text in texts.items() if row not in passed_over})
             self._cache.put(key, {row: made for row, made in new.items() if isinstance(made, TokenRow)})
             new |= passed_over
-            # As far as the new ones reach, with the known ones between them.
+            # All rows up to the first one that is neither known nor new.
             stop = start
             ready: list[TokenRow | BadRow] = []
             while stop < len(rows) and (rows[stop] in known or rows[stop] in new):
@@ -164,7 +164,7 @@ class Documents:
         return made
 
     def _passed_over(self, texts: dict[int, str | BadRow]) -> dict[int, TokenRow | BadRow]:
-        """Of a held-out set, those of training, which are most: they need no tokens."""
+        """For a held-out set, find the rows that are training documents (most of them): they need no tokens."""
         if not self._wants_held_out:
             return {}
         digests = {row: text_digest(text) for row, text in texts.items() if isinstance(text, str)}
@@ -172,7 +172,7 @@ class Documents:
 
 
 def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:
-    """Rows end to end; bad ones are empty."""
+    """Join rows end to end; bad rows are empty."""
     tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
     lengths = np.array([len(one) for one in tokens], dtype=np.int64)
     digests = np.array([0 if isinstance(row, BadRow) else row.text_digest for row in rows], dtype=np.uint64)
@@ -183,14 +183,14 @@ def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:
 def _have_target(
     columns: ManyColumns, places: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Whether any token of the documents at `places` is a target; the first never is: nothing stands before it."""
+    """Whether any token of the documents at `places` is a target; the first never is: no token stands before it."""
     ends, tokens = starts + lengths, columns.tokens
     spans = zip(*(column[places].tolist() for column in (columns.arrays, starts, ends)), strict=True)
     return np.array([bool((tokens[array][start + 1 : stop] >= 0).any()) for array, start, stop in spans], dtype=bool)
 
 
 def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadRow]]:
-    """Texts, read together and in batches to tokenize."""
+    """Read all texts together, and give them in batches to tokenize."""
     batch: dict[int, str | BadRow] = {}
     num_characters = 0
     for row, text in zip(rows, shard.read(rows), strict=True):
@@ -204,5 +204,5 @@ def _batches(shard: Shard, rows: Sequence[int]) -> Iterator[dict[int, str | BadR
 
 
 def open_token_cache(config: DataConfig) -> TokenCache:
-    """Open the tokens that this machine keeps: by its name, as SQLite's locks do not reach to another machine."""
+    """Open this machine's token cache: the file has its name, because SQLite's locks do not work across machines."""
     return TokenCache(cache_dir(config) / f"tokens-{platform.node()}.sqlite", max_bytes=config.token_cache_bytes)

@@ -1,4 +1,4 @@
-"""One lane: its sequences in order, from any place on, each from the pool of documents whose turn it is."""
+"""One lane: gives its sequences in order, from any place on; the mixture says from which pool each one comes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import DataError, HfdistError
 
-# What may pass without a document to train on: a short lane may draw only held-out ones, another a damaged file.
+# What a lane may read without a document to train on: a short lane may have only held-out ones, or a damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
-# Made by a `MultiLaneReader`, of each lane, and of all: twice as many lanes, then sequences, each time, so that a first
-# batch comes soon.
+# The most sequences that a `MultiLaneReader` makes at once, for one lane and for all lanes. Each time it doubles the
+# lanes, and then the sequences, so that a first batch comes soon.
 _MOST_SEQUENCES, _MOST_SEQUENCES_OF_ALL = 64, 4096
-# Of a lane, read at a time: where most documents are passed over, the guess of how many it takes is far too high.
+# The most documents of a lane that it reads at once: if most documents are skipped, its guess is far too high.
 _MOST_DOCUMENTS = 4096
-# Of all lanes: once so many are read for one call, making more would take as long for each, and all would wait longer.
+# Of all lanes: if one call reads this many, larger calls would not be faster for each document, but all would wait.
 _ENOUGH_DOCUMENTS = 100_000
 
 Packed = tuple[int, int | None, sequence.Sequence]
@@ -80,7 +80,7 @@ class Lane:
         if pool is None:
             return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
         packed = next(self._sequences[pool])
-        # At its last sequence, not when more is asked for: a lane that resumes here must pick as this one does.
+        # Right after the last sequence, not at the next call: a lane that resumes here must pick the same pool.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
             del self._sequences[pool]
             self._available = tuple(self._sequences)
@@ -90,12 +90,12 @@ class Lane:
 
 
 def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:
-    """Open lanes, in the order of their turns, where `progress` says for each pool."""
+    """Open lanes, in the order of their turns, at the place that `progress` gives for each pool."""
     sequences: dict[int, dict[int, Iterator[sequence.Sequence]]] = {lane: {} for lane in progress}
     for pool in range(len(plan.pools)):
         places = {lane: pools[pool].place for lane, pools in progress.items()}
         left = {lane: place for lane, place in places.items() if not plan.is_finished(pool, lane, place)}
-        # Windows depend on the chunks that are read; documents end to end do not.
+        # `best_fit` and `none` depend on the chunks that are read; `concat` does not.
         if plan.packing is Packing.concat and documents.are_token_files(plan.pools[pool]):
             iterators = {lane: plan.documents(pool, lane, place) for lane, place in left.items()}
             reader = MultiLaneReader(iterators, documents, plan.shape)
@@ -120,7 +120,7 @@ def _pack(plan: Plan, documents: Documents, pool: int, lane: int, place: Place) 
 
 
 def _chunks(iterator: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:
-    """Documents in a lane's order, epoch after epoch, and the place of the first of them."""
+    """Give chunks of documents in a lane's order, epoch after epoch, each with the place of its first document."""
     while len(numbers := iterator.next_documents()):
         for chunk in documents.chunks(numbers):
             num_documents = len(chunk.numbers)
@@ -137,19 +137,19 @@ class DocumentIterator:
     def __init__(self, pool: Pool, order: LaneOrder, lane: int, place: Place) -> None:
         self._pool, self._order, self._lane = pool, order, lane
         self.place = place
-        """Of the next document; an offset is of the first one only."""
+        """The place of the next document; only the first place can have an offset."""
         self._barren_epochs = self._barren_documents = 0
         self._numbers = np.empty(0, dtype=np.int64)
-        """Documents behind the place, of the same epoch."""
+        """Documents from the place on, of the same epoch."""
 
     def next_documents(self, most: int | None = None) -> NDArray[np.int64]:
-        """Canonical numbers of the next ones, which stay the next ones until `advance`.
+        """Give the canonical numbers of the next documents; they stay the next ones until `advance`.
 
         Args:
             most: how many at most, from several blocks; None: the rest of a block, which is cheap to read together.
 
         Returns:
-            One or more; none: the last epoch has ended.
+            One number or more; no number: the last epoch has ended.
 
         Raises:
             DataError: there is nothing to train on.
@@ -164,7 +164,7 @@ class DocumentIterator:
         return self._numbers[:most]
 
     def advance(self, num_documents: int, num_barren: int) -> None:
-        """Pass by the next documents.
+        """Move past the next documents.
 
         Args:
             num_documents: how many.
@@ -187,9 +187,9 @@ class DocumentIterator:
 
 
 class MultiLaneReader:
-    """Gives the sequences of lanes that take turns, of token files end to end, and each lane's errors at its own turn.
+    """Gives the sequences of lanes that take turns, by `concat` from token files; a lane's errors come at its own turn.
 
-    It reads and packs many lanes at once: a call of numpy costs as much as hundreds of documents.
+    It reads and packs many lanes at once, because one numpy call costs as much as hundreds of documents.
 
     Args:
         iterators: of each lane, in the order of their turns.
@@ -207,7 +207,7 @@ class MultiLaneReader:
         """Read so far, to guess how many documents a sequence takes."""
 
     def next(self, lane: int) -> sequence.Sequence | None:
-        """Give the next one of a lane; None: it has come to its end.
+        """Give the next sequence of a lane; None: the lane has ended.
 
         Raises:
             DataError, CheckpointError: see `DocumentIterator` and `PackingBuffer`.
@@ -223,7 +223,7 @@ class MultiLaneReader:
         return None
 
     def _lacking(self, first: int) -> list[int]:
-        """A lane and the next ones that will need more soon, as many as are packed at once now."""
+        """Give the lane `first` and the next lanes that need more soon: as many as are packed at once now."""
         lanes = list(self._iterators)
         place = lanes.index(first)
         few = self._num_sequences // 4
@@ -235,7 +235,7 @@ class MultiLaneReader:
         try:
             self._read(lanes, self._num_sequences)
         except HfdistError:
-            # Perhaps of another lane, before its turn: the lane that is asked needs one sequence now.
+            # The error may belong to a lane whose turn is later: read only the one sequence that is needed now.
             lanes = lanes[:1]
             self._read(lanes, 1)
         counts = {lane: min(self._buffer.num_sequences(lane), self._num_sequences) for lane in lanes}
@@ -259,7 +259,7 @@ class MultiLaneReader:
         self._num_ready[lane] += count
 
     def _read(self, lanes: list[int], num_sequences: int) -> None:
-        """Read until each of the lanes has so many sequences, or has ended."""
+        """Read until each of the lanes has `num_sequences` sequences, or has ended."""
         for num_passes in itertools.count():
             lanes = [lane for lane in lanes if self._buffer.num_sequences(lane) < num_sequences]
             numbers = {}
@@ -288,5 +288,5 @@ class MultiLaneReader:
         self._num_tokens += int(chunk.lengths.sum())
 
     def _guess(self, num_sequences: int) -> int:
-        """Documents that sequences take, by the mean of those read so far."""
+        """Guess how many documents the sequences take, from the mean length of the documents so far."""
         return -(-num_sequences * self._shape.length * self._num_documents // self._num_tokens)

@@ -88,9 +88,9 @@ class RunData:
 
 
 class Run:
-    """A run between its config and its Trainer, in named steps; each needs those above it.
+    """Builds the Trainer of a run from its config, in named steps; each step needs the steps above it.
 
-    What a step has made is an attribute, which a recipe of your own may change before the next one.
+    Each step sets attributes. A recipe of your own may change them before the next step.
 
     Args:
         config: checked, as `compose_config` gives it.
@@ -117,7 +117,7 @@ class Run:
         set_up_logging(self.topology)
         self.strategy = select_strategy(config.strategy, config.train, topology=self.topology, batch=batch)
         self._here = config
-        """The config with folders of this machine in place of Hub ids and GGUF files; never written down."""
+        """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
 
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
@@ -129,39 +129,39 @@ class Run:
         """Open the sources, the tokenizer, the training stream of this data rank, and the held-out set.
 
         Raises:
-            ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer beyond the model's
-                vocabulary.
+            ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
+                model's vocabulary.
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
 
     def open_folder(self) -> None:
-        """Open the run folder, once model and data are known to be right: only then is an old config compared.
+        """Open the run folder, and compare the config with that of an earlier checkpoint; check model and data before.
 
         Raises:
             ConfigError: a folder that cannot be written or that another run is using, or a repository to upload to
                 that cannot be written.
             CheckpointError: `checkpoint.resume` and the folder's checkpoints contradict each other, or the config has
-                changed in what `checkpoint.allow_changes` would have to allow.
+                a change that needs `checkpoint.allow_changes`.
         """
         config, folder = self.config, Path(self.config.run.dir)
         _check_resume(config, folder / CHECKPOINTS)
         if self.topology.is_main:
             with _writing("run.dir", config.run.dir):
                 folder.mkdir(parents=True, exist_ok=True)
-                # Held to the end of the process, whatever ends it.
+                # The process holds the lock until it ends, for whatever reason.
                 atexit.register(RunLock(folder).release)
             check_push(config.export)
 
     def start_ranks(self) -> None:
-        """Download the weights, then make TrainingArguments, with which the process group begins."""
-        # Before there is a process group, in which the other ranks would wait.
+        """Download the weights, then make TrainingArguments, which start the process group."""
+        # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
 
     def build_model(self) -> None:
-        """Make the model, random or pretrained. Behind `start_ranks`, since ZeRO-3 cuts it while it is made."""
+        """Make the model, random or pretrained. Call it after `start_ranks`: ZeRO-3 partitions it while it is made."""
         self.model = build_model(
             self._here.model,
             self.architecture,
@@ -218,7 +218,7 @@ class Run:
         assert trainer.engine is not None
         if config.report.timeline:
             trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
-        # The bar and metrics.jsonl say the same, legibly.
+        # The progress bar and metrics.jsonl say the same, and are easier to read.
         trainer.remove_callback(PrinterCallback)
         self.trainer = trainer
 
@@ -233,19 +233,19 @@ class Run:
         config, trainer = self.config, self.trainer
         with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
             preemption = Preemption()
-            # Without checkpoints there is nothing that a stop could save.
+            # Without checkpoints, a run that is stopped saves nothing.
             if config.checkpoint.every is not None:
                 trainer.add_callback(preemption)
                 trainer.flags.append(preemption)
-            # Behind it, since it decides what follows a step.
+            # After the callback above, which decides what follows a step.
             trainer.add_callback(watch)
             checkpoint = _resume_from(config)
-            # The first of all, since it sets lines of an earlier start aside.
+            # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
             trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
             trainer.train(resume_from_checkpoint=checkpoint)
             preemption.check(config.run.dir)
-            # Of a run without checkpoints; with them, the last one has written it.
+            # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
             not_uploaded = finish(trainer, self.data.held_out, config)
         if not_uploaded is not None:
@@ -283,20 +283,20 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
     )
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.rank == topology.replica(topology.data_rank)[0]:
-        # Ranks of one model replica read the same: one of them writes it down.
+        # All ranks of a model replica read the same data: only one of them writes the ledger.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out)
 
 
 def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give the number of steps in the config, or as many steps as its epochs take, if those are fewer."""
+    """Give the number of steps: the lower of `train.max_steps` and what `train.epochs` takes; either may be null."""
     train = config.train
     if train.epochs is None:
         assert train.max_steps is not None  # checked with the config
         return train.max_steps
     data = replace(config.data, quarantine=[])
     if config.data.quarantine:
-        # Counted with them, as rows may be taken out while a run goes on, whose learning rates must stay.
+        # Quarantined rows count too: a resumed run may take out more rows, and its learning rates must not change.
         corpus = open_corpus(data)
     max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
     check_schedule(config, max_steps)
@@ -304,9 +304,9 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
 
 
 class _Beginning(TrainerCallback):
-    """Writes the config down, once the checkpoint is read: a start that is refused changes nothing in the run folder.
+    """Writes the config after the checkpoint is read, so that a refused start changes nothing in the run folder.
 
-    Lines of an earlier start from which this run does not go on are set aside, whatever their step.
+    If the run does not continue an earlier start in the folder, this moves all lines of that start away.
     """
 
     def __init__(self, config: RunConfig, checkpoint: str | None) -> None:
@@ -326,7 +326,7 @@ class _Beginning(TrainerCallback):
 
 @contextmanager
 def _writing(key: str, folder: str | Path) -> Iterator[None]:
-    """Say which key named a folder that cannot be written."""
+    """Turn an OSError into a ConfigError that names the key of the folder."""
     try:
         yield
     except OSError as error:
@@ -342,7 +342,7 @@ def _resume_from(config: RunConfig) -> str | None:
     resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
     if resume == "never":
         return None
-    # Begun elsewhere, the same command goes on here from its own: launchers and schedulers give it again.
+    # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
     goes_on_here = resume == "auto" or not _lies_in(Path(resume), checkpoints)
     found = find_newest(checkpoints) if goes_on_here else None
     if found is None and resume == "auto":
@@ -352,19 +352,19 @@ def _resume_from(config: RunConfig) -> str | None:
         on_rank_zero(lambda: verify(Path(resume)))
     elif resume != "auto":
         logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
-    # Not only beforehand: what verifies may be older than the newest.
+    # Compared here again: the checkpoint that verifies may be older than the newest one.
     changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
     logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
     return str(found)
 
 
 def _lies_in(checkpoint: Path, folder: Path) -> bool:
-    # By its own name, or by a link to it.
+    # The path itself may lie there, or what it links to.
     return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
-    """Compare the config with that of a checkpoint; from Python, one may have none."""
+    """Compare the config with that of a checkpoint; a checkpoint that was made from Python may have none."""
     before = read_state(checkpoint).get("config")
     changes = [] if before is None else find_changes(before, to_values(config))
     check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
@@ -372,7 +372,7 @@ def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
 
 
 def _check_resume(config: RunConfig, checkpoints: Path) -> None:
-    """Refuse, before anything is built, what the folder's checkpoints contradict."""
+    """Refuse, before anything is built, a `checkpoint.resume` that does not fit the folder's checkpoints."""
     resume = config.checkpoint.resume
     present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
     if resume == "never" and present:
@@ -393,7 +393,7 @@ def _check_resume(config: RunConfig, checkpoints: Path) -> None:
         )
     start = checkpoints / present[-1] if present and not is_of_this_run else path
     if (start / MANIFEST).is_file():
-        # A damaged one is found, and passed over, where all are verified.
+        # A damaged checkpoint is found and skipped later, when all are verified.
         with contextlib.suppress(DamagedError):
             _changes_since(start, config)
 

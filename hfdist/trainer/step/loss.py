@@ -1,4 +1,4 @@
-"""What a loss counts, and the loss of one micro batch: micro batches of any size add up to the global batch."""
+"""What a loss counts, and the loss of one micro batch: micro batches of any sizes add up to the global loss."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, Forward
 
 NUM_ROWS = "hfdist_num_rows"
-"""Where a batch without labels says how many of its rows count."""
+"""The key under which a batch without labels says how many of its rows count."""
 
 
 def num_input_tokens(batch: Any) -> int:
     """Count the tokens that a model reads; 0 for batches of another form, such as those of rewards."""
-    # A dict is a Mapping, but told much faster.
+    # A dict is a Mapping too, but the check for dict is much faster.
     return batch["input_ids"].numel() if isinstance(batch, (dict, Mapping)) and "input_ids" in batch else 0
 
 
 def is_target(labels: torch.Tensor) -> torch.Tensor:
-    """Tell labels from what stands in their place where there is none: NaN among floats, -100 among integers."""
+    """Find which labels are targets: not NaN (floats), and not -100 (integers)."""
     return ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
 
 
 def ignored_like(labels: torch.Tensor) -> torch.Tensor:
-    """Give labels of the same shape, none of which is a target."""
+    """Make labels of the same shape that hold no target."""
     return torch.full_like(labels, torch.nan if labels.is_floating_point() else IGNORED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """How a loss weighs what it is a mean of."""
+    """What a loss counts, and how it divides by the count."""
 
     label_names: tuple[str, ...] = ("labels",)
     """The labels that a batch may hold; the first one found is counted."""
     is_of_tokens: bool = False
     """Whether each target is a token, one of many in a row."""
     shifts: bool
-    """Whether position t + 1 is the target of position t, so that the first label of a row is none."""
+    """Whether label t + 1 is the target of position t; if so, the first label of a row is not a target."""
     moves: bool = False
-    """Whether labels are moved to the tokens before them, since the data want the next token and the loss does not."""
+    """Whether hfdist moves each label one position to the left, because the loss itself does not shift."""
     divides: bool
-    """Whether the loss is a sum divided by `num_items_in_batch`; else it is a mean, whatever that number is."""
+    """Whether the loss is a sum divided by `num_items_in_batch`; else it is a mean, and ignores that number."""
 
     def labels(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """Find what is counted; None: the batch has nothing of the kind."""
+        """Find the labels that are counted; None: the batch has none."""
         found = (batch[name] for name in self.label_names if name in batch)
         return next((labels for labels in found if isinstance(labels, torch.Tensor)), None)
 
@@ -72,9 +72,9 @@ class Convention:
         return is_target(labels).sum()
 
     def prepared(self, batch: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
-        """Give a batch of which the mean over its targets can be computed.
+        """Give a batch whose loss, a mean over targets, can be computed.
 
-        One without any target gets arbitrary ones: their mean is a number, and so is 0 times it.
+        A batch without targets gets arbitrary ones: their mean is finite, and is multiplied by 0.
         """
         changed = {}
         for name in self.label_names:
@@ -86,7 +86,7 @@ class Convention:
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}
 
 
-# A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a step.
+# A trainer is Any here: transformers declares its attributes as optional, but during a step they all exist.
 
 
 class WeightedLoss:
@@ -110,37 +110,37 @@ class WeightedLoss:
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
-        """Compute a loss that is a mean over its batch, and give it the weight of that batch in the global one.
+        """Compute a loss that is a mean over its batch, and multiply it by the batch's share of all targets.
 
         `mean` is `Trainer.compute_loss` of the class after the mixin: it gives the loss, or the loss and the outputs.
         """
         trainer, convention = self._trainer, self.convention
         assert convention is not None
         weight = convention.weight(batch).to(trainer.args.device)
-        # A function of the user's may ask for a number that it does not divide by.
+        # The user's `compute_loss_func` may ask for a number, even if it does not divide by it.
         own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
         result = mean(convention.prepared(batch, weight), num_items_in_batch=own_number)
         share = weight / num_items_in_batch
         if own_number is None and trainer.args.average_tokens_across_devices:
-            # Gradients are averaged over the processes, and the targets are counted over all.
+            # Gradients are averaged over the processes, but targets are counted over all of them.
             share = share * trainer.accelerator.num_processes
         return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
 
     def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the sum of the losses of all targets (float64), and their number, of a batch that is on its device."""
+        """Give the sum of the losses of all targets (float64), and their number; the batch must be on its device."""
         trainer, convention = self._trainer, self.convention
         assert convention is not None
         weight = convention.weight(batch).to(trainer.args.device)
-        # Divided by those of this batch, it is their mean.
+        # Divided by the targets of this batch, the loss is their mean.
         mean = self.of(model, batch, weight.clamp(min=1)).double()
         if trainer.args.average_tokens_across_devices:
             mean = mean / trainer.accelerator.num_processes
         return torch.where(weight > 0, mean * weight, 0.0), weight
 
     def find_convention(self, batch: Batch, forward: Forward) -> Convention:
-        """Try the loss on a row with other labels and other counts: signatures promise what many models do not do.
+        """Try the loss on a row with other labels and other counts: many models do not do what their signature says.
 
-        A collective, once a run; `batch` is any one of this rank, and `forward` runs the model in evaluation mode.
+        A collective, once in a run. `batch` is any one of this rank; `forward` runs the model in evaluation mode.
         """
         trainer, names = self._trainer, self.label_names
         plain = Convention(label_names=names, shifts=False, divides=False)
@@ -161,14 +161,14 @@ class WeightedLoss:
             number = torch.tensor(num_items, device=trainer.args.device) if may_divide else None
             with preserve_state(trainer.model):
                 values = forward(row | {name: labels}, lambda model, part: self.of(model, part, number))
-            # Without values on all but the last stage of a pipeline, which then answer no to both questions.
+            # Only the last stage of a pipeline has values; the other stages answer no to both questions.
             return values[0].float() if values else torch.zeros(())
 
         counts_first = divides = False
         with torch.compiler.set_stance("force_eager"):
             if may_shift:
                 first = torch.cat([some[:, :1], none[:, 1:]], 1)
-                # The mean of no target is NaN.
+                # A mean over no targets is NaN.
                 counts_first = not torch.isclose(loss(none), loss(first), rtol=1e-6, atol=0.0, equal_nan=True)
             if may_divide:
                 divides = not torch.isclose(loss(some), loss(some, 2.0), rtol=1e-3, atol=0.0)
@@ -176,7 +176,7 @@ class WeightedLoss:
             answers = torch.tensor([counts_first, divides], dtype=torch.int32, device=trainer.args.device)
             dist.all_reduce(answers, op=dist.ReduceOp.MAX)
             counts_first, divides = map(bool, answers.tolist())
-        # A stream gives each token as its own label; such a loss would train to copy it.
+        # A stream gives each token as its own label; a loss without a shift would train the model to copy.
         moves = may_shift and counts_first and isinstance(trainer.train_dataset, TokenStream)
         return Convention(
             label_names=names,
@@ -188,7 +188,7 @@ class WeightedLoss:
 
 
 def _first_row(batch: Batch, num_rows: int) -> Batch:
-    """One row is enough, where all tensors have rows."""
+    """Give the first row, if all tensors have rows; else the whole batch."""
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     has_rows = all(value.ndim > 0 and len(value) == num_rows for value in tensors)
     return {name: value[:1] if has_rows and isinstance(value, torch.Tensor) else value for name, value in batch.items()}
@@ -207,7 +207,7 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 @contextmanager
 def _gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Gather among the ranks of the group, which compute a loss in this moment: the others would never answer."""
+    """Gather only among the group's ranks, which compute a loss at the same time: other ranks would never answer."""
     if group is None:
         yield
         return

@@ -27,8 +27,8 @@ def outcome(override):
 # override -> (where, part of what is allowed, hint)
 MISTAKES = {
     # no such key
-    "optimizer.lrr=1": ("optimizer.lrr (command line)", "in optimizer: name, arguments, lr", "optimizer.lr=1"),
-    "+optimizer.lrr=1": ("optimizer.lrr (command line)", "in optimizer: name, arguments, lr", "optimizer.lr=1"),
+    "optimizer.lrr=1": ("optimizer.lrr (command line)", "in optimizer: name, plugin, arguments, lr", "optimizer.lr=1"),
+    "+optimizer.lrr=1": ("optimizer.lrr (command line)", "in optimizer: name, plugin, arguments, lr", "optimizer.lr=1"),
     "++train.max_step=5": ("train.max_step (command line)", "max_steps", "train.max_steps=5"),
     "lr=1e-3": ("lr (command line)", "optimizer", "optimizer.lr=1e-3"),
     "+lr=1e-3": ("lr (command line)", "optimizer", "optimizer.lr=1e-3"),
