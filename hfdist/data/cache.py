@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,8 @@ _HASH_BYTES = 16
 # Larger ones are mapped: a corpus may have more files than a process may have mappings.
 _LARGEST_LOADED_BYTES = 1 << 20
 _READ_BYTES = 1 << 22
+# numpy parses a file's header as Python, and until 3.13 two threads that do so may raise SystemError (cpython#106905).
+_HEADER = threading.Lock()
 
 
 def digest_of(values: Sequence[Any]) -> str:
@@ -69,6 +72,13 @@ def cached_array(path: Path, make: Callable[[], NDArray[Any]], *, keep: bool = T
     return found
 
 
+def load_array(path: Path, *, is_mapped: bool = True) -> NDArray[Any]:
+    """Load a .npy file, in any thread. OSError, ValueError or EOFError: it cannot be read."""
+    with _HEADER:
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
+    return array
+
+
 def _load(path: Path) -> NDArray[Any] | None:
     try:
         size_bytes = path.stat().st_size - _HASH_BYTES
@@ -78,11 +88,9 @@ def _load(path: Path) -> NDArray[Any] | None:
                 hashed.update(file.read(min(_READ_BYTES, size_bytes - start)))
             if file.read() != hashed.digest():
                 return None
-        is_large = size_bytes > _LARGEST_LOADED_BYTES
-        array: NDArray[Any] = np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False)
+        return load_array(path, is_mapped=size_bytes > _LARGEST_LOADED_BYTES)
     except (OSError, ValueError, EOFError):
         return None
-    return array
 
 
 class _HashedArray:

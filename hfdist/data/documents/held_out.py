@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
-from hfdist.data.cache import digest_of, write_once
+from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
@@ -69,7 +69,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
     key = digest_of([4, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     write_once(path, lambda file: np.save(file, _pack(corpus, tokenizer, config), allow_pickle=False))
-    return HeldOut(np.load(path, mmap_mode="r", allow_pickle=False))
+    return HeldOut(load_array(path))
 
 
 def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hfdist.data.cache import load_array
 from hfdist.data.sources.base import BadRow, TokenRow, first_line, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.contents import MOST_BYTES, digests_of, read_contents
@@ -320,7 +321,7 @@ def _check_size(path: Path, size_bytes: int) -> None:
 def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
     """Map an array of a known shape; DataError where it is another one."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = load_array(path)
     except (ValueError, OSError, EOFError) as error:
         raise _damaged(path, str(error)) from error
     if array.dtype != np.dtype(dtype) or array.shape != (length,):
