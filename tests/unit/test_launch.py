@@ -126,7 +126,8 @@ def save_when_told(folder, number, exit_code):
 @pytest.mark.parametrize("number", launch.SIGNALS)
 def test_a_signal_reaches_all_processes_and_they_have_time_to_save(tmp_path, number):
     def tell():
-        while len(list(tmp_path.iterdir())) < 2:
+        # A file that is still empty is of a process that would be interrupted while it writes.
+        while [path.read_text() for path in tmp_path.iterdir()] != ["ready", "ready"]:
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
