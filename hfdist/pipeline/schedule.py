@@ -38,7 +38,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     # Private: actions as torch's schedules list them, and what adds sends and receives to such lists.
-    # tests/unit/pipeline/test_seams.py watches them.
     _Action,
     _add_send_recv,
     _ComputationType,

@@ -37,32 +37,15 @@ ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 LLAMA_BLOCK = ATTENTION + 3 * 32 * 48 + 2 * 32
 
 
-def test_parameters_of_a_llama():
-    costs = parameters(make("llama"))
-    assert costs.blocks == (LLAMA_BLOCK,) * 3
-    assert (costs.prologue, costs.epilogue) == (100 * 32, 100 * 32)
-
-
-def test_flops_of_a_llama():
-    """6 for each parameter, attention over the whole square, no embedding, a head with its softmax."""
-    costs = flops(make("llama"))
-    assert costs.blocks == (6 * LLAMA_BLOCK + 12 * 32 * LENGTH,) * 3
-    assert costs.prologue == 0
-    assert costs.epilogue == 6 * 100 * 32 + 10 * 100
-
-
-def test_only_attention_grows_with_the_sequence():
-    model = make("llama")
-    short, long = flops(model, 100), flops(model, 300)
-    assert long.blocks[0] - short.blocks[0] == 12 * 32 * 200
-    assert long.epilogue == short.epilogue
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_head_costs_as_much_as_its_own(tied):
+def test_costs_of_a_llama(tied):
+    """FLOPs: 6 for each parameter, attention over the whole square, no embedding, a head with its softmax."""
     model = make("llama", tie_word_embeddings=tied)
-    assert parameters(model).epilogue == 100 * 32
-    assert flops(model).epilogue == 6 * 100 * 32 + 10 * 100
+    held, computed = parameters(model), flops(model)
+    assert held.blocks == (LLAMA_BLOCK,) * 3
+    assert held.prologue == held.epilogue == 100 * 32
+    assert computed.blocks == (6 * LLAMA_BLOCK + 12 * 32 * LENGTH,) * 3
+    assert (computed.prologue, computed.epilogue) == (0, 6 * 100 * 32 + 10 * 100)
 
 
 def test_heads_may_be_wider_than_the_hidden_states():

@@ -49,35 +49,17 @@ def answers():
     return summed, kept.grad.tolist(), norm.item(), empty.item()
 
 
-@pytest.fixture(scope="module")
-def by_rank():
-    return run_ranks(answers, WORLD)
-
-
-def test_gradients_are_summed_over_the_ranks(by_rank):
-    for summed, _, _, _ in by_rank:
-        everywhere, once, _, _, half, *large, transposed = summed
+def test_gradients_are_summed_over_ranks_and_the_norm_is_of_all():
+    ramp = torch.arange(8.0).view(2, 4).t()
+    norm = (4 * (1 + 4 + 9)) ** 0.5
+    for rank, (summed, kept, of_all, of_rank_0) in enumerate(run_ranks(answers, WORLD)):
+        everywhere, once, never, frozen, half, *large, transposed = summed
         assert everywhere == [[0 + 1 + 2] * 3] * 2
+        assert once == [[5] * 3] * 2
+        assert never is None, "the optimizer leaves it out, as in one process; zeros would decay its weight"
+        assert frozen == [[7] * 3] * 2
         assert half == [[WORLD] * 3] * 2
         assert large == [[3] * 5] * 4
-        assert transposed == (torch.arange(8.0).view(2, 4) * (1 + 2 + 3)).t().tolist()
-        assert once == [[5] * 3] * 2
-
-
-def test_what_no_rank_has_used_keeps_no_gradient(by_rank):
-    """The optimizer leaves it out, as in one process; zeros would decay its weight."""
-    assert all(summed[2] is None for summed, _, _, _ in by_rank)
-
-
-def test_frozen_parameters_are_left_alone(by_rank):
-    assert all(summed[3] == [[7] * 3] * 2 for summed, _, _, _ in by_rank)
-
-
-def test_a_group_of_one_has_its_sum(by_rank):
-    assert [kept for _, kept, _, _ in by_rank] == [[[rank] * 3] * 2 for rank in range(WORLD)]
-
-
-def test_the_norm_is_that_of_all_ranks_parameters(by_rank):
-    expected = (4 * (1 + 4 + 9)) ** 0.5
-    assert [norm for _, _, norm, _ in by_rank] == pytest.approx([expected] * WORLD, rel=1e-6)
-    assert [norm for _, _, _, norm in by_rank] == pytest.approx([3.0] * WORLD)
+        assert transposed == (ramp * (1 + 2 + 3)).tolist()
+        assert kept == [[rank] * 3] * 2, "a group of one has its sum"
+        assert (of_all, of_rank_0) == pytest.approx((norm, 3.0), rel=1e-6)

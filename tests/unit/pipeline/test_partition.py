@@ -82,12 +82,6 @@ def test_uneven_numbers_of_blocks_differ_by_one():
     assert sorted(lengths(partition(uniform(30), loop(4, 2)))) == [3, 3, 4, 4, 4, 4, 4, 4]
 
 
-def test_filling_stage_after_stage_up_to_the_average_would_be_worse():
-    """The average is 8, so that would give 6, 6 and 12."""
-    costs = Costs(blocks=(3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 8.0), prologue=0.0, epilogue=0.0)
-    assert largest(costs, (0, 1, 2), partition(costs, (0, 1, 2))) == (9.0, 9.0)
-
-
 def test_a_head_with_a_large_vocabulary_takes_blocks_off_its_rank():
     """The head costs as much as 5 blocks: 35 in all, so that the best of 4 ranks is 9."""
     costs = uniform(30, epilogue=5.0)

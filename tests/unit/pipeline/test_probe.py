@@ -49,13 +49,6 @@ def test_models_that_cannot_be_split_are_refused_with_the_reason(kind, carry):
     assert REASONS[kind] in found[0]
 
 
-def test_models_may_return_their_loss_in_a_dict_or_a_tuple():
-    for kind in (toys.Toy, toys.Dicts, toys.ReturnsTuple):
-        findings = probe_all(lambda kind=kind: make_toy(kind), HALVES, HIDDEN)
-        assert [finding.problem for finding in findings] == [None, None]
-        assert findings[1].needed == {"norm.weight", "norm.bias", "head.weight"}
-
-
 def test_a_loss_that_needs_more_than_what_travels():
     for kind in (toys.SecondOutput, toys.UNet, toys.EmbedsAgain):
         assert problems(kind) == ["its loss needs more than what travels (NaN stands for the rest, and reached it)"]

@@ -6,13 +6,8 @@ import hfdist.pipeline.schedule
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
-from tests.unit.pipeline.torch_actions import order, picture, run
+from tests.unit.pipeline.torch_actions import KINDS, order, picture, run
 
-KINDS = [
-    (Schedule.gpipe, 1), (ONE_F_ONE_B, 1), (Schedule.interleaved_1f1b, 2), (Schedule.interleaved_1f1b, 3),
-    (Schedule.interleaved_zero_bubble, 1), (Schedule.interleaved_zero_bubble, 2), (Schedule.zbv, 2),
-    (Schedule.dualpipev, 2),
-]  # fmt: skip
 kinds = pytest.mark.parametrize(("schedule", "per_rank"), KINDS, ids=[f"{s.value}-{v}" for s, v in KINDS])
 
 

@@ -5,10 +5,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import initialize_by_name
-from hfdist.pipeline.stage_io import Activations
 from hfdist.pipeline.stage_module import StageModule
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import cut_stages, staged_step, whole_step
@@ -154,36 +152,11 @@ def test_switching_a_view_to_evaluation_switches_what_it_copied():
 # ---- forwards ----
 
 
-def test_a_view_says_where_it_stands():
-    model = make_toy()
-    ends = {(view.is_first, view.is_last) for view in (view_of(model, stage) for stage in (range(1), range(1, 3)))}
-    assert ends == {(True, False), (False, False)}
-    assert view_of(model, range(3, 4)).is_last
-    assert view_of(model, range(4)).is_first
-
-
-def test_stages_hand_over_and_the_last_gives_the_value_of_the_call():
-    model, batch = make_toy(), toy_batch()
-    first, last = (view_of(model, stage) for stage in HALVES)
-    activations = first.run(lambda stage: stage(**batch), None)
-    assert isinstance(activations, Activations)
-    assert list(activations.outputs) == ["1.0"]
-    logits = last.run(lambda stage: stage(input_ids=batch["input_ids"]).logits, activations)
-    assert torch.equal(logits, model(**batch).logits)
-
-
 @pytest.mark.parametrize("kind", [kind for kind, needed in NEEDED.items() if needed != HIDDEN])
 def test_what_does_not_travel_turns_the_loss_into_nan(kind):
     (first, second), batch = cut_stages(lambda: make_toy(kind), HALVES, HIDDEN), toy_batch()
     activations = first.stage_module(0, HIDDEN).run(lambda model: model(**batch), None)
     assert second.stage_module(1, HIDDEN).run(lambda model: model(**batch).loss, activations).isnan()
-
-
-def test_a_model_that_ends_before_its_blocks_do():
-    view = view_of(make_toy(toys.Stops), range(1, 3))
-    activations = Activations({"0.0": torch.zeros(2, 6, 8)})
-    with pytest.raises(PartitionError, match="ends before it has called all its blocks"):
-        view.run(lambda model: model(**toy_batch()), activations)
 
 
 def test_a_view_works_again_after_a_failure():

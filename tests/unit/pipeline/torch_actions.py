@@ -17,6 +17,11 @@ CLASSES = {
     Schedule.zbv: schedules.ScheduleZBVZeroBubble,
     Schedule.dualpipev: schedules.ScheduleDualPipeV,
 }
+KINDS = [
+    (Schedule.gpipe, 1), (ONE_F_ONE_B, 1), (Schedule.interleaved_1f1b, 2), (Schedule.interleaved_1f1b, 3),
+    (Schedule.interleaved_zero_bubble, 1), (Schedule.interleaved_zero_bubble, 2), (Schedule.zbv, 2),
+    (Schedule.dualpipev, 2),
+]  # fmt: skip
 SINGLE = (Schedule.gpipe, ONE_F_ONE_B)
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 ACTIONS = {"F": Action.forward, "I": Action.backward_input, "W": Action.backward_weight, "B": Action.backward}
