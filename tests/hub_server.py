@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -23,8 +21,6 @@ import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
-LARGE_BYTES = 10_000
-LARGE_SUFFIXES = (".safetensors", ".bin", ".gguf", ".png", ".parquet")
 _REPOSITORY = r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)"
 
 
@@ -39,12 +35,18 @@ class User:
     may_write: bool = True
 
 
-def is_large(path: str, size: int) -> bool:
-    return path.endswith(LARGE_SUFFIXES) or size > LARGE_BYTES
+def is_large(path: str, content_bytes: int) -> bool:
+    return path.endswith((".safetensors", ".bin", ".gguf", ".png", ".parquet")) or content_bytes > 10_000
 
 
-def blob_id(content: bytes) -> str:
-    """Git's name of a small file."""
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def object_id(path: str, content: bytes) -> str:
+    """The name of a large file, and git's name of a small one."""
+    if is_large(path, len(content)):
+        return sha256(content)
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
 
 
@@ -61,16 +63,12 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, changes: dict[str, bytes], message: str = "", branch: str = "main") -> str:
-        before = self.commits.get(self.branches.get(branch, ""), {})
-        number = f"{self.name} {branch} {len(self.commits)}".encode()
-        commit = hashlib.sha1(number).hexdigest()
+        before = self.files(branch) if branch in self.branches else {}
+        commit = hashlib.sha1(f"{self.name} {branch} {len(self.commits)}".encode()).hexdigest()
         self.commits[commit] = {**before, **changes}
         self.branches[branch] = commit
         self.messages.append(message)
         return commit
-
-    def commit_of(self, revision: str) -> str | None:
-        return self.branches.get(revision, revision if revision in self.commits else None)
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return self.commits[self.branches.get(revision, revision)]
@@ -87,13 +85,10 @@ class Store:
     def add(self, name: str, files: dict[str, bytes] | Path, kind: str = "models", **access: object) -> Repository:
         """Make a repository of files, or of those in a folder."""
         if isinstance(files, Path):
-            root = files
-            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-        repository = Repository(name, **access)
+            files = {p.relative_to(files).as_posix(): p.read_bytes() for p in files.rglob("*") if p.is_file()}
+        repository = self.repositories[kind, name] = Repository(name, **access)
         repository.commit(files)
-        for content in files.values():
-            self.large[hashlib.sha256(content).hexdigest()] = content
-        self.repositories[kind, name] = repository
+        self.large |= {sha256(content): content for content in files.values()}
         return repository
 
 
@@ -132,7 +127,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Cut:
-    """Close the connection after so many bytes of the body: of the answer, or, of an upload, of the request."""
+    """Close the connection after so many bytes of the body: of the answer, or of an upload's request."""
 
     after_bytes: int
 
@@ -149,31 +144,25 @@ class BadBytes:
     """Send other bytes, as many."""
 
 
-@dataclass
-class Fault:
-    """Do `what` to the next `times` requests whose line `METHOD /path` matches."""
-
-    pattern: str
-    what: Status | Cut | Slow | BadBytes
-    times: int = 1
+Fault = Status | Cut | Slow | BadBytes
 
 
 class Faults:
-    """Those that are planned."""
+    """What is planned: the next `times` requests whose line `METHOD /path` matches the pattern meet the fault."""
 
     def __init__(self) -> None:
-        self._planned: list[Fault] = []
+        self._planned: list[tuple[str, Fault]] = []
         self._lock = threading.Lock()
 
-    def plan(self, pattern: str, what: Status | Cut | Slow | BadBytes, times: int = 1) -> None:
-        self._planned.append(Fault(pattern, what, times))
+    def plan(self, pattern: str, fault: Fault, times: int = 1) -> None:
+        self._planned += [(pattern, fault)] * times
 
-    def take(self, line: str) -> Status | Cut | Slow | BadBytes | None:
+    def take(self, line: str) -> Fault | None:
         with self._lock:
-            for fault in self._planned:
-                if fault.times and re.search(fault.pattern, line):
-                    fault.times -= 1
-                    return fault.what
+            for place, (pattern, fault) in enumerate(self._planned):
+                if re.search(pattern, line):
+                    del self._planned[place]
+                    return fault
         return None
 
 
@@ -185,14 +174,17 @@ class Refusal(Exception):
 
     def __init__(self, status: int, message: str = "", code: str = "") -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.code = status, code
+
+
+ROUTES: list[tuple[str, re.Pattern[str], Callable[..., None]]] = []
 
 
 def route(method: str, pattern: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Mark a method of the handler as the answer to requests of this shape."""
+    """Make a method of the handler the answer to requests of this shape."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        function.route = (method, re.compile(pattern))
+        ROUTES.append((method, re.compile(pattern), function))
         return function
 
     return mark
@@ -220,29 +212,22 @@ class Handler(BaseHTTPRequestHandler):
             self.hang_up()
             return
         if isinstance(self.fault, Status):
-            self.read_body()
             self.give(self.fault.code, b"", self.fault.headers)
             return
         try:
             self.dispatch(path)
         except Refusal as refusal:
-            self.read_body()
-            headers = {"X-Error-Message": refusal.message}
-            if refusal.code:
-                headers["X-Error-Code"] = refusal.code
-            self.give(refusal.status, json.dumps({"error": refusal.message}).encode(), headers)
+            headers = {"X-Error-Message": str(refusal)} | ({"X-Error-Code": refusal.code} if refusal.code else {})
+            self.give(refusal.status, json.dumps({"error": str(refusal)}).encode(), headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
     def dispatch(self, path: str) -> None:
-        method = "GET" if self.command == "HEAD" else self.command
-        for name in dir(type(self)):
-            marked = getattr(getattr(type(self), name), "route", None)
-            if marked is not None and marked[0] == method:
-                found = marked[1].fullmatch(path)
-                if found:
-                    getattr(self, name)(**found.groupdict())
-                    return
+        wanted = "GET" if self.command == "HEAD" else self.command
+        for method, pattern, function in ROUTES:
+            if method == wanted and (found := pattern.fullmatch(path)):
+                function(self, **found.groupdict())
+                return
         raise Refusal(404, f"no such page: {path}")
 
     def user(self) -> User | None:
@@ -268,8 +253,8 @@ class Handler(BaseHTTPRequestHandler):
         return found
 
     def commit_of(self, repository: Repository, revision: str) -> str:
-        commit = repository.commit_of(revision)
-        if commit is None:
+        commit = repository.branches.get(revision, revision)
+        if commit not in repository.commits:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
@@ -288,15 +273,15 @@ class Handler(BaseHTTPRequestHandler):
     def read_json(self) -> Any:
         return json.loads(self.read_body())
 
-    def give_json(self, value: object, headers: dict[str, str] | None = None) -> None:
-        self.give(200, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+    def give_json(self, value: object) -> None:
+        self.give(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def give(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def give(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.read_body()
         if isinstance(self.fault, BadBytes):
             body = bytes(byte ^ 1 for byte in body)
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
@@ -304,8 +289,8 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(self.fault, Cut):
             self.wfile.write(body[: self.fault.after_bytes])
             self.hang_up()
-            return
-        self.wfile.write(body)
+        else:
+            self.wfile.write(body)
 
     def hang_up(self) -> None:
         self.wfile.flush()
@@ -317,55 +302,44 @@ class Handler(BaseHTTPRequestHandler):
 
     # To readers: what a repository holds, its files with hashes and ranges, large ones from another origin.
 
-    @route("GET", _REPOSITORY)
-    def info(self, kind: str, name: str) -> None:
-        self.info_at(kind, name, "main")
-
-    @route("GET", _REPOSITORY + r"/revision/(?P<revision>.+)")
-    def info_at(self, kind: str, name: str, revision: str) -> None:
+    @route("GET", _REPOSITORY + r"(/revision/(?P<revision>.+))?")
+    def info(self, kind: str, name: str, revision: str | None) -> None:
         repository = self.repository(kind, name)
-        commit = self.commit_of(repository, revision)
+        commit = self.commit_of(repository, revision or "main")
         files = [{"rfilename": path} for path in repository.files(commit)]
         self.give_json({"id": name, "sha": commit, "private": repository.private, "siblings": files, "tags": []})
 
     @route("GET", _REPOSITORY + r"/tree/(?P<revision>[^/]+)(?P<folder>/.*)?")
-    def tree(self, kind: str, name: str, revision: str, folder: str | None) -> None:
-        repository = self.repository(kind, name)
-        files = repository.files(self.commit_of(repository, revision))
-        below = {path: c for path, c in files.items() if path.startswith((folder or "").strip("/"))}
-        self.give_json([_describe(path, content) for path, content in below.items()])
-
     @route("POST", _REPOSITORY + r"/paths-info/(?P<revision>.+)")
-    def paths_info(self, kind: str, name: str, revision: str) -> None:
+    def paths_info(self, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         repository = self.repository(kind, name)
-        files = repository.files(self.commit_of(repository, revision))
-        body = self.read_body().decode()
-        paths = [path for path in files if path in body]
-        self.give_json([_describe(path, files[path]) for path in paths])
+        asked, found = self.read_body().decode(), []
+        for path, content in repository.files(self.commit_of(repository, revision)).items():
+            if path in asked if self.command == "POST" else path.startswith((folder or "").strip("/")):
+                entry = {"type": "file", "path": path, "size": len(content), "oid": object_id(path, content)}
+                if is_large(path, len(content)):
+                    entry["lfs"] = {"oid": entry["oid"], "size": len(content), "pointerSize": 130}
+                found.append(entry)
+        self.give_json(found)
 
     @route("GET", r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
     def resolve(self, kind: str | None, name: str, revision: str, path: str) -> None:
         repository = self.repository("datasets" if kind else "models", name, to_read_files=True)
         commit = self.commit_of(repository, revision)
-        content = self.find(repository, commit, path)
-        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        content = repository.files(commit).get(path)
+        if content is None:
+            raise Refusal(404, "Entry not found", "EntryNotFound")
+        headers, digest = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, object_id(path, content)
         if is_large(path, len(content)):
-            digest = hashlib.sha256(content).hexdigest()
             signed = f"{self.server.storage_url}/storage/{digest}?Signature=secret-of-the-storage"
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content)), "Location": signed}
             self.give(302, b"", headers)
-            return
-        self.give_range(content, {**headers, "ETag": f'"{blob_id(content)}"'})
+        else:
+            self.give_range(content, {**headers, "ETag": f'"{digest}"'})
 
     @route("GET", r"/storage/(?P<digest>[0-9a-f]{64})")
     def storage(self, digest: str) -> None:
         self.give_range(self.store.large[digest], {"ETag": f'"{digest[:32]}"'})
-
-    def find(self, repository: Repository, commit: str, path: str) -> bytes:
-        content = repository.files(commit).get(path)
-        if content is None:
-            raise Refusal(404, "Entry not found", "EntryNotFound")
-        return content
 
     def give_range(self, content: bytes, headers: dict[str, str]) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
@@ -373,17 +347,18 @@ class Handler(BaseHTTPRequestHandler):
             self.give(200, content, headers)
             return
         start, last = int(asked[1]), int(asked[2] or len(content) - 1)
-        headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
-        self.give(206, content[start : last + 1], headers)
+        self.give(206, content[start : last + 1], {**headers, "Content-Range": f"bytes {start}-{last}/{len(content)}"})
 
-    # To writers: who am I, new repositories and branches, large files in one part or several, commits.
+    # To writers: who am I, new repositories and branches, large files, commits.
 
     @route("GET", r"/api/whoami-v2")
-    def whoami(self) -> None:
+    def whoami(self) -> User:
         user = self.user()
         if user is None:
             raise Refusal(401, "Invalid username or password.")
-        self.give_json({"name": user.name, "type": "user", "orgs": []})
+        if self.command == "GET":
+            self.give_json({"name": user.name, "type": "user", "orgs": []})
+        return user
 
     @route("GET", _REPOSITORY + r"/auth-check/write")
     def may_write(self, kind: str, name: str) -> None:
@@ -392,19 +367,17 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("POST", r"/api/repos/create")
     def create(self) -> None:
-        asked, user = self.read_json(), self.user()
-        if user is None:
-            raise Refusal(401, "Invalid username or password.")
+        asked, user = self.read_json(), self.whoami()
         name = f"{asked.get('organization') or user.name}/{asked['name']}"
         if not user.may_write or not name.startswith(f"{user.name}/"):
             raise Refusal(403, "You don't have the rights to create a model under this namespace")
-        kind = asked.get("type", "model") + "s"
-        if (kind, name) in self.store.repositories:
+        place = asked.get("type", "model") + "s", name
+        if place in self.store.repositories:
             error = {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}
-            self.give(409, json.dumps(error).encode())
+            self.give(409, json.dumps(error).encode(), {})
             return
-        self.store.repositories[kind, name] = Repository(name, private=asked.get("visibility") == "private")
-        self.store.repositories[kind, name].commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
+        created = self.store.repositories[place] = Repository(name, private=asked.get("visibility") == "private")
+        created.commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
         self.give_json({"url": f"{self.server.url}/{name}"})
 
     @route("POST", _REPOSITORY + r"/branch/(?P<branch>.+)")
@@ -431,7 +404,7 @@ class Handler(BaseHTTPRequestHandler):
                 "path": file["path"],
                 "uploadMode": "lfs" if is_large(file["path"], file["size"]) else "regular",
                 "shouldIgnore": False,
-                "oid": _name_of(file["path"], present.get(file["path"])),
+                "oid": object_id(file["path"], present[file["path"]]) if file["path"] in present else None,
             }
             for file in self.read_json()["files"]
         ]
@@ -439,41 +412,21 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
     def batch(self, name: str) -> None:
+        """Say where large files are to be sent: nowhere, if they are here already."""
         self.repository("models", name, to_write=True)
-        self.give_json({"transfer": "basic", "objects": [self.plan(item) for item in self.read_json()["objects"]]})
+        objects = self.read_json()["objects"]
+        for item in objects:
+            if item["oid"] not in self.store.large:
+                upload = {"href": f"{self.server.storage_url}/upload/{item['oid']}"}
+                item["actions"] = {"upload": upload, "verify": {"href": f"{self.server.url}/lfs-verify"}}
+        self.give_json({"transfer": "basic", "objects": objects})
 
-    def plan(self, item: dict) -> dict:
-        """Where a large file is to be sent: nowhere, if it is here already."""
-        digest, size = item["oid"], item["size"]
-        if digest in self.store.large:
-            return item
-        verify = {"href": f"{self.server.url}/lfs-verify"}
-        url = f"{self.server.storage_url}/upload/{digest}"
-        part_bytes = self.server.part_bytes
-        if part_bytes is None or size <= part_bytes:
-            return {**item, "actions": {"upload": {"href": url}, "verify": verify}}
-        parts = {f"{k:05}": f"{url}/part/{k}" for k in range(1, ceil(size / part_bytes) + 1)}
-        header = {"chunk_size": str(part_bytes), **parts}
-        complete = f"{self.server.url}/lfs-complete"
-        return {**item, "actions": {"upload": {"href": complete, "header": header}, "verify": verify}}
-
-    @route("PUT", r"/upload/(?P<digest>[0-9a-f]{64})(?P<part>/part/\d+)?")
-    def upload(self, digest: str, part: str | None) -> None:
-        content = self.read_body()
-        if part is None and hashlib.sha256(content).hexdigest() != digest:
+    @route("PUT", r"/upload/(?P<digest>[0-9a-f]{64})")
+    def upload(self, digest: str) -> None:
+        if sha256(self.read_body()) != digest:
             raise Refusal(400, "the content is not that of the hash")
-        self.store.large[digest + (part or "")] = content
-        self.give(200, b"", {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
-
-    @route("POST", r"/lfs-complete")
-    def complete(self) -> None:
-        asked = self.read_json()
-        parts = [self.store.large.pop(f"{asked['oid']}/part/{part['partNumber']}") for part in asked["parts"]]
-        content = b"".join(parts)
-        if hashlib.sha256(content).hexdigest() != asked["oid"]:
-            raise Refusal(400, "the parts do not make the hash")
-        self.store.large[asked["oid"]] = content
-        self.give_json({})
+        self.store.large[digest] = self.read_body()
+        self.give(200, b"", {})
 
     @route("POST", r"/lfs-verify")
     def verify(self) -> None:
@@ -498,19 +451,6 @@ class Handler(BaseHTTPRequestHandler):
         self.give_json({"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit})
 
 
-def _describe(path: str, content: bytes) -> dict:
-    entry = {"type": "file", "path": path, "size": len(content), "oid": blob_id(content)}
-    if is_large(path, len(content)):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return entry
-
-
-def _name_of(path: str, content: bytes | None) -> str | None:
-    if content is None:
-        return None
-    return hashlib.sha256(content).hexdigest() if is_large(path, len(content)) else blob_id(content)
-
-
 class HubServer(ThreadingHTTPServer):
     """Repositories in `store`; what is to go wrong in `faults`; what was asked in `requests`."""
 
@@ -521,17 +461,9 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.store, self.faults = Store(), Faults()
         self.requests: list[tuple[str, dict[str, str]]] = []
-        self.part_bytes: int | None = None
-        """Uploads of more bytes than these are asked for in parts."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def storage_url(self) -> str:
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.storage_url = f"http://localhost:{self.server_address[1]}"
         """Another origin for large files, to which no token may be sent."""
-        return f"http://localhost:{self.server_address[1]}"
 
     def asked(self, beginning: str) -> list[str]:
         """Requests that begin so, as `GET /path`."""
@@ -541,19 +473,12 @@ class HubServer(ThreadingHTTPServer):
         """Clients may leave at any time."""
 
 
-@contextlib.contextmanager
-def running() -> Iterator[HubServer]:
-    with HubServer() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A server with no repositories, which huggingface_hub asks instead of the Hub, over plain HTTP."""
-    with running() as server:
-        home = tmp_path / "hf-home"
+    home = tmp_path / "hf-home"
+    with HubServer() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         # As the environment would set them, were it read again: HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME, ...
         for name, value in {
             "ENDPOINT": server.url,
@@ -568,3 +493,4 @@ def hub(tmp_path, monkeypatch):
         close_session()
         yield server
         close_session()
+        server.shutdown()

@@ -118,13 +118,6 @@ def narrowed(logits, targets):
     return functional.cross_entropy(logits[..., :30].flatten(0, 1), targets.clamp(max=29))
 
 
-@pytest.mark.parametrize("use", [topmost, z_loss, masked, narrowed])
-def test_what_uses_the_logits_gets_them(use):
-    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), use)
-    agree(before, after)
-    assert made_whole
-
-
 def test_a_trained_scale_gets_its_gradient():
     scale = nn.Parameter(torch.tensor(2.0))
     grads = []
@@ -282,8 +275,8 @@ def computed_with(logits, targets):
     return plain(logits, targets) + sum(value.mean() for value in values) + next(iter(logits)).sum()
 
 
-@pytest.mark.parametrize("use", [looked_at, compared, computed_with])
-def test_operators_and_a_look_without_gradients_see_the_logits(use):
+@pytest.mark.parametrize("use", [topmost, z_loss, masked, narrowed, looked_at, compared, computed_with])
+def test_what_uses_the_logits_gets_them(use):
     before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), use)
     agree(before, after)
     assert made_whole

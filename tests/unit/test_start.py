@@ -22,7 +22,7 @@ def spend(code):
     exec(code, globals())
     return time.process_time() - begin, sorted(set(sys.modules) - before)
 spent = {{
-    "config": spend("import hfdist.config, hfdist.topology"),
+    "config": spend("import hfdist, hfdist.config.run, hfdist.topology"),
     "recipe": spend("from hfdist.config.cli.command import quick_imports; import recipes.pretrain"),
     "libraries": spend("with quick_imports(): from transformers import Trainer, TrainingArguments"),
     "run": spend({RUN!r}),

@@ -45,9 +45,8 @@ def test_files_arrive_and_are_sent_once(me, exported):
     assert all("authorization" not in headers for line, headers in me.requests if line.startswith("PUT"))
 
 
-def test_in_parts_to_a_branch_of_a_public_repository(me, exported):
+def test_to_a_branch_of_a_public_repository(me, exported):
     export = ExportConfig(push_to=NAME, private=False, revision="second")
-    me.part_bytes = 10_000
     check_push(export)
     check_push(export)
     assert push(exported, export) is None
