@@ -18,10 +18,9 @@ from hfdist.data.cache import digest_of, load_array, write_once
 from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
-from hfdist.data.packing.best_fit import RULE
 from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Shape
-from hfdist.data.packing.windows import best_fit
+from hfdist.data.packing.windows import RULE, best_fit
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.errors import DataError
 

@@ -1,6 +1,6 @@
 """What the files of a run held, on disk beside its ledger; a run that goes on says in which files and rows they differ.
 
-A part of a file is known by its hash alone, at most 1024 of them a file: see `storage/contents.py`.
+A part of a file is known by its hash alone, at most 1024 of them a file: see `part_bytes`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from hfdist.data.cache import digest_of, write_atomically
 from hfdist.data.sources.base import Shard
-from hfdist.data.storage.contents import Contents
+from hfdist.data.storage.files import Contents
 from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

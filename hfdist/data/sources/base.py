@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.cache import cached_array, write_atomically
 from hfdist.data.sources.document_batch import TokenColumns
-from hfdist.data.storage.contents import digests_of, is_in_identity, part_bytes
-from hfdist.data.storage.files import DataFile
+from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
 from hfdist.errors import DataError, ResourceError
 
 MOST_ROW_BYTES = 64 << 20

@@ -8,19 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfdist.config.data import BadRows, DataConfig, SourceKind
-from hfdist.data.sources.arrow import ArrowShard
 from hfdist.data.sources.base import ContentError, Shard
 from hfdist.data.sources.dataset import open_hub
-from hfdist.data.sources.parquet import ParquetShard
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
+from hfdist.data.sources.tables import ArrowShard, ParquetShard
 from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
-from hfdist.data.storage.contents import MOST_BYTES, read_contents
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import DataFile, LocalFile, identify_all
+from hfdist.data.storage.files import MOST_BYTES, DataFile, LocalFile, identify_all, read_contents, thread_map
 from hfdist.data.storage.find import find_files
-from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)

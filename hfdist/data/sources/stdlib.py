@@ -18,9 +18,8 @@ from hfdist.data.cache import write_once
 from hfdist.data.sources.base import Shard
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.text import JsonLinesShard, TextShard
-from hfdist.data.storage.contents import read_contents
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import LocalFile, identify_all
+from hfdist.data.storage.files import LocalFile, identify_all, read_contents
 
 # Not part of the library itself, or not there on every installation.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}

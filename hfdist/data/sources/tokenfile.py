@@ -28,8 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hfdist.data.cache import load_array
 from hfdist.data.sources.base import BadRow, TokenRow, first_line, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
-from hfdist.data.storage.contents import MOST_BYTES, digests_of, read_contents
-from hfdist.data.storage.files import LocalFile
+from hfdist.data.storage.files import MOST_BYTES, LocalFile, digests_of, read_contents
 from hfdist.errors import ConfigError, DataError
 
 VERSION = 1

@@ -1,4 +1,4 @@
-"""Files that are read, here or behind a network: as a whole or in parts, and what identifies them."""
+"""Files that are read, here or behind a network: whole or in parts; what identifies them, and hashes of their parts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import hashlib
 import io
 import json
 import os
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
+import xxhash
 from fsspec.spec import AbstractBufferedFile
 from numpy.typing import NDArray
 
 from hfdist.config.checks.urls import redact
-from hfdist.data.cache import write_atomically
+from hfdist.data.cache import cached_array, write_atomically
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.network import Details, RangeError
-from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import DataError
 
 # Read of each end for the identity, and at least of a remote file, so that the identity and the footer of a table take
@@ -43,7 +46,7 @@ class DataFile(ABC):
     key: str
     """A file name, made of address, version and all else that this machine knows of it."""
     contents: NDArray[np.uint64] | None = None
-    """Hashes of its parts, once they are known: see `contents.py`."""
+    """Hashes of its parts, once they are known: see `read_contents`."""
 
     @abstractmethod
     def local(self) -> AbstractContextManager[Path]:
@@ -231,7 +234,7 @@ def identify(file: DataFile, column: str) -> str:
     """Hash of a file's size, of its first and last 64 KiB, and of the column that is read from it.
 
     It is the same for a copy on another machine: times are not part of it. What lies between the ends is for
-    `contents.py`. That of a remote file is kept under its address and version, so that the next run asks nothing.
+    `read_contents`. That of a remote file is kept under its address and version, so that the next run asks nothing.
     DataError where it cannot be read.
     """
     if not isinstance(file, RemoteFile):
@@ -256,3 +259,110 @@ def _digest(file: DataFile, open_file: Callable[[], BinaryIO], column: str) -> s
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=file.url) from error
     return digest.hexdigest()
+
+
+Contents = NDArray[np.uint64]
+"""XXH3 of each part, in order; the same on every machine. Shape [parts]."""
+
+# The largest size of all files of a source that is read at a start: a minute of a disk that gives 1 GB/s.
+MOST_BYTES = 64 << 30
+_LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
+_READ_BYTES = 1 << 22
+# A file that was changed so lately could be changed once more without another time of change.
+_RECENT_NS = 2 * 10**9
+
+
+def part_bytes(size_bytes: int) -> int:
+    """Size of each part but the last of a file: a power of two, 4 KiB at least, so that there are 1024 at the most."""
+    return _part_size(size_bytes, _LEAST_PART_BYTES)
+
+
+def part_rows(num_rows: int) -> int:
+    """The same of rows, 16 at least."""
+    return _part_size(num_rows, _LEAST_PART_ROWS)
+
+
+def _part_size(size: int, least: int) -> int:
+    return max(least, 1 << (max(size - 1, 1) // _MOST_PARTS).bit_length())
+
+
+def digests_of(contents: Contents | None) -> list[str]:
+    """One hash of all parts; none where they are not known."""
+    return [] if contents is None else [xxhash.xxh3_128(contents.astype("<u8").tobytes()).hexdigest()]
+
+
+def is_in_identity(file: DataFile) -> bool:
+    """Whether the identity of a file is of all that it holds."""
+    return file.size_bytes <= 2 * SAMPLE_BYTES
+
+
+def read_contents(files: Sequence[DataFile], folder: Path) -> None:
+    """Set `contents` of files, several at once; not of remote ones whose identity is of all that they hold.
+
+    The files are local, or fetched whole at a start anyway. What was found of a large one is kept on this machine under
+    its `key`, so that a second start reads nothing. DataError where one cannot be read, or has changed.
+    """
+
+    def read(file: DataFile) -> Contents:
+        if is_in_identity(file):
+            return _hash_parts(file)
+        changed_ns = file.changed_ns if isinstance(file, LocalFile) else 0
+        return cached_contents(file.key, folder, lambda: _hash_parts(file), changed_ns=changed_ns)
+
+    read_here = [file for file in files if isinstance(file, LocalFile) or not is_in_identity(file)]
+    for file, contents in zip(read_here, thread_map(read, read_here), strict=True):
+        file.contents = contents
+
+
+def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
+    """Give what `make` gives, from the cache under `key` where it is there; what was changed just now is not kept."""
+    is_old = time.time_ns() - changed_ns > _RECENT_NS
+    return cached_array(folder / "contents" / f"{key}.npy", make, keep=is_old)
+
+
+def _hash_parts(file: DataFile) -> Contents:
+    size = part_bytes(file.size_bytes)
+    hashes = []
+    with file.local() as path, path.open("rb") as opened:
+        for start in range(0, file.size_bytes, size):
+            hashed, left = xxhash.xxh3_64(), min(size, file.size_bytes - start)
+            while left and (piece := opened.read(min(left, _READ_BYTES))):
+                hashed.update(piece)
+                left -= len(piece)
+            hashes.append(hashed.intdigest())
+    return np.array(hashes, dtype=np.uint64)
+
+
+T = TypeVar("T")
+
+_THREADS = 16
+# Passing a chunk to a thread costs as much as opening a local file.
+_CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
+
+
+def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
+    """Give what `function` gives for each item, in order, as `map` does; what it raises is raised at its place."""
+    is_over = threading.Event()
+
+    def run(chunk: Sequence[tuple[Any, ...]]) -> tuple[list[T], Exception | None]:
+        results: list[T] = []
+        try:
+            for item in chunk:
+                if is_over.is_set():  # Else an error would wait for all chunks that have begun.
+                    break
+                results.append(function(*item))
+        except Exception as error:
+            return results, error
+        return results, None
+
+    items = list(zip(*columns, strict=True))
+    length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
+    chunks = [items[start : start + length] for start in range(0, len(items), length)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            for results, error in pool.map(run, chunks):
+                yield from results
+                if error is not None:
+                    raise error
+        finally:
+            is_over.set()

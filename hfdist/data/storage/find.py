@@ -14,9 +14,8 @@ from fsspec.spec import AbstractFileSystem
 
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import DataFile, LocalFile, RemoteFile
+from hfdist.data.storage.files import DataFile, LocalFile, RemoteFile, thread_map
 from hfdist.data.storage.network import details_in
-from hfdist.data.storage.thread_map import thread_map
 from hfdist.errors import ConfigError, DataError
 
 # Folders of an index page that links to itself have no end.

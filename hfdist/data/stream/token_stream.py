@@ -25,8 +25,8 @@ from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.mixture import Mixture
 from hfdist.data.order.records import chain
 from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, workers_that_fit
-from hfdist.data.packing.best_fit import RULE
 from hfdist.data.packing.sequence import Bundle, Sequence, Shape, bundle, collate, unbundle
+from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import Packed, Plan, open_lanes
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.workers import Vitals, forward_to_rank, keep_arrays

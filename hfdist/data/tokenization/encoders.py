@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.tokenfile import check_tokenizer
-from hfdist.data.tokenization.assistant_turns import MARKS, Span, find_turns
-from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError, Tools
+from hfdist.data.tokenization.chat_template import MARKS, ChatTemplate, RefusedError, Span, Tools, find_turns
 from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import ConfigError
 

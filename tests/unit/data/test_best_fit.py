@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.data.order.records import Status
-from hfdist.data.packing.best_fit import cut, fill, fit
 from hfdist.data.packing.sequence import IGNORED, Shape
-from hfdist.data.packing.windows import best_fit, one_each
+from hfdist.data.packing.windows import best_fit, cut, fill, fit, one_each
 from hfdist.data.sources.document_batch import Document
 from tests.unit.data.document_batches import in_chunks
 

@@ -21,7 +21,7 @@ from hfdist.config.data import BadRows, SourceConfig, SourceKind
 from hfdist.data import Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order import shuffle
-from hfdist.data.sources import parquet
+from hfdist.data.sources import tables
 from hfdist.data.sources.base import HELD_BYTES, MOST_ROWS_AT_ONCE, damage
 from hfdist.data.sources.dataset import open_hub
 from hfdist.data.tokenization.encoders import Encoders
@@ -73,9 +73,9 @@ def test_a_lane_decodes_a_row_group_once_a_block(folders, monkeypatch):
     config = files_config(str(data), cache, lanes=4)
     stream = TokenStream(open_corpus(config), tokenizer(), config)
     together = []
-    decode = parquet.ParquetShard._decode_rows
+    decode = tables.ParquetShard._decode_rows
     monkeypatch.setattr(
-        parquet.ParquetShard, "_decode_rows", lambda *args: together.append(len(args[-1])) or decode(*args)
+        tables.ParquetShard, "_decode_rows", lambda *args: together.append(len(args[-1])) or decode(*args)
     )
     sequences = iter(stream)
     while Cursor.from_json(stream.state_dict()).lanes[0].pools[0].place.position < 300:
@@ -272,9 +272,9 @@ def test_small_row_groups_are_decoded_once_though_read_in_small_blocks(folders, 
     rows = numbered(data, 3000, row_group_size=500)
     (shard,) = open_shards(str(data), cache)
     decoded = []
-    decode = parquet.ParquetShard._decode
+    decode = tables.ParquetShard._decode
     monkeypatch.setattr(
-        parquet.ParquetShard, "_decode", lambda *args, **named: decoded.append(args[-1]) or decode(*args, **named)
+        tables.ParquetShard, "_decode", lambda *args, **named: decoded.append(args[-1]) or decode(*args, **named)
     )
     for first in np.random.default_rng(0).permutation(300) * 10:
         assert shard.read(range(first, first + 10)) == rows[first : first + 10]
@@ -290,7 +290,7 @@ def test_what_is_kept_decoded_is_bounded_whatever_the_dictionaries(folders, dist
     before = pa.total_allocated_bytes()
     for number, shard in enumerate(open_shards(str(data), cache)):
         assert shard.read([7]) == [f"{number} {7:020d}"]
-    assert parquet.recent.num_bytes <= 64 << 20
+    assert tables.recent.num_bytes <= 64 << 20
     assert pa.total_allocated_bytes() - before < 100 << 20
 
 
@@ -298,5 +298,5 @@ def test_large_row_groups_are_not_kept(folders, monkeypatch):
     data, cache = folders
     rows = numbered(data, 60, row_group_size=60, size=100_000)
     (shard,) = open_shards(str(data), cache)
-    monkeypatch.setattr(parquet.recent, "put", None)
+    monkeypatch.setattr(tables.recent, "put", None)
     assert shard.read([3, 1]) == [rows[3], rows[1]]

@@ -6,8 +6,8 @@ import pytest
 
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.find import SUFFIXES
-from hfdist.data.sources.parquet import ParquetShard
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.tables import ParquetShard
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.find import find_files
 from hfdist.errors import DataError

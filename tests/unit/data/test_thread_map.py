@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hfdist.data.storage.thread_map import thread_map
+from hfdist.data.storage.files import thread_map
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 1000])
