@@ -6,6 +6,10 @@ import os
 # Before torch is imported anywhere: its thread pool is sized at import.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
+import shutil
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,3 +28,24 @@ def cache_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hfdist-cache")
     os.environ["HFDIST_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def few_modules(tmp_path_factory):
+    """The modules of the standard library that are no packages, and one that is."""
+    folder, library = tmp_path_factory.mktemp("library"), Path(sysconfig.get_path("stdlib"))
+    for path in [*library.glob("*.py"), *library.glob("json/*.py")]:
+        (folder / path.relative_to(library)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(library))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short_library(few_modules):
+    """Forked runs read a small part of the standard library; fresh processes read it whole."""
+    whole = sysconfig.get_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sysconfig, "get_path", lambda name, *m, **n: str(few_modules) if name == "stdlib" else whole(name, *m, **n)
+        )
+        yield

@@ -13,7 +13,9 @@ IMPORTED_LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._inductor.compile_fx",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.t5.modeling_t5",
 )
 
 

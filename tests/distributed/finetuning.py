@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hfdist.strategies.select
-import hfdist.trainer.run.builder  # noqa: F401  # inherited by every rank, which else takes seconds
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
 from recipes.finetune import main
 from tests.distributed.runs import eval_losses, losses
+from tests.imports import import_all
 from tests.smollm2 import find_smollm2, write_smollm2
 
 NUM_STEPS = 10
@@ -147,4 +146,5 @@ def write_page(page: Path) -> bool:
 
 
 if __name__ == "__main__":
+    import_all()
     sys.exit(0 if write_page(Path(sys.argv[1])) else 1)

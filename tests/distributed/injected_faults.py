@@ -13,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 
-import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
 from hfdist.testing import forget_parent

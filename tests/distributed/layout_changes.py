@@ -13,11 +13,8 @@ from typing import Any
 
 import torch
 import transformers
-import transformers.models.llama.modeling_llama  # inherited by every rank, which else takes seconds
 from safetensors.torch import load_file
 
-import hfdist.strategies.select
-import hfdist.trainer.run.builder  # noqa: F401  # as above
 from hfdist.checkpoint import read_checkpoint
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import MANIFEST
@@ -27,6 +24,7 @@ from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import eval_losses, losses, pretrain
 from tests.distributed.save_costs import NUM_RANKS, REPEATS, describe_costs, num_parameters
+from tests.imports import import_all
 from tests.unit.checkpoint.pieces import write_checkpoint
 
 HALF, END = 3, 6
@@ -269,7 +267,6 @@ the rank that took most.
 
 
 if __name__ == "__main__":
-    import deepspeed  # noqa: F401  # once, before the forks
-
+    import_all()
     torch.set_num_threads(1)
     write_tables(Path(sys.argv[1]))

@@ -17,6 +17,7 @@ from hfdist.config.pipeline import Schedule
 from hfdist.config.train import Precision
 from hfdist.verify.parity import BOUNDS, Row, compare_runs
 from tests.distributed.runs import pretrain
+from tests.imports import import_all
 
 BOUND = BOUNDS[Precision.fp32]
 NUM_STEPS = 5
@@ -117,5 +118,6 @@ def _head() -> list[str]:
 
 
 if __name__ == "__main__":
+    import_all()
     torch.set_num_threads(1)
     write_table(Path(sys.argv[1]), list(all_cases()))

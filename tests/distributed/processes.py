@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 
-import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.config.run import RunConfig
 from hfdist.testing import run_ranks
 from recipes.pretrain import main

@@ -21,6 +21,7 @@ import torch
 import transformers
 
 from tests.distributed.injected_faults import Ranks
+from tests.imports import import_all
 
 NUM_RANKS, SAVE_EVERY = 2, 2
 ROWS = 15
@@ -200,6 +201,7 @@ def describe(rows: list[tuple[float, int, Sample]]) -> str:
 
 
 if __name__ == "__main__":
+    import_all()
     measured, said = soak(float(sys.argv[2]) if len(sys.argv) > 2 else 30.0)
     Path(sys.argv[1]).write_text(describe(measured), encoding="utf-8")
     if too_much(measured):

@@ -29,12 +29,6 @@ SETTINGS = {
 HALF_PRECISION = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported():
-    """DeepSpeed once, before the forks."""
-    import deepspeed  # noqa: F401
-
-
 @pytest.fixture(scope="module")
 def reference():
     return run_ranks(train, 1, Replicated, END, group=False)[0]

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 from safetensors.torch import load_file
 
-import hfdist.strategies.select  # noqa: F401  # as above
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.trainer.evaluation.generation import SAMPLES

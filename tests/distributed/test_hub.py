@@ -3,12 +3,9 @@
 import json
 
 import pytest
-import transformers.models.llama.modeling_llama  # noqa: F401  # inherited by every rank, which else takes seconds
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hfdist.strategies.select
-import hfdist.trainer.run.builder  # noqa: F401  # as above
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ResourceError
 from hfdist.testing import run_ranks

@@ -191,14 +191,14 @@ PLAIN = "keeps nothing, given by class"
 NUMBER = "keeps a number in its state"
 SCHEDULE = "momentum and a schedule of one's own"
 FROM_THE_START = "keeps a state from its construction on, made by a subclass"
-# Every optimizer under DeepSpeed's two, and in a pipeline; every layout with those that it could get wrong.
+# Every optimizer under one of DeepSpeed's two, and in a pipeline or with replicas.
 CHOSEN = {
-    "ddp": [SCHEDULE, "schedule-free", *OF_WHOLE_MATRICES],
+    "ddp": ["schedule-free", *OF_WHOLE_MATRICES],
     "zero1": [PLAIN, "schedule-free"],
-    "zero2": [SCHEDULE, NUMBER, FROM_THE_START, "schedule-free", "stepped before"],
-    "zero3": [PLAIN, SCHEDULE, NUMBER, FROM_THE_START, "stepped before"],
-    "pipeline": [PLAIN, NUMBER, "stepped before", *OF_WHOLE_MATRICES],
-    "pipeline_zero1": [SCHEDULE, FROM_THE_START, "schedule-free"],
+    "zero2": [SCHEDULE, FROM_THE_START],
+    "zero3": [NUMBER, "stepped before"],
+    "pipeline": [NUMBER, "stepped before", *OF_WHOLE_MATRICES],
+    "pipeline_zero1": [SCHEDULE, FROM_THE_START],
 }
 
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.distributed
 CASES = [
     Case(Schedule.gpipe, 2),
     Case(ONE_F_ONE_B, 4, tied=True),
-    Case(Schedule.interleaved_1f1b, 2, data=2),
+    Case(Schedule.interleaved_1f1b, 2),
     Case(Schedule.interleaved_zero_bubble, 2, data=2, sharding="zero1"),
-    Case(Schedule.zbv, 4, tied=True),
+    Case(Schedule.zbv, 2, tied=True),
     Case(Schedule.dualpipev, 2, data=2, sharding="zero1", tied=True),
 ]
 SHORT = ("train.max_steps=3", "train.global_batch_size=8", "data.sequence_length=32", "data.workers=0")

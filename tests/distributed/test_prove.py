@@ -79,7 +79,6 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
     [
         (2, ["strategy=zero3", "train.precision=bf16"]),
         (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"]),
-        (4, ["strategy=pipeline_zero1", "strategy.pipeline=2", "strategy.schedule=zbv", TIED]),
     ],
 )
 def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout):

@@ -24,7 +24,6 @@ DROPOUT = ("model.config.attention_dropout=0.1",)
 # Other layouts go on in test_layout_changes.py, from each other and without dropout.
 LAYOUTS = [
     ("single", 1, "fp16"),
-    ("ddp", 2, "fp32"),
     ("zero2", 2, "bf16"),
     ("zero3", 2, "fp32"),
     ("pipeline_zero1", 4, "fp32"),

@@ -88,12 +88,12 @@ def test_sft_in_pipelines(tmp_path, start, plain):
 
 
 def test_sft_in_replicated_pipelines_with_a_model_by_name(tmp_path, start, plain):
-    layouts = {"text": {"pipeline": 2}, "packed": {"pipeline": 2, **ZERO1}}
+    layouts = {"packed": {"pipeline": 2, **ZERO1}}
     check_equal(in_layout(tmp_path, start, layouts, num_ranks=4, model=str(start / "lm")), tmp_path, plain)
 
 
 def test_sft_with_sharded_state(tmp_path, start, plain):
-    layouts = {"text": ZERO1, "prompt": ZERO2, "chat": ZERO3, "packed": {}, "flat": ZERO2}
+    layouts = {"text": ZERO1, "chat": ZERO3, "packed": {}, "flat": ZERO2}
     check_equal(in_layout(tmp_path, start, layouts), tmp_path, plain)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import deepspeed  # noqa: F401  # once, in the parent of all ranks
 import torch
 import trl
 from datasets import Dataset, load_from_disk

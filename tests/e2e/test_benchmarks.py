@@ -1,6 +1,7 @@
 """Every line of `make bench` runs from end to end at its smallest, and gives rows that can be true."""
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,23 @@ def test_a_line_that_this_machine_cannot_run_says_so(tmp_path, monkeypatch):
     measures = tmp_path / "measures.json"
     subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--measures", str(measures)], cwd=ROOT, check=True)
     assert read_measures(measures) == "no CUDA device is at hand"
+
+
+@pytest.mark.e2e
+@pytest.mark.many
+def test_the_readers_are_measured_and_resume(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.data", "--quick", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith(("| hf", "| data"))]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("hfdist", "cold token cache"),
+        ("hfdist", "token files"),
+        ("datasets", "shuffle buffer"),
+    ]
+    for row in rows:
+        figures = [float(re.fullmatch(r"([\d.]+) \([\d.]+x\)", cell)[1]) for cell in row[3:-1]]
+        assert len(figures) == 6
+        assert all(figure > 0 for figure in figures)
+        assert row[-1] == "yes"
+    assert not any(tmp_path.iterdir())

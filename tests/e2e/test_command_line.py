@@ -1,6 +1,5 @@
 """The command line in real processes: quick answers without torch, one message a mistake, exit codes, launch files."""
 
-import json
 import math
 import os
 import subprocess
@@ -247,32 +246,6 @@ def test_a_config_dir_is_relative_to_where_the_command_starts(script):
 
 
 # conf/launch: files for accelerate
-
-LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
-
-SHOW_RANK = """
-import json, os, sys
-from pathlib import Path
-Path(sys.argv[1], os.environ.get("RANK", "0")).write_text(json.dumps(os.environ.get("WORLD_SIZE", "1")))
-"""
-
-
-@pytest.mark.parametrize(("name", "num_ranks"), [("cpu_1", 1), ("cpu_4", 4)])
-def test_a_launch_file_starts_that_many_ranks(name, num_ranks, tmp_path):
-    script, out = tmp_path / "show.py", tmp_path / "out"
-    script.write_text(SHOW_RANK)
-    out.mkdir()
-    launch_file = ROOT / "conf" / "launch" / f"{name}.yaml"
-    done = subprocess.run(
-        [*LAUNCH, "--config_file", launch_file, "--main_process_port", "0", script, out],
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in out.iterdir()) == [str(rank) for rank in range(num_ranks)]
-    assert {json.loads(path.read_text()) for path in out.iterdir()} == {str(num_ranks)}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "launch").glob("*.yaml")), ids=lambda p: p.stem)

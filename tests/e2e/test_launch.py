@@ -2,15 +2,21 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import accelerate.commands.launch
 import pytest
+
+from hfdist import launch
+from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "pretrain.py"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+LAUNCHER = Path(accelerate.commands.launch.__file__)
 
 SMALL = ("model=tiny", "data.sequence_length=64", "data.eval_sequences=8", "train.max_steps=4", "report=quiet",
          "train.global_batch_size=8", "train.micro_batch_size=2", "checkpoint.every=2")  # fmt: skip
@@ -34,14 +40,35 @@ def run(command, folder, timeout_seconds=170, **environment):
     return result.returncode, result.stdout
 
 
+def forked(folder, *command, script=RECIPE):
+    done = run_forked(*command, cwd=folder, script=script)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Those of `launch.processes` inherit what this process has imported."""
+    start = launch._run_rank
+
+    def run_rank(*arguments):
+        # A new process would not have the handlers of its parent.
+        for number in launch.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        start(*arguments)
+
+    monkeypatch.setattr(launch, "START_METHOD", "fork")
+    monkeypatch.setattr(launch, "_run_rank", run_rank)
+
+
 def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_and_resume(tmp_path, cache_dir):
+def test_two_processes_train_and_resume(tmp_path, cache_dir, forked_ranks):
+    """The second start is by `launch.processes`."""
     config = ROOT / "conf" / "launch" / "cpu_2.yaml"
-    command = [*LAUNCH, "--config_file", config, RECIPE, "strategy=zero2", "run.name=first", *SMALL]
-    code, output = run(command, tmp_path)
+    settings = ("strategy=zero2", "run.name=first", *SMALL)
+    code, output = run([*LAUNCH, "--config_file", config, RECIPE, *settings], tmp_path)
     assert code == 0, output
     assert "2 processes: data 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"
@@ -51,7 +78,8 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert wanted <= set(lines(run_dir)[0])
     assert (run_dir / "config.yaml").is_file()
 
-    code, output = run([*command, "train.max_steps=6", "checkpoint.allow_changes=true"], tmp_path)
+    more = ("launch.processes=2", "train.max_steps=6", "checkpoint.allow_changes=true")
+    code, output = forked(tmp_path, *settings, *more)
     assert code == 0, output
     assert "resuming from" in output
     assert output.count("changed: train.max_steps: 4 -> 6") == 1
@@ -59,7 +87,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
 
 
 def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir):
-    code, output = run([sys.executable, RECIPE, "strategy=zero3_offload", *SMALL], tmp_path)
+    code, output = forked(tmp_path, "strategy=zero3_offload", *SMALL)
     assert code == 0, output
     assert "1 process;" in output
     assert "mpi" not in output.lower()
@@ -67,8 +95,8 @@ def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir):
 
 def test_the_launcher_that_silently_starts_one_process_is_noticed(tmp_path, cache_dir):
     """`--cpu --num_processes 2` starts one process without a word: the recipe says so and stops."""
-    command = [*LAUNCH, "--cpu", "--num_processes", 2, RECIPE, "strategy=ddp", *SMALL]
-    code, output = run(command, tmp_path)
+    options = ("--cpu", "--num_processes", 2)
+    code, output = forked(tmp_path, *options, RECIPE, "strategy=ddp", *SMALL, script=LAUNCHER)
     assert code != 0
     assert "the layout does not fit the number of processes" in output
     assert "found:   1 process" in output
@@ -76,12 +104,29 @@ def test_the_launcher_that_silently_starts_one_process_is_noticed(tmp_path, cach
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_does_not_fit_the_pipeline_is_told_once_for_all_ranks(tmp_path, cache_dir):
+def test_a_model_that_does_not_fit_the_pipeline_is_told_once_for_all_ranks(tmp_path, cache_dir, forked_ranks):
     """Found when the process group is up already."""
-    config = ROOT / "conf" / "launch" / "cpu_2.yaml"
-    layout = ("strategy=pipeline", "strategy.blocks_per_stage=[1,2]")
-    code, output = run([*LAUNCH, "--config_file", config, RECIPE, *SMALL, *layout], tmp_path)
+    layout = ("launch.processes=2", "strategy=pipeline", "strategy.blocks_per_stage=[1,2]")
+    code, output = forked(tmp_path, *SMALL, *layout)
     assert code != 0
     assert output.count("Config error") == 1, output
     assert "strategy.blocks_per_stage=[1,1]" in output
     assert "hfdist" not in output.partition("Config error")[2].partition("strategy.blocks_per_stage=[1,1]")[0]
+
+
+SHOW_RANK = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], os.environ.get("RANK", "0")).write_text(os.environ.get("WORLD_SIZE", "1"))
+"""
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("cpu_1", 1), ("cpu_4", 4)])
+def test_a_launch_file_starts_that_many_ranks(name, num_ranks, tmp_path):
+    program, out = tmp_path / "show.py", tmp_path / "out"
+    program.write_text(SHOW_RANK)
+    out.mkdir()
+    options = ("--config_file", ROOT / "conf" / "launch" / f"{name}.yaml", "--main_process_port", 0)
+    code, output = forked(tmp_path, *options, program, out, script=LAUNCHER)
+    assert code == 0, output
+    assert {path.name: path.read_text() for path in out.iterdir()} == {str(r): str(num_ranks) for r in range(num_ranks)}

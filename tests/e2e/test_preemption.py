@@ -1,74 +1,78 @@
 """Signals under real launchers: a launcher passes its own on, and starts ranks that were stopped again."""
 
+import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
+from hfdist import __main__ as command
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
-from tests.e2e.test_launch import LAUNCH, RECIPE, ROOT, SMALL
+from tests.distributed.kills import newest_whole
+from tests.e2e.forked import end, run_script, start_forked
+from tests.e2e.test_launch import LAUNCHER, RECIPE, ROOT, SMALL, forked_ranks  # noqa: F401
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 100
-LONGER = (f"train.max_steps={STEPS}", "checkpoint=default", "checkpoint.every=1000", "run.name=stopped")
+ENDLESS = (*SMALL, "train.max_steps=100000", "checkpoint=default", "checkpoint.every=100000", "run.name=stopped")
 
 
-def start(tmp_path, *command):
-    """Start it, and give it once it has done some steps, with its ranks."""
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
-    metrics = tmp_path / "runs" / "stopped" / METRICS
-    while len(read_metrics(metrics)) < 3:
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    return process, metrics
+class Launched:
+    """A launcher in a fork, and the run that it has started."""
+
+    def __init__(self, folder, script, *arguments):
+        self.log, self.run_dir = folder / "log", folder / "runs" / "stopped"
+        self.process = start_forked(run_script, script, *arguments, cwd=folder, said=(self.log, self.log))
+
+    @property
+    def said(self):
+        return self.log.read_text()
+
+    @property
+    def steps(self):
+        return [line["step"] for line in read_metrics(self.run_dir / METRICS) if "loss" in line]
+
+    def wait_for_steps(self, number):
+        while len(self.steps) < number:
+            assert self.process.is_alive(), self.said
+            time.sleep(0.02)
+
+    def ranks(self):
+        """The processes that run the recipe; loader processes are their children."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        named = [child for child in children if str(RECIPE) in child.cmdline()]
+        return [child for child in named if child.ppid() not in {other.pid for other in named}]
+
+    def check_stopped(self):
+        """The last step is saved, and no step is done twice."""
+        assert newest_whole(self.run_dir) == f"step-{len(self.steps):08d}"
+        assert self.steps == list(range(1, len(self.steps) + 1))
 
 
-def recipes(process):
-    """The processes that run the recipe as ranks; loader processes are their children."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    named = [child for child in children if str(RECIPE) in child.cmdline()]
-    return [child for child in named if child.ppid() not in {other.pid for other in named}]
+def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir, forked_ranks):  # noqa: F811
+    run = Launched(tmp_path, command.__file__, "pretrain", "launch.processes=2", "strategy=zero1", *ENDLESS)
+    run.wait_for_steps(3)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert end(run.process) == 75, run.said
+    run.check_stopped()
+    assert run.said.count("SIGTERM: saving after step") == 1, run.said
+    assert run.said.count("Stopped: the run was told to stop, and has saved where it was") == 1
+    assert "Traceback" not in run.said
+    assert "elastic" not in run.said
 
 
-def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir):
-    command = [sys.executable, "-m", "hfdist", "pretrain", "launch.processes=2", "strategy=zero1", *SMALL, *LONGER]
-    process, metrics = start(tmp_path, *command)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 75
-    said = (tmp_path / "log").read_text()
-    (checkpoint,) = (metrics.parent / "checkpoints").iterdir()
-    steps = [line["step"] for line in read_metrics(metrics) if "loss" in line]
-    assert checkpoint.name == f"step-{len(steps):08d}"
-    assert said.count("SIGTERM: saving after step") == 1, said
-    assert said.count("Stopped: the run was told to stop, and has saved where it was") == 1
-    assert "Traceback" not in said
-    assert "elastic" not in said
-
-
-@pytest.mark.parametrize("to_launcher", [True, False])
-def test_ranks_save_and_a_launcher_with_restarts_goes_on(tmp_path, cache_dir, to_launcher):
-    config = str(ROOT / "conf" / "launch" / "cpu_2.yaml")
-    restarts = "0" if to_launcher else "1"
-    command = [*LAUNCH, "--config_file", config, "--max_restarts", restarts, RECIPE, "strategy=ddp", *SMALL, *LONGER]
-    process, metrics = start(tmp_path, *map(str, command))
-    target = psutil.Process(process.pid) if to_launcher else recipes(process)[1]
-    target.send_signal(signal.SIGTERM)
-    code = process.wait(120)
-    said = (tmp_path / "log").read_text()
-    assert said.count("SIGTERM: saving after step") == 1, said
-    steps = [line["step"] for line in read_metrics(metrics) if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
-    if to_launcher:
-        assert code != 0
-        assert len(steps) < STEPS
-        (checkpoint,) = (metrics.parent / "checkpoints").iterdir()
-        assert checkpoint.name == f"step-{len(steps):08d}"
-    else:
-        assert code == 0, said
-        assert "resuming from" in said
-        assert len(steps) == STEPS
+def test_ranks_save_and_a_launcher_with_restarts_goes_on(tmp_path, cache_dir):
+    """First a rank is told to stop, then the launcher."""
+    options = ("--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", "--max_restarts", 1)
+    run = Launched(tmp_path, LAUNCHER, *options, RECIPE, "strategy=ddp", *ENDLESS)
+    run.wait_for_steps(3)
+    run.ranks()[1].send_signal(signal.SIGTERM)
+    while "resuming from" not in run.said:
+        assert run.process.is_alive(), run.said
+        time.sleep(0.02)
+    run.wait_for_steps(len(run.steps) + 3)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert end(run.process) not in (0, None), run.said
+    assert run.said.count("SIGTERM: saving after step") == 2, run.said
+    run.check_stopped()

@@ -3,17 +3,16 @@
 `follow_readme.py` does the same in a fresh clone and environment.
 """
 
-import os
 import shlex
 import subprocess
-import sys
 
 import pytest
 
 from hfdist import __main__ as command
 from hfdist import launch
+from hfdist.testing import run_ranks
 from tests.e2e.follow_readme import pages, script_for, shown_commands, shown_programs
-from tests.e2e.forked import run_forked
+from tests.e2e.forked import run_forked, run_script
 from tests.unit.config.shipped import CONF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
@@ -50,7 +49,7 @@ def test_readme_shows_commands():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
+def test_the_commands_run_in_order(page, tmp_path, cache_dir, short_library, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
     lines = [line for line in shown_commands(page) if line.startswith("hfdist ")]
@@ -61,16 +60,9 @@ def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_the_program_of_the_page_on_python_trains(tmp_path):
+def test_the_program_of_the_page_on_python_trains(tmp_path, cache_dir, monkeypatch):
     ((name, program),) = shown_programs(ROOT / "docs" / "python.md").items()
     (tmp_path / name).write_text(program)
-    ran = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONF / "launch" / "cpu_2.yaml", name],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.chdir(tmp_path)
+    run_ranks(run_script, 2, tmp_path / name)
     assert (tmp_path / "out" / "checkpoint-10" / "manifest.json").is_file()

@@ -6,7 +6,8 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.test_launch import LAUNCH, ROOT, lines, run
+from tests.e2e.forked import run_forked
+from tests.e2e.test_launch import ROOT, forked_ranks, lines  # noqa: F401
 from tests.smollm2 import find_smollm2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -31,14 +32,17 @@ def peaks_mib(output):
     return [int(peak.replace(",", "")) for peak in peaks.split(", ")]
 
 
-def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir):
-    model = f"model.name={find_smollm2()}"
-    code, single = run([*LAUNCH[:1], RECIPE, *TRAIN, model, "strategy=single", "run.name=single"], tmp_path, 280)
-    assert code == 0, single
-    launch = [*LAUNCH, "--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", RECIPE]
-    code, split = run([*launch, *TRAIN, model, "strategy=pipeline", "run.name=split"], tmp_path, 280)
-    assert code == 0, split
+def tune(folder, *overrides):
+    done = run_forked(
+        *TRAIN, f"model.name={find_smollm2()}", *overrides, cwd=folder, script=RECIPE, timeout_seconds=280
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
+
+def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir, short_library, forked_ranks):  # noqa: F811
+    single = tune(tmp_path, "strategy=single", "run.name=single")
+    split = tune(tmp_path, "strategy=pipeline", "launch.processes=2", "run.name=split")
     ours, reference = (
         [line.get("loss") or line["eval_loss"] for line in lines(tmp_path / "runs" / name)
          if "loss" in line or "eval_loss" in line]
@@ -54,11 +58,8 @@ def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir):
 
 
 @pytest.mark.many
-def test_an_adapter_opens_in_peft(tmp_path, cache_dir):
-    model = f"model.name={find_smollm2()}"
-    launch = [*LAUNCH, "--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", RECIPE]
-    code, output = run([*launch, *TRAIN, model, "strategy=pipeline", "adapter=lora", "run.name=lora"], tmp_path, 280)
-    assert code == 0, output
+def test_an_adapter_opens_in_peft(tmp_path, cache_dir, short_library, forked_ranks):  # noqa: F811
+    tune(tmp_path, "strategy=pipeline", "launch.processes=2", "adapter=lora", "run.name=lora")
     run_dir = tmp_path / "runs" / "lora"
     losses = [line["eval_loss"] for line in lines(run_dir) if "eval_loss" in line]
     assert losses[-1] < losses[0]
