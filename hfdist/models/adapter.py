@@ -11,14 +11,12 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
@@ -26,6 +24,7 @@ from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
 from hfdist.config.model import Init, ModelConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.partitioning import Partitioning
 
 # PEFT is imported only if the config asks for an adapter: the import takes a second.
 
@@ -57,7 +56,7 @@ _FIELDS = {
 }
 # Values of init_lora_weights; all but the first three look at the model's weights.
 _STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
-# Types that gather the weights that they need under ZeRO-3 by themselves, layer by layer.
+# Types that gather the partitioned weights that they need by themselves, layer by layer.
 _GATHERING = ("LORA", "PSOFT", "TRAINABLE_TOKENS")
 _SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
 
@@ -213,14 +212,17 @@ NAME = "default"
 """PEFT's name of a model's only adapter; in files it is left out."""
 
 
-def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, *, seed: int) -> None:
-    """Put the adapter into a whole model, in place, and freeze the model's own weights.
+def add_adapter(
+    model: PreTrainedModel, config: AdapterConfig, base: ModelConfig, *, seed: int, layout: Partitioning
+) -> None:
+    """Put the adapter into a model that has all its blocks, in place, and freeze the model's own weights.
 
     Args:
-        model: whole, or cut by ZeRO-3.
+        model: as its constructor left it.
         config: with an adapter.
         base: where the model's weights come from.
         seed: of the adapter's weights.
+        layout: how the model is partitioned.
 
     Raises:
         ConfigError: targets that the model does not have, or what PEFT refuses.
@@ -229,7 +231,8 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     if config.path is None:
         _check_targets(model, config)
     _check_tied(model, peft_config)
-    with torch.random.fork_rng(), warnings.catch_warnings(), _shapes_of(model, peft_config):
+    needed = [] if peft_config.peft_type.value in _GATHERING else list(model.parameters())
+    with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -241,15 +244,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: ModelConfig
     _check_not_shared(model)
     if config.path is not None:
         _load(model, config.path)
-
-
-def _shapes_of(model: PreTrainedModel, peft_config: Any) -> AbstractContextManager[object]:
-    """Under ZeRO-3, gather all weights for types of adapters that need them and do not gather them by themselves."""
-    if not is_deepspeed_zero3_enabled() or peft_config.peft_type.value in _GATHERING:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 def _load(model: PreTrainedModel, path: str) -> None:

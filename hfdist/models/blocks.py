@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.flops import num_parameters
@@ -63,7 +63,7 @@ def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
     # breaks its graph. Without triton, torch compiles nothing for a GPU.
-    is_simple = config.strategy.pipeline == 1 and not is_deepspeed_zero3_enabled()
+    is_simple = config.strategy.pipeline == 1 and config.strategy.sharding is not Sharding.zero3
     if not is_simple or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     return can_compile_blocks(model, torch.device("cuda"))

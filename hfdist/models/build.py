@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.partitioning import Partitioning
 from hfdist.models.trainable import TrainableParameters
 
-Cut = Callable[[PreTrainedModel], None]
-"""Leaves this rank's part in a whole model, in place."""
+_WHOLE = Partitioning()
 
 
 def build_model(
@@ -26,19 +25,19 @@ def build_model(
     architecture: PreTrainedConfig,
     *,
     seed: int,
-    cut: Cut = lambda model: None,
+    layout: Partitioning = _WHOLE,
     trained: TrainableParameters | None = None,
 ) -> PreTrainedModel:
-    """Make the model on the CPU, as much of it as `cut` leaves; TrainingArguments must exist by then.
+    """Make the model on the CPU, as much of it as this rank holds; TrainingArguments must exist by then.
 
-    No more memory is touched than for what is left: random weights are drawn, and those of a file read and converted,
-    after the cut.
+    No more memory is touched than for that: random weights are drawn, and those of a file read and converted, after
+    the model was partitioned.
 
     Args:
         config: where the weights come from and their type.
         architecture: from `find_architecture`.
         seed: of random weights.
-        cut: leaves this rank's part in the model, in place (ZeRO-3 cuts by itself, while the model is made).
+        layout: how it is partitioned.
         trained: what of it is trained; None: all.
 
     Raises:
@@ -47,12 +46,12 @@ def build_model(
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        return _draw(config, architecture, trained, seed, cut)
-    return _read(config, architecture, trained, seed, cut)
+        return _draw(config, architecture, trained, seed, layout)
+    return _read(config, architecture, trained, seed, layout)
 
 
 def _draw(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, cut: Cut
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
 ) -> PreTrainedModel:
     """Random weights."""
     try:
@@ -71,37 +70,37 @@ def _draw(
     model.tie_weights()
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
-        initialize_by_name(model, seed)
-    trained.choose(model, seed=seed)
-    cut(model)
+        initialize_by_name(model, seed, layout)
+    trained.choose(model, seed=seed, layout=layout)
+    layout.partition(model)
     if not trained.adapter.is_used:
-        initialize_by_name(model, seed)
+        initialize_by_name(model, seed, layout)
     return model
 
 
 def _read(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, cut: Cut
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
 ) -> PreTrainedModel:
     """Weights of a file."""
     assert config.name is not None  # checked with the config
-    dtype, is_cut_already = _dtype(config.dtype), is_deepspeed_zero3_enabled()
+    dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name):
         model = AutoModelForCausalLM.from_pretrained(
             config.name,
             config=architecture,
             revision=config.revision,
-            # As in the file, so that its pages are mapped and only those of what is left are ever read. ZeRO-3 reads
-            # and cuts at once, and cannot change the type afterwards.
-            dtype=dtype if is_cut_already else "auto",
+            # As in the file, so that its pages are mapped and only those of this rank's part are ever read. The type
+            # of a model that is partitioned already cannot be changed.
+            dtype=dtype if is_partitioned else "auto",
             # A .bin file is a pickle, which can run code: only safetensors are read.
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
         )
-    if trained.reads_weights and not is_cut_already:
+    if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
-    trained.choose(model, seed=seed)
-    cut(model)
-    if not is_cut_already:
+    trained.choose(model, seed=seed, layout=layout)
+    layout.partition(model)
+    if not is_partitioned:
         with trained.kept_in_float32(model):
             nn.Module.to(model, dtype)
     return model
@@ -128,11 +127,11 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
+def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning = _WHOLE) -> None:
     """Give every parameter of `model` the random value that its name and `seed` determine, in place.
 
-    Works on whole parameters and on ones that DeepSpeed ZeRO-3 has already cut (then all ranks must call it), and
-    leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied.
+    Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
+    it where the layout partitions parameters in the constructor.
     """
     initialized: set[int] = set()
     for name, module, owner in _children_first("", model, model):
@@ -143,7 +142,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
         if is_tied_alias or _is_elsewhere(module):
             continue
-        with _whole(reachable), _on_cpu_in_float32(reachable), torch.random.fork_rng():
+        with layout.gathered(reachable), _on_cpu_in_float32(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)
@@ -163,22 +162,9 @@ def _children_first(
     yield name, module, owner
 
 
-def _whole(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
-    """Under ZeRO-3, put the cut parameters together for a moment; otherwise nothing."""
-    if not parameters or not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    import deepspeed
-
-    # Every rank computes the same values; rank 0's are the ones that are cut again.
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-
-
 @contextmanager
 def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Draw so, and copy: ZeRO-3 makes parameters in bfloat16 and on the GPU, whose generator draws other numbers.
-
-    So does torch 2.11 in bfloat16 on a CPU.
-    """
+    """Draw so, and copy: a GPU's generator draws other numbers, and so does torch 2.11 in bfloat16 on a CPU."""
     places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in _HALF_PRECISION]
     for parameter, data in places:
         parameter.data = data.to("cpu", torch.float32 if data.dtype in _HALF_PRECISION else data.dtype)

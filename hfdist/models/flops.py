@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+
+Numel = Callable[[torch.Tensor], int]
 
 # Dense half-precision peaks with float32 sums in TFLOP/s, of one device as torch counts them, from the vendors' data
 # sheets; by words that the device's name must have. Of several that fit, the one with most words counts. MI250 and its
@@ -55,13 +58,18 @@ class ModelSize:
     """Those that are not frozen."""
 
 
-def measure_size(model: PreTrainedModel) -> ModelSize:
-    """Count a model that is whole, or cut by ZeRO-3."""
-    total = num_parameters(model)
+def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSize:
+    """Count the parameters of a model.
+
+    Args:
+        model: with all its modules.
+        numel: gives the number of elements of the whole parameter, also where a rank holds a part.
+    """
+    total = num_parameters(model, numel)
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
-    looked_up = 0 if embedding is None or head is embedding else whole_numel(embedding)
-    return ModelSize(num_parameters=total, num_multiplying=total - looked_up, num_trained=num_trained(model))
+    looked_up = 0 if embedding is None or head is embedding else numel(embedding)
+    return ModelSize(num_parameters=total, num_multiplying=total - looked_up, num_trained=num_trained(model, numel))
 
 
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
@@ -103,21 +111,16 @@ def find_peak_flops(name: str) -> float | None:
     return max(fitting)[1] * 1e12 if fitting else None
 
 
-def num_parameters(model: torch.nn.Module) -> int:
-    """Number of parameters of the whole model, also where ZeRO-3 has cut them; tied ones once."""
-    return sum(whole_numel(parameter) for parameter in model.parameters())
+def num_parameters(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
+    """Give the number of parameters, tied ones once."""
+    return sum(map(numel, model.parameters()))
 
 
-def num_bytes(model: torch.nn.Module) -> int:
-    """The same in bytes, each in the type that it is held in."""
-    return sum(whole_numel(parameter) * parameter.element_size() for parameter in model.parameters())
+def num_bytes(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
+    """Give the size of the parameters in bytes, each in the type that it is held in."""
+    return sum(numel(parameter) * parameter.element_size() for parameter in model.parameters())
 
 
-def num_trained(model: torch.nn.Module) -> int:
-    """The same of those that are not frozen."""
-    return sum(whole_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
-
-
-def whole_numel(parameter: torch.Tensor) -> int:
-    """Elements of the whole parameter: DeepSpeed leaves a cut one empty and keeps its size beside it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def num_trained(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
+    """Give the number of parameters that are not frozen."""
+    return sum(numel(parameter) for parameter in model.parameters() if parameter.requires_grad)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
@@ -125,7 +125,7 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
         return "the model's output embedding is no linear layer"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules()):
         return "dropout in the head would draw other masks for each chunk"
-    if is_deepspeed_zero3_enabled() and type(head) is not nn.Linear:
+    if config.strategy.sharding is Sharding.zero3 and type(head) is not nn.Linear:
         return "ZeRO-3 gathers the layers of an adapted head one by one"
     return None
 

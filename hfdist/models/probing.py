@@ -295,7 +295,7 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     config = shrink(model.config)
     # Made on a CPU, where no other implementation needs to be at hand.
     config._attn_implementation = "eager"
-    # By its constructor: `from_config` would let ZeRO-3 cut it.
+    # By its constructor: `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config))
     return small.float().eval()
 
@@ -328,10 +328,8 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
         model: whole, on the CPU.
 
     Returns:
-        None where the question cannot be asked here: a model that ZeRO-3 has cut, or a kernel that needs a GPU.
+        None where the question cannot be asked here: a kernel needs a GPU.
     """
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return None
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(1, 1 + _FIRST + _SECOND).remainder(vocab_size)[None]
     changed = ids.clone()

@@ -18,6 +18,7 @@ from hfdist.config.model import ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.adapter import add_adapter, reads_weights
+from hfdist.models.partitioning import Partitioning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,19 @@ class TrainableParameters:
         """Whether the model's weights must have their final values and type when `choose` is called."""
         return reads_weights(self.adapter)
 
-    def choose(self, model: PreTrainedModel, *, seed: int) -> None:
-        """Put the adapter in, and freeze what is not trained; in place, and before the model is cut.
+    def choose(self, model: PreTrainedModel, *, seed: int, layout: Partitioning) -> None:
+        """Put the adapter in, and freeze what is not trained; in place, and before `layout.partition`.
 
         Args:
-            model: whole, or cut by ZeRO-3.
+            model: as its constructor left it.
             seed: of the adapter's weights.
+            layout: how the model is partitioned.
 
         Raises:
             ConfigError: what the model does not have, or nothing that is left to train.
         """
         if self.adapter.is_used:
-            add_adapter(model, self.adapter, self.base, seed=seed)
+            add_adapter(model, self.adapter, self.base, seed=seed, layout=layout)
         freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
 
     @contextmanager
@@ -73,7 +75,7 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
     """Leave those parameters trainable that `train_only` names and `freeze` does not, of those that are; in place.
 
     Args:
-        model: whole, or cut by ZeRO-3.
+        model: whole or partitioned.
         freeze: shell-style patterns of whole names; `*` also stands for dots.
         train_only: likewise; empty: all.
 

@@ -5,6 +5,7 @@ The defaults here fit a layout in which each rank runs the whole model with the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize, measure_size
+from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.timeline import ScheduleTrace
 from hfdist.topology import Topology
@@ -75,7 +77,7 @@ class Engine:
     @property
     def size(self) -> ModelSize:
         """Size of the whole model, counted anew: adapters may have been added."""
-        return measure_size(cast(PreTrainedModel, self.model))
+        return measure_size(cast(PreTrainedModel, self.model), self.whole_numel)
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Take the model (DDP, a DeepSpeed engine), the optimizer and the loss scaler as accelerate prepared them.
@@ -116,9 +118,13 @@ class Engine:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
         return default()
 
-    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+    def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Give the shape that a parameter of `model` has in the whole model."""
         return tuple(parameter.shape)
+
+    def whole_numel(self, parameter: torch.Tensor) -> int:
+        """Give the number of elements that a parameter of `model` has in the whole model."""
+        return math.prod(self.whole_shape(parameter))
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too."""
@@ -139,7 +145,7 @@ class Engine:
         """Update everything that is derived from the pieces, after a checkpoint was read into them."""
 
 
-class Strategy:
+class Strategy(Partitioning):
     """How one model becomes a distributed one. Cheap: needs no process group until `start`."""
 
     shares = ShardFractions()
@@ -161,9 +167,6 @@ class Strategy:
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
-
-    def partition(self, model: nn.Module) -> None:
-        """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned."""

@@ -167,7 +167,7 @@ def _held_weight(name: str, parameter: Any) -> tuple[int, torch.Tensor]:
     return start, share.detach()[: parameter.ds_numel - start]
 
 
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Give the shape of a parameter that ZeRO-3 may have partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 

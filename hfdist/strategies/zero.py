@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainingArguments
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
@@ -30,6 +33,7 @@ class ZeroStrategy(Strategy):
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
         super().__init__(topology, batch)
         self.stage = STAGE[strategy.sharding]
+        self.partitions_in_constructor = self.stage == 3
         self._deepspeed = generate(strategy, train, batch)
         self._train = train
         share = 1.0 / topology.data_size
@@ -52,6 +56,23 @@ class ZeroStrategy(Strategy):
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
         start_deepspeed()
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+        """All-gather under ZeRO-3, and partition rank 0's values again."""
+        if not self.partitions_in_constructor or not (listed := list(parameters)):
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(listed, modifier_rank=0)
+
+    @contextmanager
+    def without_partitioning(self, arguments: TrainingArguments) -> Iterator[None]:
+        """Take away the DeepSpeed config that transformers' constructors look for."""
+        hf_deepspeed.unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            hf_deepspeed.set_hf_deepspeed_config(arguments.hf_deepspeed_config)
 
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed.
@@ -128,7 +149,7 @@ class ZeroEngine(Engine):
             scaler.raise_error_at_min_scale = False
         return optimizer
 
-    def whole_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+    def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Under ZeRO-3, which partitions parameters, as DeepSpeed notes it."""
         return pieces_zero.whole_shape(parameter)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.integrations import deepspeed
 
 from hfdist.checkpoint.write import replace_model
 from hfdist.config.model import ModelConfig
@@ -79,15 +76,3 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
         # Modules that were trained whole are in float32; an untied head has a name of its own now.
         parameter.data = parameter.data.to(dtypes.get(name, model.dtype))
     return merged
-
-
-@contextmanager
-def without_zero3(arguments: Any) -> Iterator[None]:
-    """Open models whole in this process: under ZeRO-3, transformers would partition them over all ranks."""
-    config = getattr(arguments, "hf_deepspeed_config", None)
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            deepspeed.set_hf_deepspeed_config(config)

@@ -161,12 +161,12 @@ class Run:
         self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
 
     def build_model(self) -> None:
-        """Make the model, random or pretrained. Call it after `start_ranks`: ZeRO-3 partitions it while it is made."""
+        """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
         self.model = build_model(
             self._here.model,
             self.architecture,
             seed=self.config.train.seed,
-            cut=self.strategy.partition,
+            layout=self.strategy,
             trained=TrainableParameters.of(self.config),
         )
 
@@ -174,7 +174,7 @@ class Run:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
         run_dir, checkpoint, train = Path(config.run.dir), config.checkpoint, config.train
-        if keeps_documents_apart(model) is False:
+        if not self.strategy.partitions_in_constructor and keeps_documents_apart(model) is False:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )

@@ -27,7 +27,7 @@ from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.loop import perplexity
-from hfdist.trainer.export.merge import without_zero3, write_merged
+from hfdist.trainer.export.merge import write_merged
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
 from hfdist.trainer.reporting.callbacks import plot_losses
@@ -57,6 +57,7 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         if (losses := describe_losses(lanes, run.data)) is not None:
             logger.info("data: %s", losses)
     loss, step = None, trainer.state.global_step
+    assert trainer.strategy is not None
     if held_out is not None:
         loss = trainer.checkpointer.last_held_out_loss()
         loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
@@ -71,7 +72,7 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
             logger.info(words, baseline, perplexity(baseline))
         if (prompt := run.report.sample_prompt) is not None:
-            with without_zero3(trainer.args), warning_of_failure("sample"):
+            with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
             with warning_of_failure("picture of the losses"):
@@ -140,9 +141,10 @@ def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None
 
 def _merge(trainer: Trainer, run: RunConfig, adapter: Path, folder: Path) -> bool:
     model: Any = trainer.model
+    assert trainer.strategy is not None
     # Where its weights were read from, and not the Hub, where a branch may have moved on since.
     base = replace(run.model, name=model.name_or_path, revision=None, gguf_file=None)
-    with without_zero3(trainer.args):
+    with trainer.strategy.without_partitioning(trainer.args):
         return write_merged(
             adapter,
             folder,

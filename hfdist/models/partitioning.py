@@ -1,0 +1,27 @@
+"""What a layout does to a model while it is made. The default leaves it whole, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from transformers import TrainingArguments
+
+
+class Partitioning:
+    """A `Strategy` is one: each layout overrides what it needs."""
+
+    partitions_in_constructor = False
+    """Whether transformers partitions each parameter as soon as the model's constructor has made it."""
+
+    def partition(self, model: nn.Module) -> None:
+        """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+        """Make partitioned parameters whole for a while, on all ranks; of what they write, rank 0's values stay."""
+        return nullcontext()
+
+    def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:
+        """For a while, let this rank make or read whole models of its own; `arguments` are those of the run."""
+        return nullcontext()
