@@ -44,8 +44,7 @@ from hfdist.data.sources.tokenfile import (
     sizes_of,
 )
 from hfdist.data.stream.workers import Vitals, keep_arrays
-from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import text_digest, token_dtype, tokenizer_digest
+from hfdist.data.tokenization.encoders import Encoders, text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, HfdistError, ResourceError
 
 logger = logging.getLogger(__name__)
@@ -130,13 +129,10 @@ def pretokenize(
 
 
 def report_tokenized(made: Tokenized, folder: Path, *, vocab_size: int | None) -> None:
-    """Log a summary, and how to train on it.
+    """Log a summary of what `pretokenize` has made in a folder, and how to train on it.
 
-    Args:
-        made: by `pretokenize`.
-        folder: of the token files.
-        vocab_size: of a tokenizer that was trained on the corpus: a model takes its size, which must be said when the
-            tokenizer comes from a folder.
+    `vocab_size` is of a tokenizer that was trained on the corpus: a model takes its size, which must be said when the
+    tokenizer comes from a folder.
     """
     mean = f"{made.tokens / max(made.documents, 1):.1f} tokens a document"
     size = f"{made.size_bytes:,} bytes in {len(made.files)} files"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.rows import RowReader, texts_in
-from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.data.tokenization.encoders import text_digest
 from hfdist.errors import ConfigError, DataError
 from hfdist.topology import read_launcher
 
@@ -50,6 +51,11 @@ class Pool:
     shards: tuple[Shard, ...]
     epochs: int | None
     """Passes at the most."""
+
+    @cached_property
+    def num_documents(self) -> int:
+        """Number of its documents."""
+        return sum(sum(shard.runs) for shard in self.shards)
 
 
 class Corpus:
@@ -148,9 +154,8 @@ class Corpus:
             return [Pool("all", 0, tuple(shard for _, shard in self.shards), epochs)]
         pools, first_document = [], 0
         for name in self.source_names:
-            shards = tuple(shards_by_source[name])
-            pools.append(Pool(name, first_document, shards, sources[name].epochs))
-            first_document += sum(sum(shard.runs) for shard in shards)
+            pools.append(Pool(name, first_document, tuple(shards_by_source[name]), sources[name].epochs))
+            first_document += pools[-1].num_documents
         return pools
 
     def _find(self, entries: Sequence[str]) -> frozenset[int]:
@@ -194,25 +199,19 @@ def open_corpus(
         shards[name] = [DatasetShard(name, dataset, rows, cache_dir(config))]
     corpus = Corpus(shards, config)
     for pool in corpus.pools:
-        num_documents = sum(sum(shard.runs) for shard in pool.shards)
-        if num_documents < config.lanes:
+        if pool.num_documents < config.lanes:
             names = corpus.source_names if len(corpus.pools) == 1 else [pool.name]
+            # Lanes that all processes can share, whatever their layout.
+            num_processes = read_launcher().world_size
+            lanes = min(pool.num_documents for pool in corpus.pools) // num_processes * num_processes
             raise DataError(
                 "there are fewer documents than lanes",
                 where=", ".join(f"{section}.{name}" for name in names),
-                found=f"{num_documents} documents, {config.lanes} lanes",
+                found=f"{pool.num_documents} documents, {config.lanes} lanes",
                 allowed="a document or more for each lane",
-                hint=_fewer_lanes(corpus.pools),
+                hint=f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes",
             )
     return corpus
-
-
-def _fewer_lanes(pools: Sequence[Pool]) -> str:
-    """Lanes that all processes can share, whatever their layout."""
-    num_documents = min(sum(sum(shard.runs) for shard in pool.shards) for pool in pools)
-    num_processes = read_launcher().world_size
-    lanes = num_documents // num_processes * num_processes
-    return f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes"
 
 
 def cache_dir(config: DataConfig) -> Path:

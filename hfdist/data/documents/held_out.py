@@ -72,11 +72,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
 
 
 def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
-    """Open and pack the sources of `data.eval_sources`, at most `data.eval_sequences` sequences of each.
-
-    Raises:
-        ConfigError, DataError: one is missing, unreadable or empty.
-    """
+    """Open and pack `data.eval_sources`; ConfigError or DataError where one is missing, unreadable or empty."""
     check_token_sources(config.eval_sources, Encoders(tokenizer, config.chat))
     parts = {}
     for name, source in config.eval_sources.items():

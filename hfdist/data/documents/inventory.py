@@ -72,10 +72,7 @@ class Inventory:
         Args:
             digest: of the inventory of the run that has saved; None: it noted none.
             folder: of that run's ledger, where there is one.
-            may_change: warn of what has changed, instead of refusing it.
-
-        Raises:
-            CheckpointError: files hold something else.
+            may_change: warn of what has changed, instead of raising a CheckpointError.
         """
         if digest is None:
             logger.warning("the checkpoint does not say what its files held: only their sizes and ends are compared")

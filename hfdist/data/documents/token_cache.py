@@ -26,7 +26,7 @@ from hfdist.data.sources.base import TokenRow
 
 logger = logging.getLogger(__name__)
 
-# Part of every key. To be counted up when `tokenize.Encoder` gives other tokens for the same text and tokenizer.
+# Part of every key. To be counted up when `encoders.Encoder` gives other tokens for the same text and tokenizer.
 _TOKENIZING = 1
 
 _APPLICATION = 0x68666474  # says in the file's header whose it is
@@ -93,12 +93,12 @@ class TokenCache:
         if not self._may_write or not rows:
             return
         encoded = _encode(rows)
-        with self._guard(writes=True):
-            connection = self._connect()
-            with _transaction(connection):
-                if self._make_room(connection, sum(len(row[-1]) for row in encoded)):
-                    number = self._use(connection, shard)
-                    connection.executemany(f"INSERT OR IGNORE INTO rows VALUES ({number}, ?, ?, ?, ?, ?)", encoded)
+        # The connection commits, or rolls back what an error has not rolled back already.
+        with self._guard(writes=True), self._connect() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            if self._make_room(connection, sum(len(row[-1]) for row in encoded)):
+                number = self._use(connection, shard)
+                connection.executemany(f"INSERT OR IGNORE INTO rows VALUES ({number}, ?, ?, ?, ?, ?)", encoded)
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
@@ -241,23 +241,9 @@ def _prepare(connection: sqlite3.Connection) -> None:
         connection.executescript(_SCHEMA)
 
 
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        # Some errors have rolled back already.
-        if connection.in_transaction:
-            connection.rollback()
-        raise
-    connection.commit()
-
-
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
-    (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
-    return (num_pages - num_free) * _PAGE_BYTES
+    query = "SELECT page_count - freelist_count FROM pragma_page_count(), pragma_freelist_count()"
+    return int(connection.execute(query).fetchone()[0]) * _PAGE_BYTES
 
 
 def _encode(rows: Mapping[int, TokenRow]) -> list[_Columns]:

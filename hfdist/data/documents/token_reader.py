@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,8 @@ from hfdist.data.documents.corpus import Corpus, Pool, cache_dir
 from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
-from hfdist.data.sources.document_batch import Document, DocumentBatch, ManyColumns
-from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.tokenization.encoders import Encoders, text_digest
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,16 @@ logger = logging.getLogger(__name__)
 _BATCH_ROWS = 32
 _BATCH_CHARACTERS = 1 << 20
 _NOTHING = np.empty(0, dtype=np.int32)
+
+
+class _Columns(NamedTuple):
+    """Documents of one shard or of several, before it is decided what happens to them; see `DocumentBatch`."""
+
+    tokens: Sequence[NDArray[Any]]
+    arrays: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    digests: NDArray[np.uint64]
 
 
 class Documents:
@@ -42,15 +52,10 @@ class Documents:
         }
         self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
-    def read(self, neighbours: Sequence[int]) -> Iterator[list[Document]]:
-        """Give neighbouring documents as lists: see `chunks`."""
-        return (chunk.documents() for chunk in self.chunks(np.asarray(neighbours)))
-
     def chunks(self, neighbours: NDArray[np.int64]) -> Iterator[DocumentBatch]:
         """Give neighbouring documents of one shard in the order asked for, in chunks that are cheap to make together.
 
-        Raises:
-            DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
+        DataError: a row is bad and `data.on_bad_rows` is `error`, or a file has changed.
         """
         shard, first_document = self.corpus.shard_of(int(neighbours[0]))
         for start in range(0, len(neighbours), shard.rows_at_once):
@@ -79,25 +84,26 @@ class Documents:
             cast(TokenShard, shard).token_columns(numbers[group] - first_document)
             for group, (shard, first_document) in zip(groups, shards, strict=True)
         ]
-        many = ManyColumns.join(columns, places)
+        order = np.empty_like(places)
+        order[places] = np.arange(len(places))
+        arrays = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[order]
+        tokens, *others = zip(*columns, strict=True)
+        starts, lengths, digests = (np.concatenate(one)[order] for one in others)
         with_examples = [number for number, (shard, _) in enumerate(shards) if shard.gives_examples]
-        examples = np.flatnonzero(np.isin(many.arrays, with_examples)) if with_examples else places[:0]
-        return self._judge(numbers, many, {}, examples)
+        examples = np.flatnonzero(np.isin(arrays, with_examples)) if with_examples else places[:0]
+        return self._judge(numbers, _Columns(tokens, arrays, starts, lengths, digests), {}, examples)
 
     def _judge(
         self,
         numbers: NDArray[np.int64],
-        columns: ManyColumns,
+        columns: _Columns,
         bad: Mapping[int, DataError],
         examples: NDArray[np.int64],
     ) -> DocumentBatch:
         """Decide what happens to each document; if several reasons exclude one, the last reason in this code counts.
 
-        Args:
-            numbers: canonical.
-            columns: their tokens.
-            bad: why documents are bad, by their places in `numbers`.
-            examples: places of the documents in which only some tokens are targets.
+        `bad` says why documents are bad, by their places in `numbers`; only some tokens of those at `examples` are
+        targets.
         """
         length, too_long = self._config.sequence_length, self._config.too_long
         if self._config.on_bad_rows is BadRows.error:
@@ -126,13 +132,10 @@ class Documents:
 
     def _with_way_out(self, error: DataError, number: int) -> DataError:
         way_out = f"data.on_bad_rows=skip, or 'data.quarantine=[\"{self.corpus.origin(number)}\"]'"
-        return DataError(
-            error.what,
-            where=error.where,
-            found=error.found,
-            allowed=error.allowed,
-            hint=way_out if error.hint is None else f"{error.hint}, or {way_out}",
-        )
+        # A copy: the rows of a damaged file share one.
+        error = copy.copy(error)
+        error.hint = way_out if error.hint is None else f"{error.hint}, or {way_out}"
+        return error
 
     def _tokenized(self, shard: Shard, rows: Sequence[int]) -> Iterator[Sequence[TokenRow | BadRow]]:
         key = shard_key(shard.local_identity, self._encoders.digest(examples=shard.gives_examples))
@@ -171,17 +174,17 @@ class Documents:
         return {row: TokenRow(_NOTHING, one) for row, one in digests.items() if not self.corpus.is_held_out(one)}
 
 
-def _columns(rows: Sequence[TokenRow | BadRow]) -> ManyColumns:
+def _columns(rows: Sequence[TokenRow | BadRow]) -> _Columns:
     """Join rows end to end; bad rows are empty."""
     tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
     lengths = np.array([len(one) for one in tokens], dtype=np.int64)
     digests = np.array([0 if isinstance(row, BadRow) else row.text_digest for row in rows], dtype=np.uint64)
     starts = np.cumsum(lengths) - lengths
-    return ManyColumns([np.concatenate(tokens)], np.zeros_like(starts), starts, lengths, digests)
+    return _Columns([np.concatenate(tokens)], np.zeros_like(starts), starts, lengths, digests)
 
 
 def _have_target(
-    columns: ManyColumns, places: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    columns: _Columns, places: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Whether any token of the documents at `places` is a target; the first never is: no token stands before it."""
     ends, tokens = starts + lengths, columns.tokens

@@ -73,11 +73,7 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: Any) -> Cursor:
-        """Read what `to_json` gave.
-
-        Raises:
-            CheckpointError: another format or a damaged value.
-        """
+        """Read what `to_json` gave; CheckpointError where it has another format or is damaged."""
         try:
             if (found := value["format"]) not in (_OLDER_FORMAT, FORMAT):
                 what, allowed = "the data cursor has another format", f"{_OLDER_FORMAT}, {FORMAT}"
@@ -96,8 +92,7 @@ class Cursor:
     def merge(cursors: Sequence[Cursor]) -> Cursor:
         """Join the cursors of all data ranks; ranks that share a data rank bring the same lanes.
 
-        Raises:
-            CheckpointError: they are of different runs or places, or leave lanes out.
+        CheckpointError: they are of different runs or places, or leave lanes out.
         """
         first = cursors[0]
         lanes: dict[int, LaneState] = {}

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, Status, make_records
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, filling
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, behind_the_end, filling
 from hfdist.data.sources.document_batch import DocumentBatch, slices
-from hfdist.errors import CheckpointError, DataError
+from hfdist.errors import DataError
 
 # Cut at once: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
@@ -26,13 +26,8 @@ _MOST_SEQUENCES = 128
 def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Iterator[Sequence]:
     """Give the sequences of one lane; the last one, where the documents end, is filled up.
 
-    Args:
-        chunks: documents in order, and the place of the first of them; its offset, of the first chunk only, is
-            the first token that is still to be used.
-        shape: of sequences.
-
-    Raises:
-        CheckpointError: that offset is behind the end of the document.
+    `chunks` are documents in order, and the place of the first of them; the offset of the first place is the first
+    token that is still to be used. CheckpointError: it is behind the end of its document.
     """
     buffer, num_at_once, lane = PackingBuffer(shape, [0]), 1, 0
 
@@ -109,20 +104,14 @@ class PackingBuffer:
     def add(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> None:
         """Take documents, which are the lanes' in this order: all, or none of them if there is an error.
 
-        Raises:
-            CheckpointError: an offset is behind the end of its document.
+        CheckpointError: an offset is behind the end of its document.
         """
         new = self._items(chunk, lanes)
         ends = np.cumsum([own.num_documents for own in lanes])
         for own, end in zip(lanes, ends.tolist(), strict=True):
             offset, length = own.place.offset, int(new[_LENGTHS, end - own.num_documents])
             if offset > 0 and offset >= length:
-                raise CheckpointError(
-                    "the data cursor stands behind the end of a document: the data have changed, or it is damaged",
-                    where="cursor.places",
-                    found=f"token {offset} of {length}",
-                    hint="the data of the checkpoint, or a new run.name",
-                )
+                raise behind_the_end("document", f"token {offset} of {length}")
         num_tokens = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
         begin = 0
         for (lane, place, _), end, own_tokens in zip(lanes, ends.tolist(), num_tokens, strict=True):
@@ -217,14 +206,9 @@ def _use(columns: Integers, num_tokens: int) -> None:
 class CutSequences:
     """Sequences of whole items, but for the last item of each lane, which is as long as its last sequence needs.
 
-    Items of several lanes may follow each other, if those of each lane have as many tokens as whole sequences.
-
-    Args:
-        items: of the first sequence, then of the next.
-        num_sequences: that they make; the last one may be shorter than the others.
-        shape: of sequences.
-        arrays: tokens, by number.
-        errors: of bad documents, by epoch and number; those that are met are taken out.
+    Items of several lanes may follow each other, if those of each lane have as many tokens as whole sequences. The last
+    sequence may be shorter than the others. `errors` are of bad documents, by epoch and number; those met are taken
+    out.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, join, make_records
+from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
 
@@ -77,17 +78,20 @@ def without_tokens(
     return Sequence([filling(length, shape)], [length], [(0, length)], next_place, 0, records, problems)
 
 
+def behind_the_end(unit: str, found: str) -> CheckpointError:
+    """Build the error of a cursor that stands where there is no document, or no sequence of a window."""
+    what = f"the data cursor stands behind the end of a {unit}: the data have changed, or it is damaged"
+    hint = "the data of the checkpoint, or a new run.name"
+    return CheckpointError(what, where="cursor.places", found=found, hint=hint)
+
+
 def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
     """Tokens that fill up, or that stand for others."""
     return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
 def make_rows(sequences: Sequences[Sequence], dtype: DTypeLike) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Copy the tokens of sequences, and make their positions and labels.
-
-    Args:
-        sequences: some tokens or more.
-        dtype: int32 or int64.
+    """Copy the tokens of sequences, one or more, and make their positions and labels, int32 or int64.
 
     Returns:
         input_ids, position_ids and labels of all, end to end; each of shape [tokens].

@@ -16,9 +16,8 @@ import numpy as np
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, Status, join, make_records
 from hfdist.data.order.shuffle import permutation
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, filling, without_tokens
+from hfdist.data.packing.sequence import Integers, Sequence, Shape, behind_the_end, filling, without_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
-from hfdist.errors import CheckpointError
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
 _LEAST_DOCUMENTS, _MOST_DOCUMENTS = 64, 1024
@@ -92,11 +91,7 @@ def one_each(
 ) -> Iterator[Sequence]:
     """Give each document by itself, cut off at the length, in an order in which all lanes have like lengths at a time.
 
-    Args:
-        chunks: see `best_fit`.
-        first: likewise.
-        shape: likewise.
-        key: of the order of lengths; the same in all lanes.
+    The arguments are those of `best_fit`; `key`, of the order of lengths, is the same in all lanes.
     """
 
     def arrange(sizes: Integers, begin: Place, is_all: bool) -> tuple[int, _Arrangement] | None:
@@ -175,11 +170,8 @@ def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, l
 def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length: int) -> Iterator[Sequence]:
     """Give the sequences of windows; what a window passes over goes with its first one, or with the next window's.
 
-    Args:
-        windows: in order.
-        first: sequence of the first window to begin with.
-        shape: of sequences.
-        last_length: of a sequence without tokens, for what is passed over at the very end.
+    They begin with number `first` of the first window. A sequence without tokens, for what is passed over at the very
+    end, has `last_length`.
     """
     passed: list[Records] = []
     problems: list[str] = []
@@ -187,12 +179,7 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
     for window in windows:
         documents, next_place, num_sequences = window.documents, window.next_place, len(window.arrangement.ends)
         if first > 0 and first >= num_sequences:
-            raise CheckpointError(
-                "the data cursor stands behind the end of a window: the data have changed, or it is damaged",
-                where="cursor.places",
-                found=f"sequence {first} of {num_sequences}",
-                hint="the data of the checkpoint, or a new run.name",
-            )
+            raise behind_the_end("window", f"sequence {first} of {num_sequences}")
         if first == 0 and not documents.lengths.all():
             empty = np.flatnonzero(documents.lengths == 0)
             numbers, fates = documents.numbers[empty], documents.fates[empty]
@@ -260,11 +247,7 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
 def _blanks(sizes: Integers, is_blank: Integers, ends: Integers, lengths: Integers) -> list[list[tuple[int, int]]]:
     """Give from where to where a sequence has no targets, for each.
 
-    Args:
-        sizes: of the parts of a window, in order.
-        is_blank: which of them are no targets.
-        ends: of sequences, counted in parts.
-        lengths: of sequences.
+    `sizes` are of the parts of a window in order, `is_blank` says which are no targets, `ends` are counted in parts.
     """
     blanks: list[list[tuple[int, int]]] = [[] for _ in ends]
     places = np.flatnonzero(is_blank)

@@ -48,7 +48,7 @@ class TokenRow:
     tokens: NDArray[np.int32]
     """With the end-of-text token behind; shape [tokens]. May be a read-only view."""
     text_digest: int
-    """`tokenize.text_digest` of its text: decides whether it is held out."""
+    """`encoders.text_digest` of its text: decides whether it is held out."""
 
 
 class Shard(Protocol):
@@ -81,8 +81,7 @@ class Shard(Protocol):
     def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
         """Give the texts of some rows of one run, in the order asked for; each may be made only when it is taken.
 
-        Raises:
-            DataError: the file has changed since it was opened, or cannot be read at all.
+        DataError: the file has changed since it was opened, or cannot be read at all.
         """
 
     def rows_of_part(self, part: int) -> range | None:

@@ -28,13 +28,9 @@ class DatasetShard:
     """The rows of a dataset, in memory or memory-mapped."""
 
     def __init__(self, name: str, dataset: Dataset, rows: RowReader, cache_dir: Path | None = None) -> None:
-        """Check the columns; ContentError where they do not fit. Without `cache_dir`, `contents` are hashed each time.
+        """Check the columns of a dataset of known length; ContentError where they do not fit.
 
-        Args:
-            name: of the shard, and of the place in messages.
-            dataset: of known length, not a stream.
-            rows: what is read of it.
-            cache_dir: of this machine's caches.
+        `name` is of the shard, and of the place in messages. Without `cache_dir`, `contents` are hashed each time.
         """
         columns = check_schema(dataset.features.arrow_schema, rows, where=name)
         self.name = name

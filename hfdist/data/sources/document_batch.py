@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.order.records import Status
 from hfdist.errors import DataError
-
-_FATES = tuple(Status)
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A document, and what is to become of it."""
-
-    number: int
-    tokens: NDArray[Any]
-    """Empty unless the fate is `trained` or `quarantined`; complements (negative) are no targets. Shape [tokens],
-    uint16 or int32, perhaps a view of a file."""
-    fate: Status
-    error: DataError | None = None
-    """Why it is bad."""
-    cut_tokens: int = 0
-    """How many `data.too_long` has cut off."""
 
 
 class TokenColumns(NamedTuple):
@@ -40,28 +22,7 @@ class TokenColumns(NamedTuple):
     lengths: NDArray[np.int64]
     """With the end-of-text token behind."""
     digests: NDArray[np.uint64]
-    """`tokenize.text_digest` of each text: decides whether it is held out."""
-
-
-class ManyColumns(NamedTuple):
-    """Rows of one shard or of several as tokens; the fields are those of the same name above."""
-
-    tokens: Sequence[NDArray[Any]]
-    arrays: NDArray[np.int64]
-    """In which of them each row lies."""
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    digests: NDArray[np.uint64]
-
-    @classmethod
-    def join(cls, columns: Sequence[TokenColumns], places: NDArray[np.int64]) -> ManyColumns:
-        """Join columns; `places` are those of their rows in what is given, one behind the other."""
-        order = np.empty_like(places)
-        order[places] = np.arange(len(places))
-        arrays = np.repeat(np.arange(len(columns)), [len(one.starts) for one in columns])
-        tokens, *others = zip(*columns, strict=True)
-        starts, lengths, digests = (np.concatenate(one)[order] for one in others)
-        return cls(tokens, arrays[order], starts, lengths, digests)
+    """`encoders.text_digest` of each text: decides whether it is held out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,47 +46,32 @@ class DocumentBatch:
     """Why a document is bad, by its place here."""
 
     @classmethod
-    def join(cls, chunks: Sequence[DocumentBatch]) -> DocumentBatch:
+    def join(cls, batches: Sequence[DocumentBatch]) -> DocumentBatch:
         """Put one or more behind each other."""
-        tokens = [array for chunk in chunks for array in chunk.tokens]
-        arrays_before = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks[:-1])]).tolist()
-        documents_before = np.cumsum([0, *(len(chunk.numbers) for chunk in chunks[:-1])]).tolist()
-        return cls(
-            numbers=np.concatenate([chunk.numbers for chunk in chunks]),
-            tokens=tokens,
-            arrays=np.concatenate([one.arrays + before for one, before in zip(chunks, arrays_before, strict=True)]),
-            starts=np.concatenate([chunk.starts for chunk in chunks]),
-            lengths=np.concatenate([chunk.lengths for chunk in chunks]),
-            cut_tokens=np.concatenate([chunk.cut_tokens for chunk in chunks]),
-            fates=np.concatenate([chunk.fates for chunk in chunks]),
-            errors={
-                before + place: error
-                for one, before in zip(chunks, documents_before, strict=True)
-                for place, error in one.errors.items()
-            },
-        )
+        columns = {name: np.concatenate([getattr(batch, name) for batch in batches]) for name in _COLUMNS}
+        tokens: list[NDArray[Any]] = []
+        errors: dict[int, DataError] = {}
+        first = 0
+        for batch in batches:
+            stop = first + len(batch.numbers)
+            columns["arrays"][first:stop] += len(tokens)
+            errors |= {first + place: error for place, error in batch.errors.items()}
+            tokens += batch.tokens
+            first = stop
+        return cls(tokens=tokens, errors=errors, **columns)
 
     def part(self, start: int, stop: int) -> DocumentBatch:
         """Give neighbouring documents."""
-        return DocumentBatch(
-            numbers=self.numbers[start:stop],
-            tokens=self.tokens,
-            arrays=self.arrays[start:stop],
-            starts=self.starts[start:stop],
-            lengths=self.lengths[start:stop],
-            cut_tokens=self.cut_tokens[start:stop],
-            fates=self.fates[start:stop],
-            errors={place - start: error for place, error in self.errors.items() if start <= place < stop},
-        )
+        columns = {name: getattr(self, name)[start:stop] for name in _COLUMNS}
+        errors = {place - start: error for place, error in self.errors.items() if start <= place < stop}
+        return replace(self, errors=errors, **columns)
 
-    def documents(self) -> list[Document]:
-        """Give them one by one."""
-        columns = (column.tolist() for column in (self.numbers, self.fates, self.cut_tokens))
-        tokens = slices(self.tokens, self.arrays, self.starts, self.lengths)
-        return [
-            Document(number, own, _FATES[fate], self.errors.get(place), cut_tokens)
-            for place, (own, number, fate, cut_tokens) in enumerate(zip(tokens, *columns, strict=True))
-        ]
+    def views(self) -> list[NDArray[Any]]:
+        """Give the tokens of each document, without a copy; complements (negative) are no targets."""
+        return slices(self.tokens, self.arrays, self.starts, self.lengths)
+
+
+_COLUMNS = ("numbers", "arrays", "starts", "lengths", "cut_tokens", "fates")
 
 
 def slices(

@@ -5,7 +5,7 @@
              00000.tokens          documents end to end, little-endian uint16 or uint32; of examples, uint32
                                with the complements of context tokens
              00000.index.npy       int64, shape [rows + 1]: where each document begins
-             00000.digests.npy     uint64, shape [rows]: `tokenize.text_digest` of each text
+             00000.digests.npy     uint64, shape [rows]: `encoders.text_digest` of each text
 
 A file holds one shard of the corpus, or several small ones, row for row and in runs as they were, so that a run that
 reads tokens has the order of one that reads the text.
@@ -39,7 +39,6 @@ _MOST_ROWS_AT_ONCE = 1024
 _HELD_BYTES = 8 << 20
 _NPY_HEADER_BYTES = 128
 _NARROW_BYTES = 2
-_LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
 _WRITE_AGAIN = "delete the folder and run recipes/pretokenize.py again"
 
 
@@ -187,9 +186,7 @@ def load_saved(folder: Path) -> PreTrainedTokenizerBase:
 def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileShard]:
     """Open the token files of a folder, in order, all checked; `key` of the config names it.
 
-    Raises:
-        ConfigError: it is no folder of token files.
-        DataError: it is not finished, damaged, or of another version.
+    ConfigError: there is no such folder. DataError: it is not finished, damaged, or of another version.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -207,13 +204,8 @@ def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileSha
 def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
     """Check that the token files in `path` hold what the tokenizer and the chat template of a run would make.
 
-    Args:
-        path: their folder.
-        digest: `tokenizer_digest` of the run's.
-        examples_digest: of all that decides the tokens and targets of an example.
-
-    Raises:
-        ConfigError: another tokenizer, or another `data.chat`.
+    ConfigError: not `digest`, the `tokenizer_digest` of the run's, or not `examples_digest`, which is of all that
+    decides the tokens and targets of an example.
     """
     meta = read_meta(Path(path).expanduser())
     made_with = meta.tokenizer_digest

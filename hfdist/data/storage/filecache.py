@@ -49,9 +49,8 @@ class FileCache:
     def fetch(self, remote: Fetchable) -> Iterator[Path]:
         """Give a whole copy, fetched where it is not here yet, that stays at least as long as the context.
 
-        Raises:
-            DataError: it cannot be fetched, or has changed.
-            ResourceError: it is larger than the cache, or the disk is full.
+        DataError: it cannot be fetched, or has changed. ResourceError: it is larger than the cache, or the disk is
+        full.
         """
         if remote.size_bytes > self._max_bytes:
             raise ResourceError(
@@ -123,8 +122,7 @@ class FileCache:
     def _make_room(self, descriptor: int, remote: Fetchable) -> None:
         """Evict until `remote` fits, and let its file count with its whole size from now on.
 
-        Raises:
-            ResourceError: the disk has too little space.
+        ResourceError: the disk has too little space.
         """
         with _locked(self.folder / "evict.lock"):
             os.ftruncate(descriptor, 0)

@@ -52,33 +52,23 @@ class DataFile(ABC):
     def local(self) -> AbstractContextManager[Path]:
         """Give the whole file on this machine, fetched where it is not yet, and kept from eviction inside the context.
 
-        Raises:
-            DataError: it cannot be fetched, or has changed since it was found, even while it was read.
+        DataError: it cannot be fetched, or has changed since it was found, even while it was read.
         """
 
     @abstractmethod
     def open(self) -> BinaryIO:
         """Open it for seeking and reading parts, such as a footer, without fetching the whole.
 
-        Raises:
-            DataError: see `local`; later reads raise OSError.
+        DataError: see `local`; later reads raise OSError.
         """
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Compare size and version with those that were found at first.
-
-        Raises:
-            DataError: they are others, or cannot be read.
-        """
+        """Compare size and version with those that were found at first; DataError where they are others."""
 
 
 class LocalFile(DataFile):
-    """A file on this machine, read where it is.
-
-    Raises:
-        DataError: it is not there.
-    """
+    """A file on this machine, read where it is; DataError where it is not there."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.url, self.name, self._path = str(path), name, path

@@ -61,9 +61,8 @@ class Retries:
     def run(self, action: Callable[[], T], address: str) -> T:
         """Give what `action` gives, or raises on purpose.
 
-        Raises:
-            DataError: no answer after the last attempt, or one that trying again does not change (403, 404).
-            OSError: a full disk.
+        DataError: no answer after the last attempt, or one that trying again does not change (403, 404). OSError: a
+        full disk.
         """
         started = time.monotonic()
         for attempt in itertools.count(1):
@@ -111,9 +110,7 @@ class Network:
     def read_range(self, address: str, start: int, stop: int, size_bytes: int) -> bytes:
         """Read the bytes from `start` to before `stop`, in one request. One attempt: see `Retries`.
 
-        Raises:
-            RangeError: the server gives whole files only.
-            Exception: whatever the library of the store raises.
+        RangeError: the server gives whole files only; else whatever the library of the store raises.
         """
         store = self._store(address)
         if scheme_of(address) in ("s3", "gs"):

@@ -15,9 +15,8 @@ from hfdist.config.data import Packing, TooLong
 from hfdist.data.documents.corpus import Pool
 from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.cursor import Place, Progress
-from hfdist.data.order.mixture import Mixture
 from hfdist.data.order.records import Status
-from hfdist.data.order.shuffle import LaneOrder
+from hfdist.data.order.shuffle import LaneOrder, Mixture
 from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import LaneDocuments, PackingBuffer, concat
 from hfdist.data.packing.sequence import Shape, without_tokens
@@ -71,11 +70,7 @@ class Lane:
         self._available = tuple(self._sequences)
 
     def next(self, sample: int) -> Packed:
-        """Give the lane's next sequence, which is number `sample` of the run.
-
-        Raises:
-            DataError: bad data, or none to train on.
-        """
+        """Give the lane's next sequence, number `sample` of the run; DataError: bad data, or none to train on."""
         pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
             return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
@@ -145,14 +140,8 @@ class DocumentIterator:
     def next_documents(self, most: int | None = None) -> NDArray[np.int64]:
         """Give the canonical numbers of the next documents; they stay the next ones until `advance`.
 
-        Args:
-            most: how many at most, from several blocks; None: the rest of a block, which is cheap to read together.
-
-        Returns:
-            One number or more; no number: the last epoch has ended.
-
-        Raises:
-            DataError: there is nothing to train on.
+        At most `most`, from several blocks; None: the rest of a block, which is cheap to read together. No number: the
+        last epoch has ended. DataError: there is nothing to train on.
         """
         limit = self._pool.epochs
         while not len(self._numbers) and (limit is None or self.place.epoch < limit):
@@ -164,12 +153,7 @@ class DocumentIterator:
         return self._numbers[:most]
 
     def advance(self, num_documents: int, num_barren: int) -> None:
-        """Move past the next documents.
-
-        Args:
-            num_documents: how many.
-            num_barren: how many of them come after the last one to train on.
-        """
+        """Move past the next documents, of which `num_barren` come after the last one to train on."""
         self._numbers = self._numbers[num_documents:]
         self.place = Place(self.place.epoch, self.place.position + num_documents)
         if num_barren < num_documents:
@@ -189,12 +173,8 @@ class DocumentIterator:
 class MultiLaneReader:
     """Gives the sequences of lanes that take turns, by `concat` from token files; a lane's errors come at its own turn.
 
-    It reads and packs many lanes at once, because one numpy call costs as much as hundreds of documents.
-
-    Args:
-        iterators: of each lane, in the order of their turns.
-        documents: to read from.
-        shape: of sequences.
+    It reads and packs many lanes at once, because one numpy call costs as much as hundreds of documents. `iterators`
+    are in the order of the lanes' turns.
     """
 
     def __init__(self, iterators: Mapping[int, DocumentIterator], documents: Documents, shape: Shape) -> None:
@@ -207,11 +187,7 @@ class MultiLaneReader:
         """Read so far, to guess how many documents a sequence takes."""
 
     def next(self, lane: int) -> sequence.Sequence | None:
-        """Give the next sequence of a lane; None: the lane has ended.
-
-        Raises:
-            DataError, CheckpointError: see `DocumentIterator` and `PackingBuffer`.
-        """
+        """Give the next sequence of a lane, or raise its error; None: the lane has ended."""
         if not self._num_ready[lane]:
             self._pack(self._lacking(lane))
         ready = self._ready[lane]

@@ -38,13 +38,7 @@ def bad_rows_file(folder: Path, lane: int) -> Path:
 
 
 class Ledger:
-    """Collects records of some lanes, and writes them when asked.
-
-    Args:
-        folder: of the run's ledger.
-        corpus: to name rows.
-        on_bad_rows: whether bad rows are written down, too.
-    """
+    """Collects records of some lanes, and writes them when asked; with bad rows under `data.on_bad_rows=quarantine`."""
 
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows

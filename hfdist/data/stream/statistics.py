@@ -40,17 +40,8 @@ def count_steps(
 ) -> int:
     """Count the global batches with a target, up to the end of a stream whose sources all have a limit of epochs.
 
-    All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself.
-
-    Args:
-        corpus: the documents.
-        tokenizer: of the run.
-        config: `data.*`.
-        global_batch_size: sequences in one step.
-        at_most: where to stop counting; None: nowhere.
-
-    Raises:
-        DataError: there is no batch with a target.
+    All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself. Counting
+    stops at `at_most`. DataError: there is no batch with a target.
     """
     stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size)
     # The epochs, which end the stream, are not in its identity.
@@ -100,7 +91,7 @@ def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
     for number, pool in enumerate(plan.pools):
         counts = [state.pools[number][1:] for state in cursor.lanes.values()]
         sequences, tokens, documents = (sum(column) for column in zip(*counts, strict=True))
-        epochs = documents / max(sum(sum(shard.runs) for shard in pool.shards), 1)
+        epochs = documents / max(pool.num_documents, 1)
         share, filled = sequences / max(num_sequences, 1), tokens / max(sequences * plan.shape.length, 1)
         reports.append(PoolReport(pool.name, sequences, share, tokens, epochs, filled))
     return reports

@@ -22,9 +22,8 @@ from hfdist.data.cache import digest_of
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
-from hfdist.data.order.mixture import Mixture
 from hfdist.data.order.records import chain
-from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, workers_that_fit
+from hfdist.data.order.shuffle import LaneOrder, Mixture, lanes_of_rank, workers_that_fit
 from hfdist.data.packing.sequence import Bundle, Sequence, Shape, bundle, collate, unbundle
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import Packed, Plan, open_lanes
@@ -131,12 +130,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
 
-        Args:
-            state: see `load_state_dict`.
-            ledger: likewise.
-
-        Raises:
-            CheckpointError: the cursor is of other data, another tokenizer or other settings.
+        Arguments and errors are those of `load_state_dict`.
         """
         cursor = Cursor.from_json(state)
         if cursor.identity == self.identity or self.may_begin_anew:

@@ -29,9 +29,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class Vitals:
     """Process ids and memory of loader processes, in shared memory that outlives them. Make it before the fork.
 
-    Args:
-        num_workers: how many there are.
-        task: says what a worker is for, by its number.
+    `task` says what a worker is for, by its number.
     """
 
     def __init__(self, num_workers: int, task: Callable[[int], str]) -> None:
@@ -53,8 +51,7 @@ class Vitals:
     def explain_deaths(self) -> Iterator[None]:
         """Explain the death of a worker here, and wherever the main thread is meanwhile.
 
-        Raises:
-            ResourceError: one of the processes has died.
+        ResourceError: one of the processes has died.
         """
         _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
@@ -157,10 +154,8 @@ def forward_to_rank(each_second: Callable[[], None]) -> None:
 
     Call it in a loader process: by itself that must not end before the rank has saved. A thread waits for signals,
     because it sees who has sent one, and handlers do not. It also ends the process some seconds after a rank that was
-    killed: else a loader process of torch waits for ever until what it has read ahead is taken.
-
-    Args:
-        each_second: called meanwhile, about so often.
+    killed: else a loader process of torch waits for ever until what it has read ahead is taken. `each_second` is called
+    meanwhile, about so often.
     """
     rank = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)

@@ -54,14 +54,9 @@ def adopt_template(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> No
 
 
 class ChatTemplate:
-    """Renders conversations of one run.
+    """Renders conversations of one run; the tokenizer's special tokens are the template's variables.
 
-    Args:
-        tokenizer: its special tokens are the template's variables.
-        config: `data.chat`.
-
-    Raises:
-        ConfigError: there is no template, or it is not one.
+    ConfigError: there is no template, or it is not one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
@@ -89,15 +84,9 @@ class ChatTemplate:
         return _GENERATION.search(self.source(tools)) is not None
 
     def render(self, messages: Sequence[Message], tools: Tools, *, asks: bool = False) -> str:
-        """Render a conversation.
+        """Render messages in OpenAI's form, with JSON schemas of tools; `asks`: with the generation prompt behind.
 
-        Args:
-            messages: in OpenAI's form.
-            tools: JSON schemas.
-            asks: with the generation prompt behind.
-
-        Raises:
-            RefusedError: the template does not take it.
+        RefusedError: the template does not take them.
         """
         return self._render(messages, tools, add_generation_prompt=asks)[0]
 
@@ -201,18 +190,10 @@ def find_turns(
     tools: Tools,
     wanted: Sequence[int],
 ) -> list[Span]:
-    """Give the spans of some assistant messages; a message that the template leaves out has none.
+    """Give the spans of the `wanted` assistant messages; a message that the template leaves out has none.
 
-    Args:
-        template: of the conversation.
-        tokens: matches the text of a token that the tokenizer has by itself, such as `<|im_end|>`.
-        text: the conversation as the template renders it.
-        messages: of the conversation.
-        tools: of the conversation.
-        wanted: numbers of messages.
-
-    Raises:
-        RefusedError: a turn cannot be told apart from the others.
+    `tokens` matches the text of a token that the tokenizer has by itself, such as `<|im_end|>`; `text` is the
+    conversation as the template renders it. RefusedError: a turn cannot be told apart from the others.
     """
     if len(messages) > _MOST_MESSAGES:
         raise RefusedError(f"{len(messages)} messages are more than {_MOST_MESSAGES}")

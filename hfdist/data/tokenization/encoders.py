@@ -25,8 +25,108 @@ from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_template import MARKS, ChatTemplate, RefusedError, Span, Tools, find_turns
-from hfdist.data.tokenization.tokenize import Encoder, plain_backend, tokenizer_digest
 from hfdist.errors import ConfigError
+
+# Text of every kind that tokenizers treat in their own ways: to see whether two ways of calling one agree.
+_SAMPLE = " Hello  world!\n\n\tdef f(x): return x**2  # naïve 日本語 🙂 e\u0301 <|endoftext|></s><s> 12345\r\n"
+
+_WITHOUT_SCORES = ("BPE", "WordPiece", "WordLevel")
+"""Kinds of models of `tokenizers` of which a copy has the same text."""
+
+_BARE: dict[str, Any] = {"verbose": False, "split_special_tokens": True, "add_special_tokens": False}
+
+
+class Encoder:
+    """A tokenizer as documents need it: each with one end-of-text token behind.
+
+    A beginning-of-text token stands in front only where the tokenizer itself puts one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._end = tokenizer.eos_token_id
+        self._backend = plain_backend(tokenizer)
+        if self._backend is not None:
+            # A text that is a special token must not forge the end of a document.
+            self._backend.encode_special_tokens = True
+            if self._fast([_SAMPLE]) != self._by_wrapper([_SAMPLE]):
+                self._backend = None
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Give the tokens of documents, each of shape [tokens]; without text: none."""
+        ids = iter(self.raw([text for text in texts if text]))
+        return [self._with_end(next(ids)) if text else np.empty(0, dtype=np.int32) for text in texts]
+
+    def raw(self, texts: Sequence[str]) -> list[list[int]]:
+        """Give the tokens of texts as the tokenizer does, with its own beginnings and ends."""
+        return self._by_wrapper(texts) if self._backend is None else self._fast(texts)
+
+    def inside(self, text: str) -> list[int]:
+        """Give the tokens of a text that stands behind another one: without a beginning, an end or a space in front."""
+        before = list(self._tokenizer("\n", **_BARE)["input_ids"])
+        ids = list(self._tokenizer("\n" + text, **_BARE)["input_ids"])
+        # Some tokenizers put a space in front of every text; a line break that keeps its own tokens takes it instead.
+        return ids[len(before) :] if ids[: len(before)] == before else list(self._tokenizer(text, **_BARE)["input_ids"])
+
+    def _fast(self, texts: Sequence[str]) -> list[list[int]]:
+        # transformers' wrapper takes as long for masks and offsets as the tokenizer for tokens.
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts)]
+
+    def _by_wrapper(self, texts: Sequence[str]) -> list[list[int]]:
+        return [_call(self._tokenizer, text) for text in texts]
+
+    def _with_end(self, ids: list[int]) -> NDArray[np.int32]:
+        if not ids or ids[-1] != self._end:
+            ids.append(self._end)
+        return np.array(ids, dtype=np.int32)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that decides the tokens of a text."""
+    # Some classes do more than their vocabulary or their backend says.
+    sample = _call(tokenizer, _SAMPLE)
+    identity = json.dumps([_rules(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
+    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # A copy takes four times as long as its text. It is made where that could differ: most classes switch truncation
+    # and padding off in a call, and scores of other kinds of models lose their last digits when they are read.
+    if backend.truncation or backend.padding or type(backend.model).__name__ not in _WITHOUT_SCORES:
+        backend = plain_backend(tokenizer)
+    rules: str = backend.to_str()
+    return rules
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase, *, examples: bool) -> str:
+    """Name the narrowest type of a file's tokens; complements of context tokens take the upper half of four bytes."""
+    return "uint16" if not examples and max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32"
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # verbose: documents may be longer than the model's positions, since they are cut afterwards.
+    return list(tokenizer(text, verbose=False, split_special_tokens=True)["input_ids"])
+
+
+def text_digest(text: str) -> int:
+    """Hash of a text in [0, 2**64): equal documents fall on one side of the held-out split, in every file."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, person=b"hfdist-eval").digest()
+    return int.from_bytes(digest, "little")
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Give a copy of the fast tokenizer behind, if any, without truncation and padding, which documents never use."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
 
 # To be counted up when `encode_examples` gives other tokens or targets for the same example and settings.
 _EXAMPLES = 2
@@ -39,12 +139,7 @@ _LEAF_KEYS_KEPT = ("role", "type")
 
 
 class Encoders:
-    """Makes tokens of documents and of examples.
-
-    Args:
-        tokenizer: must have an end-of-text token.
-        chat: `data.chat`.
-    """
+    """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
@@ -75,8 +170,7 @@ class Encoders:
     def check(self, shards: Sequence[tuple[str, Shard]]) -> None:
         """Try the first example, to find a tokenizer that cannot encode it before anything is built.
 
-        Raises:
-            ConfigError: see `encode_examples`.
+        ConfigError: see `encode_examples`.
         """
         for _, shard in shards:
             if shard.gives_examples and not hasattr(shard, "token_columns"):
@@ -88,8 +182,7 @@ class Encoders:
     def encode(self, shard: Shard, rows: Sequence[int], texts: Sequence[str]) -> list[Tokens | BadRow]:
         """Give the tokens of some rows of a shard; of an example, complements where a token is no target.
 
-        Raises:
-            ConfigError: see `encode_examples`.
+        ConfigError: see `encode_examples`.
         """
         if not shard.gives_examples:
             return list(self._text.encode(texts))
@@ -102,8 +195,7 @@ class Encoders:
     def encode_examples(self, examples: Sequence[str]) -> list[Tokens | ContentError]:
         """Give the tokens of each example (see `sources/rows.py`), shape [tokens], or why there are none.
 
-        Raises:
-            ConfigError: there are conversations, and the tokenizer or `data.chat` does not fit them.
+        ConfigError: there are conversations, and the tokenizer or `data.chat` does not fit them.
         """
         begun: list[Tokens | _Chat | ContentError] = []
         for text in examples:
@@ -144,12 +236,7 @@ class Encoders:
 
 
 def check_token_sources(sources: Mapping[str, SourceConfig], encoders: Encoders) -> None:
-    """Check that sources of token files hold what these encoders would make.
-
-    Raises:
-        ConfigError: one does not.
-        DataError: its description is damaged.
-    """
+    """Check that sources of token files hold what these encoders would make; ConfigError or DataError if not."""
     for source in sources.values():
         if source.kind is SourceKind.tokens and source.path is not None:
             check_tokenizer(source.path, encoders.digest(examples=False), encoders.digest(examples=True))
@@ -219,11 +306,7 @@ class _ChatEncoder:
         return np.where(is_target, tokens, ~tokens)
 
     def render(self, messages: list[dict[str, Any]], tools: Tools, learned_from: int) -> _Chat:
-        """Render a conversation, and find its targets.
-
-        Raises:
-            RefusedError: the template does not take it.
-        """
+        """Render a conversation, and find its targets; RefusedError where the template does not take it."""
         if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._config.system}, *messages]
             learned_from += 1
@@ -275,8 +358,7 @@ class _ChatEncoder:
     def _wrap(self, value: Any) -> Any:
         """Put two private characters around the texts of special tokens in all that is written.
 
-        Raises:
-            RefusedError: one stands where templates look for certain words.
+        RefusedError: one stands where templates look for certain words.
         """
         if isinstance(value, str):
             return self._special_texts.sub(rf"{_OPEN}\g<0>{_SHUT}", value)

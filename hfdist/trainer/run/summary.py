@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import cast
@@ -114,14 +115,15 @@ def _safe(text: str) -> str:
 def survey(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out."""
     documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
-    read = (one for block in corpus.mixed_blocks() for chunk in documents.read(block) for one in chunk)
-    found = list(islice(read, _SURVEYED_DOCUMENTS))
-    trained = [one for one in found if one.fate is Status.trained]
-    num_tokens = sum(len(one.tokens) for one in trained)
-    share = 100 * sum(int((one.tokens >= 0).sum()) for one in trained) / max(num_tokens, 1)
-    fates = {fate: sum(one.fate is fate for one in found) for fate in (Status.too_long, Status.no_target, Status.bad)}
+    read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
+    found = list(islice(rows, _SURVEYED_DOCUMENTS))
+    trained = [(tokens, cut_tokens) for tokens, fate, cut_tokens in found if fate == Status.trained]
+    num_tokens = sum(len(tokens) for tokens, _ in trained)
+    share = 100 * sum(int((tokens >= 0).sum()) for tokens, _ in trained) / max(num_tokens, 1)
+    fates = Counter(int(fate) for _, fate, _ in found)
     notes = [
-        (sum(one.cut_tokens > 0 for one in trained), f"cut to {config.sequence_length:,} tokens"),
+        (sum(int(cut_tokens > 0) for _, cut_tokens in trained), f"cut to {config.sequence_length:,} tokens"),
         (fates[Status.too_long], "left out as too long"),
         (fates[Status.no_target], "left out without a target"),
         (fates[Status.bad], "left out as bad"),

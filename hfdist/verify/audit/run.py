@@ -185,12 +185,13 @@ def _describe(
     end = first + int(record["num_tokens"])
     note = ", quarantined" if status is Status.quarantined else ""
     yield f"  {row}  tokens {first}..{end - 1} of {total}{note}"
-    (document,) = next(documents.read([int(record["document"])]))
-    found = len(document.tokens) + document.cut_tokens
+    batch = next(documents.chunks(np.array([record["document"]])))
+    (tokens,) = batch.views()
+    found = len(tokens) + int(batch.cut_tokens[0])
     if found != total:
         raise DataError("the row has changed since the run", where=row, found=f"{found} tokens")
     # What the model saw: the piece, through the tokenizer and back.
-    ids, _ = ids_and_labels(document.tokens[first:end])
+    ids, _ = ids_and_labels(tokens[first:end])
     text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
     if shows_all_text:
         yield from (f"      {printable(line)}" for line in text.split("\n"))

@@ -8,6 +8,11 @@ __all__ = ["s3", "s3_server", "web"]
 
 
 @pytest.fixture
-def folders(tmp_path):
+def data(tmp_path):
     (tmp_path / "data").mkdir()
-    return tmp_path / "data", tmp_path / "cache"
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
-from pyarrow import feather, ipc
+from pyarrow import ipc
 
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
 from hfdist.data.sources.base import BadRow, Shard
@@ -34,6 +34,34 @@ def tokenizer():
     return train_bpe(texts(), 512)
 
 
+def jsonl_bytes() -> bytes:
+    return "".join(json.dumps({"text": text, "n": 1}, ensure_ascii=False) + "\n" for text in texts()).encode()
+
+
+PACKERS = {".jsonl": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+def write_rows(rows: pa.Table | list[dict], path: Path, most_rows: int | None = None, **options) -> Path:
+    """Write a file of the kind that its suffix names, in row groups or record batches of `most_rows`."""
+    if path.suffix in PACKERS:
+        rows = rows.to_pylist() if isinstance(rows, pa.Table) else rows
+        path.write_bytes(PACKERS[path.suffix]("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        return path
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=most_rows, **options)
+    else:
+        # A stream, as `datasets` writes it, or a file with a footer.
+        with (ipc.new_stream if path.suffix == ".arrow" else ipc.new_file)(path, table.schema, **options) as writer:
+            writer.write_table(table, max_chunksize=most_rows)
+    return path
+
+
+def table_of_texts(start: int = 0, stop: int | None = None) -> pa.Table:
+    rows = texts()[start:stop]
+    return pa.table({"id": list(range(len(rows))), "text": list(rows)})
+
+
 def write_txt(folder: Path) -> str:
     for number, text in enumerate(texts()):
         (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
@@ -41,56 +69,27 @@ def write_txt(folder: Path) -> str:
 
 
 def write_parquet(folder: Path) -> str:
-    # Two files with row groups of uneven size.
-    for number, rows in enumerate((texts()[:50], texts()[50:])):
-        table = pa.table({"id": list(range(len(rows))), "text": list(rows)})
-        pq.write_table(table, folder / f"part-{number}.parquet", row_group_size=17)
+    """Two files with row groups of uneven size."""
+    write_rows(table_of_texts(0, 50), folder / "part-0.parquet", 17)
+    write_rows(table_of_texts(50), folder / "part-1.parquet", 17)
     return str(folder / "*.parquet")
 
 
-def jsonl_bytes() -> bytes:
-    return "".join(json.dumps({"text": text, "n": 1}, ensure_ascii=False) + "\n" for text in texts()).encode()
-
-
-def write_jsonl(folder: Path) -> str:
-    (folder / "rows.jsonl").write_bytes(jsonl_bytes())
-    return str(folder / "rows.jsonl")
-
-
-def write_jsonl_gz(folder: Path) -> str:
-    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(jsonl_bytes()))
-    return str(folder)
-
-
-def write_jsonl_zst(folder: Path) -> str:
-    (folder / "rows.jsonl.zst").write_bytes(zstandard.compress(jsonl_bytes()))
-    return str(folder)
-
-
-def write_arrow(folder: Path) -> str:
-    """A stream of batches of uneven size, as `datasets` writes it."""
-    table = pa.table({"id": list(range(len(texts()))), "text": list(texts())})
-    with ipc.new_stream(folder / "rows.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=17)
-    return str(folder)
-
-
 def write_feather(folder: Path) -> str:
-    """A file with a footer, compressed."""
-    table = pa.table({"id": list(range(len(texts()))), "text": list(texts())})
-    feather.write_feather(table, str(folder / "rows.feather"), compression="zstd", chunksize=17)
-    return str(folder)
+    options = ipc.IpcWriteOptions(compression="zstd")
+    return str(write_rows(table_of_texts(), folder / "rows.feather", 17, options=options))
 
 
 WRITERS = {
     "txt": write_txt,
     "parquet": write_parquet,
-    "arrow": write_arrow,
     "feather": write_feather,
-    "jsonl": write_jsonl,
-    "jsonl.gz": write_jsonl_gz,
-    "jsonl.zst": write_jsonl_zst,
+    **{
+        kind: lambda folder, kind=kind: str(write_rows(table_of_texts(), folder / f"rows.{kind}", 17))
+        for kind in ("arrow", "jsonl", "jsonl.gz", "jsonl.zst")
+    },
 }
+"""Each gives the path of a source."""
 
 
 def files_config(path: str, cache_dir: Path, **settings) -> DataConfig:

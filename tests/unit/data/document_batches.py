@@ -1,9 +1,23 @@
 """Documents as the columns that packing takes."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from hfdist.data.order.cursor import Place
+from hfdist.data.order.records import Status
 from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.errors import DataError
+
+
+class Document(NamedTuple):
+    """One of them, and what is to become of it."""
+
+    number: int
+    tokens: Any
+    fate: Status = Status.trained
+    error: DataError | None = None
+    cut_tokens: int = 0
 
 
 def in_chunks(documents, size, *, epoch=0, first=0):
@@ -25,3 +39,12 @@ def columns(documents):
         fates=np.array([one.fate for one in documents], dtype=np.int64),
         errors={place: one.error for place, one in enumerate(documents) if one.error is not None},
     )
+
+
+def one_by_one(batch):
+    """The documents of a chunk."""
+    columns = (column.tolist() for column in (batch.numbers, batch.fates, batch.cut_tokens))
+    return [
+        Document(number, tokens, Status(fate), batch.errors.get(place), cut_tokens)
+        for place, (tokens, number, fate, cut_tokens) in enumerate(zip(batch.views(), *columns, strict=True))
+    ]

@@ -58,6 +58,7 @@ def setting(packing, mixture):
     run = Run(corpus, config, 1, ledger=lambda: Ledger(folder, corpus, BadRows.error))
     batches = [run.step() for _ in range(STEPS)]
     run.flush()
+    assert max(int(np.max(read_records(folder, lane)["epoch"])) for lane in range(LANES)) >= 1
     return config, corpus, batches, folder
 
 
@@ -151,10 +152,3 @@ class TestInterruptions(Interruptions.TestCase):
 @pytest.mark.timeout(3600)
 class TestManyInterruptions(Interruptions.TestCase):
     settings = examples(2000)
-
-
-def test_the_reference_reads_several_epochs():
-    for packing in Packing:
-        for mixture in MIXTURES:
-            folder = setting(packing, mixture)[3]
-            assert max(int(np.max(read_records(folder, lane)["epoch"])) for lane in range(LANES)) >= 1

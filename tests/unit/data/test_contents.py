@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
 import datasets
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from pyarrow import ipc
 
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
@@ -19,7 +16,7 @@ from hfdist.data.pretokenize import pretokenize
 from hfdist.data.storage import files as files_module
 from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
-from tests.unit.data.corpora import files_config, tokenizer
+from tests.unit.data.corpora import files_config, tokenizer, write_rows
 from tests.unit.data.streams import Run, memory_config, memory_corpus
 
 ROWS = [f"{number:05d} " + "lorem ipsum " * 25 for number in range(2000)]
@@ -30,22 +27,14 @@ def rows_with(text):
     return [*ROWS[:EDITED], text, *ROWS[EDITED + 1 :]]
 
 
-def write_jsonl(folder, rows):
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return folder / "rows.jsonl"
+def write_as(kind, **options):
+    def write(folder, rows):
+        return write_rows(pa.table({"text": rows}), folder / f"rows.{kind}", 100, **options)
+
+    return write
 
 
-def write_parquet(folder, rows):
-    pq.write_table(
-        pa.table({"text": rows}), folder / "rows.parquet", row_group_size=100, compression="none", use_dictionary=False
-    )
-    return folder / "rows.parquet"
-
-
-def write_arrow(folder, rows):
-    with ipc.new_stream(folder / "rows.arrow", pa.schema([("text", pa.string())])) as writer:
-        writer.write_table(pa.table({"text": rows}), max_chunksize=100)
-    return folder / "rows.arrow"
+write_jsonl = write_as("jsonl")
 
 
 def write_txt(folder, rows):
@@ -65,8 +54,8 @@ def write_tokens(folder, rows):
 # With the row that is named; of several rows, the first and the last.
 WRITERS = {
     "jsonl": (write_jsonl, r"10\d\d to 10\d\d"),
-    "parquet": (write_parquet, "1000 to 1099"),
-    "arrow": (write_arrow, "1000 to 1099"),
+    "parquet": (write_as("parquet", compression="none", use_dictionary=False), "1000 to 1099"),
+    "arrow": (write_as("arrow"), "1000 to 1099"),
     "txt": (write_txt, "0"),
     "tokens": (write_tokens, r"\d+ to 10\d\d"),
 }
@@ -110,8 +99,7 @@ def files_that_were_just_written_count_as_old(monkeypatch):
     monkeypatch.setattr(files_module, "_RECENT_NS", 0)
 
 
-@pytest.mark.parametrize("keeps_times", [False, True])
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(("kind", "keeps_times"), [("jsonl", False), *((kind, True) for kind in WRITERS)])
 def test_an_edit_of_equal_size_stops_a_run_that_goes_on_and_names_the_rows(tmp_path, kind, keeps_times):
     rows = WRITERS[kind][1]
     path, config, run = begin(tmp_path, kind)

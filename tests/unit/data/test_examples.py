@@ -1,20 +1,18 @@
 """Rows of every format, from every kind of file, become one canonical form; those of none are named."""
 
-import gzip
 import json
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
-from pyarrow import ipc
 
 from hfdist.config.data import BadRows, DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.data import open_corpus
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.rows import RowReader
 from hfdist.errors import DataError
+from tests.unit.data.corpora import write_rows
 
 USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -83,28 +81,12 @@ ROWS = {
 }
 
 
-@pytest.fixture
-def data(tmp_path):
-    (tmp_path / "data").mkdir()
-    return tmp_path / "data"
-
-
-PACKERS = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": zstandard.compress}
-
-
 def write(folder, kind, rows):
     """One file of a kind; gives its path."""
-    if kind in PACKERS:
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (folder / f"rows.{kind}").write_bytes(PACKERS[kind](lines))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=3)
-    elif kind == "arrow":
-        table = pa.Table.from_pylist(rows)
-        with ipc.new_stream(folder / "rows.arrow", table.schema) as writer:
-            writer.write_table(table, max_chunksize=3)
-    else:
+    if kind == "hub":
         datasets.Dataset.from_list(rows).save_to_disk(folder)
+    else:
+        write_rows(rows, folder / f"rows.{kind}", 3)
     return str(folder)
 
 

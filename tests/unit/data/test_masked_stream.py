@@ -15,12 +15,12 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import INPUT_IDS, LABELS
 from hfdist.data.pretokenize import pretokenize
-from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.tokenize import text_digest
+from hfdist.data.tokenization.encoders import Encoders, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.run.summary import preview, survey
 from tests.unit.data.chat_styles import chat_tokenizer
+from tests.unit.data.document_batches import one_by_one
 
 LENGTH = 48
 WORDS = ["Hello", "Hi", "Bye", "thanks", "name", "It", "is", "3.", "tool"]
@@ -55,7 +55,8 @@ def stream_of(config, rows=None, **more):
 
 def documents_of(config, rows=None):
     documents = Documents(corpus_of(config, rows), Encoders(tokenizer(), config.chat), open_token_cache(config), config)
-    return [one for block in documents.corpus.mixed_blocks() for part in documents.read(block) for one in part]
+    blocks = map(np.array, documents.corpus.mixed_blocks())
+    return [one for block in blocks for chunk in documents.chunks(block) for one in one_by_one(chunk)]
 
 
 def encoded(messages):
@@ -162,24 +163,6 @@ def test_packed_and_alone_the_losses_are_the_same(tmp_path):
     assert packed == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize("packing", list(Packing))
-def test_a_run_goes_on_in_the_middle_with_the_same_targets(packing, tmp_path):
-    config = config_of(tmp_path, epochs=2, packing=packing)
-    rest = list(stream_of(config))
-    first = stream_of(config)
-    for _ in range(8):
-        next(iter(first))
-    state = json.loads(json.dumps(first.state_dict()))
-    # The same position, on two ranks.
-    streams = [stream_of(config, data_rank=rank, data_size=2) for rank in range(2)]
-    for stream in streams:
-        stream.load_state_dict(state)
-    again = [[next(items) for items in map(iter, streams)] for _ in range(3)]
-    for item, expected in zip((item for pair in again for item in pair), rest[8:], strict=False):
-        for name in expected:
-            assert torch.equal(item[name], expected[name])
-
-
 def test_tokens_come_back_from_the_cache_as_they_were(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     made = documents_of(config)
@@ -267,15 +250,6 @@ def test_text_and_conversations_go_together(tmp_path):
     assert (tokens[0] < 0).any()
     assert (tokens[1] >= 0).all()
     assert tokens[1][-1] == tokenizer().eos_token_id
-
-
-def test_a_quarantined_example_keeps_its_place_without_targets(tmp_path):
-    plain, without = (list(stream_of(config_of(tmp_path, quarantine=entries))) for entries in ([], ["x:x:7"]))
-    assert len(plain) == len(without)
-    changed = [(a, b) for a, b in zip(plain, without, strict=True) if not torch.equal(a["labels"], b["labels"])]
-    ((before, after),) = changed
-    lost = (before["labels"] >= 0) & (after["labels"] < 0)
-    assert int(lost.sum()) == len(targets_of(encoded(conversation(7))))
 
 
 def test_pretokenized_examples_train_as_the_conversations(tmp_path):

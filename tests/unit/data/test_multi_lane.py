@@ -2,7 +2,6 @@
 
 import random
 import weakref
-from dataclasses import replace
 from unittest.mock import patch
 
 import datasets
@@ -93,20 +92,6 @@ def test_lanes_together_give_what_each_gives_by_itself(folders, settings, turns)
     for number in range(NUM_SEQUENCES, NUM_SEQUENCES + 50):
         for lane in behind:
             same(again[lane].next(number), theirs[lane].next(number))
-
-
-def test_sources_that_end_and_take_turns(folders):
-    config = config_of(folders, sequence_length=400)
-    limits = {"a": {"weight": 3.0, "epochs": 2}, "b": {"weight": 1.0, "epochs": 1}}
-    config.sources = {name: replace(source, **limits[name]) for name, source in config.sources.items()}
-    ours, theirs = (lanes_of(config, None, together=together) for together in (True, False))
-    pools = []
-    for number in range(NUM_SEQUENCES):
-        packed = ours[number % NUM_LANES].next(number)
-        same(packed, theirs[number % NUM_LANES].next(number))
-        pools.append(packed[1])
-    assert {0, 1, None} == set(pools)
-    assert pools[-NUM_LANES:] == [None] * NUM_LANES
 
 
 def outcomes(lanes, order, num_sequences=20):

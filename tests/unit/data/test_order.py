@@ -1,5 +1,6 @@
 """The order of documents: a bijection, dealt to lanes, visited exactly once an epoch."""
 
+import collections
 import time
 from itertools import chain
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.data.order.shuffle import LaneOrder, lanes_of_rank, permutation, workers_that_fit
+from hfdist.data.order.shuffle import LaneOrder, Mixture, lanes_of_rank, permutation, stride_schedule, workers_that_fit
 
 
 @given(size=st.integers(0, 3000), key=st.integers(0, 2**40))
@@ -45,25 +46,21 @@ shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size
 
 @given(shards=shards, lanes=st.integers(1, 12), seed=st.integers(0, 1000), epoch=st.integers(0, 3))
 @settings(max_examples=40, deadline=None)
-def test_each_epoch_of_the_lanes_visits_each_document_once(shards, lanes, seed, epoch):
+def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shards, lanes, seed, epoch):
     order = lane_order(*shards, lanes=lanes, key=seed)
     one_by_one = [lane_documents(order, epoch, lane) for lane in range(lanes)]
     assert sorted(chain.from_iterable(one_by_one)) == list(range(sum(map(sum, shards))))
     assert [order.documents(epoch, lane).tolist() for lane in range(lanes)] == one_by_one
-
-
-@given(
-    runs=st.lists(st.integers(1, 400), min_size=1, max_size=8), lanes=st.integers(1, 6), position=st.integers(0, 200)
-)
-@settings(max_examples=60, deadline=None)
-def test_neighbours_are_the_next_documents_of_the_lane_and_lie_in_one_run(runs, lanes, position):
-    order = lane_order(runs, lanes=lanes, key=5)
-    if position >= order.lane_length(1, 0):
-        return
-    together = neighbours(order, 1, 0, position)
-    assert together == [neighbours(order, 1, 0, position + step)[0] for step in range(len(together))]
-    ends = np.cumsum(runs)
-    assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
+    if sum(map(sum, shards)) >= lanes:
+        assert all(one_by_one)
+    ends = np.cumsum(list(chain.from_iterable(shards)))
+    for lane, documents in enumerate(one_by_one):
+        for position in range(len(documents)):
+            together = neighbours(order, epoch, lane, position)
+            assert together == documents[position : position + len(together)]
+            assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
+    moved = LaneOrder(shards, lanes=lanes, key=(seed,), first_document=100)
+    assert moved.documents(epoch, 0).tolist() == [100 + number for number in one_by_one[0]]
 
 
 def test_epochs_and_seeds_differ():
@@ -75,12 +72,6 @@ def test_epochs_and_seeds_differ():
     assert lane(0, 0) != lane(1, 0)
 
 
-def test_documents_are_numbered_from_the_first_of_their_pool():
-    order = LaneOrder([[5], [7]], lanes=3, key=("x",), first_document=100)
-    assert sorted(order.documents(0, lane).tolist() for lane in range(3)) != [[]]
-    assert sorted(np.concatenate([order.documents(0, lane) for lane in range(3)])) == list(range(100, 112))
-
-
 def test_blocks_lie_inside_their_run_and_lanes_are_as_long_as_each_other():
     order = lane_order([100, 7], [1000], lanes=4)
     lengths = [order.lane_length(0, lane) for lane in range(4)]
@@ -89,12 +80,6 @@ def test_blocks_lie_inside_their_run_and_lanes_are_as_long_as_each_other():
     # A million rows in one run: at most 1,024 are read together.
     large = lane_order([1_000_000], lanes=4)
     assert max(len(neighbours(large, 0, lane, 0)) for lane in range(4)) == 1024
-
-
-def test_each_lane_has_a_document_where_there_are_as_many():
-    for documents in (12, 13, 40):
-        order = lane_order([documents], lanes=12)
-        assert all(order.lane_length(epoch, lane) >= 1 for epoch in range(3) for lane in range(12))
 
 
 class TestLargeCorpora:
@@ -109,10 +94,6 @@ class TestLargeCorpora:
         assert len(documents) == 10_000_000 / 8
         assert len(set((documents // 100_000).tolist())) <= 100 / 8 + 2
         assert max(len(set(part // 100_000)) for part in np.array_split(documents, 20)) <= 3
-
-    def test_another_epoch_gives_it_other_shards(self, order):
-        first, second = (set((order.documents(epoch, 3) // 100_000).tolist()) for epoch in (0, 1))
-        assert len(first & second) < 7
 
     def test_any_place_is_found_at_once(self):
         start = time.perf_counter()
@@ -147,3 +128,56 @@ def test_blocks_together_are_the_blocks_one_by_one(most_rows):
             num_blocks += 1
         assert numbers.tolist() == expected
         assert num_blocks == 1 or len(expected) <= most_rows
+
+
+weights = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)
+
+
+@given(weights=weights, start=st.integers(0, 10**7), length=st.integers(1, 3000))
+@settings(max_examples=150, deadline=None)
+def test_the_schedule_is_the_same_from_everywhere_and_exact_in_every_window(weights, start, length):
+    turns = stride_schedule(weights, start, start + length)
+    middle = length // 2
+    assert np.array_equal(turns[middle:], stride_schedule(weights, start + middle, start + length))
+    shares = np.array(weights) / sum(weights)
+    taken = np.vstack([np.zeros(len(weights)), np.cumsum(np.eye(len(weights))[turns], axis=0)])
+    error = taken - np.arange(length + 1)[:, None] * shares
+    # Of any window inside: the difference of two such errors. Two sequences for two sources.
+    assert (error.max(axis=0) - error.min(axis=0) <= 1 + shares * len(shares) + 1e-6).all()
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.7, 0.2, 0.1), (1 / 3, 1 / 3, 1 / 3), (0.618, 0.382), (0.96, 0.04)])
+@pytest.mark.parametrize("lanes", [1, 12, 48])
+def test_whole_rounds_are_exact_and_every_lane_meets_every_source(shares, lanes):
+    mixture = Mixture([(0, shares)], lanes=lanes)
+    available = tuple(range(len(shares)))
+    rounds = 500
+    picks = np.array([mixture.pick(sample, available) for sample in range(rounds * lanes)])
+    taken = np.eye(len(shares))[picks].reshape(rounds, lanes, -1)
+    error = np.cumsum(taken.sum(axis=1), axis=0) - np.arange(1, rounds + 1)[:, None] * lanes * np.array(shares)
+    assert np.abs(error).max() < 2
+    by_lane = taken.sum(axis=0) / rounds
+    # Rotations are drawn, so that no weight goes along with them.
+    assert np.abs(by_lane - np.array(shares)).max() < 0.08
+
+
+def test_weights_change_at_their_sample_and_zero_pauses():
+    mixture = Mixture([(0, (1.0, 1.0)), (120, (1.0, 0.0)), (240, (0.0, 3.0))], lanes=12)
+    picks = [mixture.pick(sample, (0, 1)) for sample in range(360)]
+    assert sum(picks[:120]) == 60
+    assert picks[120:] == [0] * 120 + [1] * 120
+
+
+def test_paused_sources_are_drawn_from_only_where_nothing_else_is_left():
+    mixture = Mixture([(0, (1.0, 1.0, 1.0)), (12, (1.0, 0.0, 0.0))], lanes=12)
+    assert {mixture.pick(sample, (0, 1, 2)) for sample in range(12, 240)} == {0}
+    assert collections.Counter(mixture.pick(sample, (1, 2)) for sample in range(12, 252)) == {1: 120, 2: 120}
+    assert mixture.pick(130, (1,)) == 1
+
+
+def test_the_share_of_a_finished_source_goes_to_the_others_in_proportion():
+    mixture = Mixture([(0, (0.5, 0.3, 0.2))], lanes=1)
+    picks = [mixture.pick(sample, (1, 2)) for sample in range(1000)]
+    assert picks.count(1) == pytest.approx(600, abs=2)
+    assert set(picks) == {1, 2}
+    assert mixture.pick(0, ()) is None
