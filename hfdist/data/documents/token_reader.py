@@ -67,7 +67,7 @@ class Documents:
             for rows in self._tokenized(shard, (together - first_document).tolist()):
                 bad = {place: row.error for place, row in enumerate(rows) if isinstance(row, BadRow)}
                 examples = np.arange(len(rows) if shard.gives_examples else 0)
-                yield self._judge(together[first : first + len(rows)], _columns(rows), bad, examples)
+                yield self._judge(together[first : first + len(rows)], _join(rows), bad, examples)
                 first += len(rows)
 
     def are_token_files(self, pool: Pool) -> bool:
@@ -174,7 +174,7 @@ class Documents:
         return {row: TokenRow(_NOTHING, one) for row, one in digests.items() if not self.corpus.is_held_out(one)}
 
 
-def _columns(rows: Sequence[TokenRow | BadRow]) -> _Columns:
+def _join(rows: Sequence[TokenRow | BadRow]) -> _Columns:
     """Join rows end to end; bad rows are empty."""
     tokens = [_NOTHING if isinstance(row, BadRow) else row.tokens for row in rows]
     lengths = np.array([len(one) for one in tokens], dtype=np.int64)
