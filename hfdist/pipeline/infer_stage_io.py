@@ -32,21 +32,14 @@ _PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class SharedParameters:
-    """Parameters that several ranks of a pipeline hold, such as a tied head and its embedding."""
-
-    groups: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
-    """This rank's: the ranks that hold them, and their names."""
-    counted_elsewhere: frozenset[str]
-    """Those that an earlier rank counts in the norm."""
-
-
-@dataclass(frozen=True)
 class StageIO:
     """What travels between stages, and what several ranks hold; agreed on by all ranks."""
 
     carry: Carry
-    shared: SharedParameters
+    shared: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
+    """Parameters that several ranks hold, such as a tied head and its embedding: the ranks, and the names."""
+    counted_elsewhere: frozenset[str]
+    """Those that an earlier rank counts in the norm."""
 
 
 def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> StageIO:
@@ -70,7 +63,7 @@ def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: 
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel))
     if problem is not None:
         raise _refusal(split, [problem])
-    return StageIO(carry, _find_shared(split, topology))
+    return StageIO(carry, *_find_shared(split, topology))
 
 
 def _keep_only(split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult]) -> str | None:
@@ -157,7 +150,9 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
         dist.broadcast(held.to(device_of(group), copy=True), src=first, group=group)
 
 
-def _find_shared(split: SplitModel, topology: Topology) -> SharedParameters:
+def _find_shared(
+    split: SplitModel, topology: Topology
+) -> tuple[tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...], frozenset[str]]:
     """Every rank makes every group, in the same order, as torch asks."""
     own = [name for name, parameter in split.model.named_parameters() if parameter.requires_grad]
     names_of_rank = gather_json(own)
@@ -175,7 +170,7 @@ def _find_shared(split: SplitModel, topology: Topology) -> SharedParameters:
                 groups.append((group, names))
                 if topology.rank != sharing[0]:
                     counted_elsewhere |= set(names)
-    return SharedParameters(tuple(groups), frozenset(counted_elsewhere))
+    return tuple(groups), frozenset(counted_elsewhere)
 
 
 @contextmanager

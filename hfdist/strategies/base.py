@@ -1,6 +1,7 @@
 """The two interfaces that carry hfdist: a Strategy says how a model becomes distributed, an Engine runs it.
 
-The defaults here fit a layout in which each rank runs the whole model with the Hugging Face Trainer's own step.
+The two classes themselves are the layout in which each rank holds the whole model and runs the Hugging Face Trainer's
+own step: one process, or data parallel with averaged gradients. Other layouts derive from them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.timeline import ScheduleTrace
+from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
 
 Batch = dict[str, torch.Tensor]
@@ -73,6 +75,8 @@ class Engine:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._optimizer: Any = None
+        """As accelerate wrapped it; None before `attach`."""
 
     @property
     def size(self) -> ModelSize:
@@ -85,7 +89,8 @@ class Engine:
         Returns:
             The optimizer that the Trainer steps.
         """
-        raise NotImplementedError
+        self._optimizer = optimizer
+        return optimizer
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
@@ -132,7 +137,7 @@ class Engine:
 
     def pieces(self) -> Iterable[Piece]:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
-        raise NotImplementedError
+        return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
 
     def numbers(self) -> dict[str, Any]:
         """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
@@ -146,7 +151,10 @@ class Engine:
 
 
 class Strategy(Partitioning):
-    """How one model becomes a distributed one. Cheap: needs no process group until `start`."""
+    """How one model becomes a distributed one. Cheap: needs no process group until `start`.
+
+    Itself it is `strategy.sharding=none` without a model axis: accelerate wraps the model in DDP on several processes.
+    """
 
     shares = ShardFractions()
 
@@ -170,7 +178,7 @@ class Strategy(Partitioning):
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned."""
-        raise NotImplementedError
+        return Engine(model)
 
 
 def build_mesh(topology: Topology) -> DeviceMesh:

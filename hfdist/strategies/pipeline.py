@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
@@ -29,7 +28,6 @@ from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel, device_of
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import ScheduleTrace
-from hfdist.strategies import pieces
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, build_mesh
 from hfdist.topology import Topology
 
@@ -50,8 +48,7 @@ class PipelineEngine(Engine):
         self._size = size
         self._strategy = strategy
         self._split = split
-        self._carry = stage_io.carry
-        self._shared = stage_io.shared
+        self._io = stage_io
         self._pipeline_group = mesh.get_group("pipeline")
         self._data_group = mesh.get_group("data")
         self.loss_group = self._data_group
@@ -59,7 +56,6 @@ class PipelineEngine(Engine):
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
         self._mode: bool | None = None
-        self._optimizer: Any = None
         self._scaler: Any = None
 
     @property
@@ -69,7 +65,7 @@ class PipelineEngine(Engine):
 
     def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
-        if self._carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
+        if self._io.carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
             raise PartitionError(
                 "every stage of this model looks up the embedding, and would add noise of its own to it",
                 where="train.arguments.neftune_noise_alpha",
@@ -91,7 +87,7 @@ class PipelineEngine(Engine):
     def _make_pipeline(self) -> Pipeline:
         self.schedule_trace = self._strategy.describe_step(self._device)
         return Pipeline(
-            {stage: self._split.stage_module(stage, self._carry) for stage in self._split.mine},
+            {stage: self._split.stage_module(stage, self._io.carry) for stage in self._split.mine},
             self._strategy.config.schedule,
             P2PChannel(self._strategy.rank_of_stage, self._pipeline_group, self._device),
             num_microbatches=self._strategy.batch.num_microbatches,
@@ -133,16 +129,11 @@ class PipelineEngine(Engine):
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
-        counted = (parameter for name, parameter in parameters.items() if name not in self._shared.counted_elsewhere)
+        counted = (parameter for name, parameter in parameters.items() if name not in self._io.counted_elsewhere)
         norm = total_norm(counted, self._pipeline_group, self._device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
-
-    def pieces(self) -> Iterable[Piece]:
-        """List this rank's parameters and their optimizer state, whole; names are the whole model's."""
-        optimizer = None if self._optimizer is None else self._optimizer.optimizer
-        return pieces.list_pieces(self.model, optimizer)
 
     def _find_trainable(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
@@ -175,7 +166,7 @@ class PipelineEngine(Engine):
         sum_gradients(self.model.parameters(), self._data_group)
 
     def _sum_shared(self) -> None:
-        for group, names in self._shared.groups:
+        for group, names in self._io.shared:
             sum_gradients((self.model.get_parameter(name) for name in names), group)
 
     def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:

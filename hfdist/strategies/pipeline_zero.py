@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,16 +42,29 @@ class PipelineZeroEngine(PipelineEngine):
         for name, parameter in self.model.named_parameters():
             # By these two DeepSpeed knows what to count in the norm.
             parameter.model_parallel = True  # type: ignore[attr-defined]
-            parameter.ds_pipe_replicated = name in self._shared.counted_elsewhere  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = name in self._io.counted_elsewhere  # type: ignore[attr-defined]
         self._engine, *_ = deepspeed.initialize(
             model=self.model,
             optimizer=optimizer.optimizer,
-            mpu=_Groups(model=self._pipeline_group, data=self._data_group),
+            mpu=self._groups(),
             config=self._strategy.deepspeed_config,
             dist_init_required=False,
         )
         self._norm = torch.zeros(())
         return DeepSpeedOptimizerWrapper(self._engine.optimizer)
+
+    def _groups(self) -> SimpleNamespace:
+        """DeepSpeed's interface to the process groups of a layout ("mpu")."""
+        model, data = self._pipeline_group, self._data_group
+        return SimpleNamespace(
+            get_model_parallel_group=lambda: model,
+            get_model_parallel_rank=lambda: dist.get_rank(model),
+            get_model_parallel_world_size=lambda: dist.get_world_size(model),
+            get_data_parallel_group=lambda: data,
+            get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(data),
+            get_data_parallel_rank=lambda: dist.get_rank(data),
+            get_data_parallel_world_size=lambda: dist.get_world_size(data),
+        )
 
     def _check_every_rank_trains(self) -> None:
         trains = gather_json(any(parameter.requires_grad for parameter in self.model.parameters()))
@@ -124,31 +138,3 @@ class _Step:
         self._zero.reduce_gradients(pipeline_parallel=True)
         self._zero.step()
         self.norm = torch.as_tensor(self._zero._global_grad_norm)
-
-
-class _Groups:
-    """DeepSpeed's interface to the process groups of a layout ("mpu")."""
-
-    def __init__(self, *, model: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-        self._model, self._data = model, data
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._model
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._model)
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._model)
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._data)
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._data)

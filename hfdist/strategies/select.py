@@ -32,9 +32,7 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
 
             return PipelineStrategy(topology, batch, strategy, train)
         case Sharding.none:
-            from hfdist.strategies.replicated import ReplicatedStrategy
-
-            return ReplicatedStrategy(topology, batch)
+            return Strategy(topology, batch)
         case Sharding.zero1 if has_pipeline:
             from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
@@ -16,15 +16,9 @@ from hfdist.models.adapter import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
 from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, write_adapter_config
+from tests.unit.tiny import llama
 
-SMALL = LlamaConfig(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = torch.arange(20)[None]
 
 
@@ -32,7 +26,7 @@ TOKENS = torch.arange(20)[None]
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    LlamaForCausalLM(SMALL).save_pretrained(folder)
+    llama(**SMALL).save_pretrained(folder)
     return folder
 
 
@@ -202,13 +196,13 @@ def test_quantized_weights_are_refused(base):
 
 def test_an_adapter_on_one_of_two_tied_layers_is_refused(tmp_path):
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**(SMALL.to_dict() | {"tie_word_embeddings": True}))).save_pretrained(tmp_path)
+    llama(**SMALL, tie_word_embeddings=True).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="one weight"):
         build(tmp_path, "adapter=lora", "adapter.targets=[q_proj,lm_head]")
 
 
 def test_patterns_choose_what_is_trained(base):
-    model = LlamaForCausalLM(SMALL)
+    model = llama(**SMALL)
     freeze_by_name(model, freeze=["*.mlp.*"], train_only=["model.layers.1.*", "lm_head.weight"])
     trained = trained_names(model)
     assert "lm_head.weight" in trained
@@ -218,7 +212,7 @@ def test_patterns_choose_what_is_trained(base):
 
 @pytest.mark.parametrize("pattern", ["lm_head.*", "model.embed_tokens.*"])
 def test_tied_weights_are_frozen_together_and_it_is_said(caplog, pattern):
-    model = LlamaForCausalLM(LlamaConfig(**(SMALL.to_dict() | {"tie_word_embeddings": True})))
+    model = llama(**SMALL, tie_word_embeddings=True)
     with caplog.at_level(logging.INFO):
         freeze_by_name(model, freeze=[pattern], train_only=[])
     assert not model.lm_head.weight.requires_grad

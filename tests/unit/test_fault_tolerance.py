@@ -14,27 +14,22 @@ from hfdist.trainer.fault_tolerance.process_group import agree_on_start, start_g
 from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
 
 
-def test_a_majority_names_the_rank():
-    held = [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}]
-    assert vote(held) == [Difference(("b",), (2,), True)]
-
-
-def test_a_tie_names_all():
-    held = [{"a": 1}, {"a": 2}]
-    assert vote(held) == [Difference(("a",), (0, 1), False)]
-    held = [{"a": 1}, {"a": 1}, {"a": 2}, {"a": 2}]
-    assert vote(held) == [Difference(("a",), (0, 1, 2, 3), False)]
-
-
-def test_only_ranks_that_hold_a_parameter_vote_on_it():
-    held = [{"a": 1}, {"b": 5}, {"a": 1}, {"b": 5}, {"a": 9}, {"b": 5}]
-    assert vote(held) == [Difference(("a",), (4,), True)]
-    assert vote([{"a": 1}, {"b": 2}]) == []
-
-
-def test_each_group_of_ranks_is_told_once():
-    held = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1}]
-    assert vote(held) == [Difference(("a", "b"), (2,), True)]
+@pytest.mark.parametrize(
+    ("held", "differences"),
+    [
+        ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 3}], [Difference(("b",), (2,), True)]),
+        # A tie names all.
+        ([{"a": 1}, {"a": 2}], [Difference(("a",), (0, 1), False)]),
+        ([{"a": 1}, {"a": 1}, {"a": 2}, {"a": 2}], [Difference(("a",), (0, 1, 2, 3), False)]),
+        # Only ranks that hold a parameter vote on it.
+        ([{"a": 1}, {"b": 5}, {"a": 1}, {"b": 5}, {"a": 9}, {"b": 5}], [Difference(("a",), (4,), True)]),
+        ([{"a": 1}, {"b": 2}], []),
+        # Parameters with the same ranks are told together.
+        ([*[{"a": 1, "b": 1, "c": 1}] * 2, {"a": 2, "b": 2, "c": 1}], [Difference(("a", "b"), (2,), True)]),
+    ],
+)
+def test_a_majority_names_the_rank(held, differences):
+    assert vote(held) == differences
 
 
 def _compare(flipped_rank):

@@ -79,14 +79,7 @@ def test_a_rank_that_ends_well_does_all_that_multiprocessing_does_at_the_end(tmp
     noted = [path.read_text() for path in tmp_path.iterdir()]
     assert len(noted) == 2
     assert not any(os.path.exists(folder) for folder in noted)
-
-
-def end_early():
-    sys.exit()
-
-
-def test_who_ends_without_a_code_has_ended_well():
-    assert launch.start_ranks(end_early, processes=1, max_restarts=0) == 0
+    assert launch.start_ranks(sys.exit, processes=1, max_restarts=0) == 0, "an end without a code is a good one"
 
 
 def tell_address(folder):
@@ -150,21 +143,6 @@ def test_a_signal_before_they_listen_ends_them(tmp_path):
     assert launch.start_ranks(end, tmp_path, (None, None), processes=2, max_restarts=3) == 128 + signal.SIGTERM
 
 
-def test_a_signal_whose_error_python_ignores_still_ends_the_run(monkeypatch):
-    starts = []
-
-    def start(main, arguments, processes):
-        starts.append(processes)
-        with contextlib.suppress(BaseException):  # as Python does in a finalizer
-            os.kill(os.getpid(), signal.SIGTERM)
-        return 75
-
-    monkeypatch.setattr(launch, "_start_once", start)
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: [Ended(), Ended()])
-    assert launch.start_ranks(end, processes=2, max_restarts=3) == 128 + signal.SIGTERM
-    assert starts == [2]
-
-
 class Ended:
     """A process that is no more."""
 
@@ -174,16 +152,23 @@ class Ended:
         pass
 
 
-def test_a_signal_before_any_process_is_there_ends_the_run_with_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("children", "ignored", "code", "exit_code"),
+    [([Ended(), Ended()], BaseException, 75, 128 + signal.SIGTERM), ([], (), 6, 6)],
+    ids=["its error is ignored, as in a finalizer", "no process is there yet"],
+)
+def test_a_signal_between_processes_ends_the_run(monkeypatch, children, ignored, code, exit_code):
     starts = []
 
     def start(main, arguments, processes):
         starts.append(processes)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return 6
+        with contextlib.suppress(ignored):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return code
 
     monkeypatch.setattr(launch, "_start_once", start)
-    assert launch.start_ranks(end, processes=2, max_restarts=3) == 6
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: children)
+    assert launch.start_ranks(end, processes=2, max_restarts=3) == exit_code
     assert starts == [2]
 
 

@@ -1,12 +1,23 @@
-"""The loss of deferred logits is the model's own: same value, same gradients, and all logits where those are used."""
+"""The loss of deferred logits is the model's own; models take part only where that was tried; DDP finds the tensors."""
+
+import logging
+import types
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.model import Loss
 from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
 from hfdist.models.lazy_logits import Step, _DeferredLogits, cast, deferring
+from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.testing import run_ranks
+from tests.unit.tiny import llama
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
 CPU = torch.device("cpu")
@@ -70,10 +81,17 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["weight", "weight and bias"])
+HEADS = {
+    "weight": lambda: nn.Linear(WIDTH, VOCABULARY, bias=False),
+    "weight and bias": lambda: nn.Linear(WIDTH, VOCABULARY),
+    "any module": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY)),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("use", USES)
-def test_same_loss_and_gradients_as_from_whole_logits(use, bias):
-    before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY, bias=bias), USES[use])
+def test_same_loss_and_gradients_as_from_whole_logits(use, head):
+    before, after, made_whole = losses(HEADS[head](), USES[use])
     agree(before, after)
     assert made_whole == []
 
@@ -83,12 +101,6 @@ def test_same_under_bfloat16_but_for_rounding(use):
     before, after, made_whole = losses(nn.Linear(WIDTH, VOCABULARY), USES[use], dtype=torch.bfloat16)
     agree(before, after, bound=2e-2)
     assert made_whole == []
-
-
-def test_any_module_can_be_a_head():
-    head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, VOCABULARY))
-    before, after, _ = losses(head, plain)
-    agree(before, after)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
@@ -292,3 +304,80 @@ def test_logits_are_still_there_after_the_context():
         assert torch.equal(third + 0, head.forward(hidden).whole("a test"))
     assert head.weight.grad is not None
     assert len({first, second, third}) == 3
+
+
+TOKENS = torch.arange(48).view(2, 24)
+
+
+class OneWidth(LlamaForCausalLM):
+    """Cannot be made small."""
+
+    def __init__(self, config):
+        assert config.hidden_size == 96, "only this width"
+        super().__init__(config)
+
+
+class Own(LlamaForCausalLM):
+    """Computes its loss itself."""
+
+    def finish(self, logits):
+        return logits
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.finish(self.lm_head(self.model(input_ids).last_hidden_state))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss)
+
+
+class Insists(Own):
+    def finish(self, logits):
+        assert isinstance(logits, torch.Tensor), "no tensor"
+        return logits
+
+
+class Subtracts(Own):
+    def finish(self, logits):
+        return logits - 5.0
+
+
+def config(loss):
+    return compose_config([f"model.loss={loss}", "train.max_steps=100"])
+
+
+def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
+    model = llama(OneWidth, hidden_size=96)
+    with pytest.raises(UntriedError, match="only this width"):
+        refuse_model(model)
+    with caplog.at_level(logging.INFO, "hfdist"):
+        assert choose_loss(config("auto"), model) is None
+        assert choose_loss(config("chunked"), model).choice is Loss.chunked
+    said = [record for record in caplog.records if "only this width" in record.message]
+    assert [record.levelno for record in said] == [logging.INFO, logging.WARNING]
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Insists, "no tensor"), (Subtracts, "__sub__"), (Own, None)])
+def test_whatever_goes_wrong_with_deferred_logits_means_whole_ones(kind, why):
+    reason = refuse_model(llama(kind))
+    assert reason == (why and f"{kind.__name__} needs them whole ({why})")
+
+
+def train_under_ddp():
+    torch.manual_seed(0)
+    model = llama().train()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    head, norms = LossHead(Loss.chunked), []
+    for _ in range(2):
+        model.zero_grad()
+        with head.deferring(parallel):
+            loss = ForCausalLMLoss(parallel(input_ids=TOKENS).logits, TOKENS, model.config.vocab_size)
+        loss.backward()
+        norms.append([float(p.grad.norm()) for p in model.parameters()])
+    assert norms[0] == pytest.approx(norms[1])
+    model.zero_grad()
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert norms[0] == pytest.approx([float(p.grad.norm()) for p in model.parameters()], rel=1e-4)
+
+
+@pytest.mark.distributed
+def test_ddp_that_looks_for_unused_parameters_finds_the_logits():
+    run_ranks(train_under_ddp, 1)

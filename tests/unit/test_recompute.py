@@ -1,17 +1,19 @@
-"""Selective checkpointing computes less again than the whole block, and gives the same gradients."""
+"""Blocks are compiled where that works; selective checkpointing repeats less than all of a block, to the same bits."""
+
+import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM
+from transformers import OlmoConfig, OlmoForCausalLM
 
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
-from hfdist.models.blocks import _contexts, compile_blocks, keep_expensive
+from hfdist.models.blocks import _contexts, can_compile_blocks, compile_blocks, keep_expensive
+from tests.unit.tiny import SIZES, llama
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = torch.arange(48).view(2, 24)
 
 
@@ -28,7 +30,7 @@ class Count(TorchDispatchMode):
 
 def gradients(recompute, *, compiled=False):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).train()
+    model = llama(attn_implementation="sdpa").train()
     if recompute is Recompute.all:
         model.activation_checkpointing_enable()
     elif recompute is Recompute.cheap:
@@ -57,7 +59,7 @@ def test_keeps_attention_and_half_of_the_products():
 
 
 def test_compiled_blocks_keep_names_and_gradients():
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = llama()
     names = list(dict(model.named_parameters()))
     compile_blocks(model)
     assert list(dict(model.named_parameters())) == names
@@ -113,3 +115,15 @@ def test_writing_to_a_kept_product_is_refused_and_to_others_is_not(bias):
         found.append(first.weight.grad.clone())
         first.weight.grad = None
     assert torch.equal(*found)
+
+
+def test_a_compiler_that_fails_means_nothing_is_compiled(caplog):
+    model = llama()
+    assert can_compile_blocks(model, torch.device("cpu"))
+    with caplog.at_level(logging.WARNING, "hfdist"):
+        assert not can_compile_blocks(model, torch.device("cuda", 99))
+        model.model.layers = nn.Identity()
+        assert not can_compile_blocks(model, torch.device("cpu"))
+    said = [record.message for record in caplog.records if record.name == "hfdist.models.blocks"]
+    assert [line.split(",")[0] for line in said] == ["train.compile: nothing is compiled"] * 2
+    assert "blocks cannot be found" in said[1]

@@ -26,7 +26,7 @@ spent = {{
     "recipe": spend("from hfdist.config.cli.command import quick_imports; import recipes.pretrain"),
     "libraries": spend("with quick_imports(): from transformers import Trainer, TrainingArguments"),
     "run": spend({RUN!r}),
-    "strategy": spend("from hfdist.strategies.replicated import ReplicatedStrategy"),
+    "strategy": spend("import hfdist.strategies.select"),
 }}
 print(json.dumps(spent))
 """

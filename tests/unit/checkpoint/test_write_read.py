@@ -6,13 +6,14 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hfdist.checkpoint import export_model, read_checkpoint, save_plan
 from hfdist.checkpoint.manifest import MANIFEST
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.errors import CheckpointError, ResourceError
 from tests.unit.checkpoint.pieces import blank, save, small_pieces, whole, write_checkpoint
+from tests.unit.tiny import llama
 
 
 def same(pieces, others):
@@ -54,21 +55,13 @@ def test_several_files_and_their_index(tmp_path, monkeypatch):
 
 def test_transformers_reads_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 5000)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(tie_word_embeddings=True)
     pieces = [whole(name, WEIGHT, parameter.detach()) for name, parameter in model.named_parameters()]
     (tmp_path / "model.safetensors").write_text("of an older export, which loading would prefer")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".tmp-mine").mkdir()
     (tmp_path / ".hfdist-export-0123abcd").mkdir()
-    export_model(tmp_path, pieces, config.save_pretrained)
+    export_model(tmp_path, pieces, model.config.save_pretrained)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".tmp-mine"]
