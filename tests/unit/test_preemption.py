@@ -54,24 +54,11 @@ def step(monkeypatch):
         process.kill()
 
 
-def test_without_a_signal_nothing_stops(step):
-    process = step(0.0)
-    process.join()
-    assert process.exitcode == 0
-
-
-@pytest.mark.parametrize("number", rank_flags.SIGNALS)
-def test_a_signal_lets_the_step_end(step, number):
+@pytest.mark.parametrize("numbers", [rank_flags.SIGNALS[:1], rank_flags.SIGNALS[1:]])
+def test_one_signal_or_what_a_terminal_and_a_launcher_send_together_lets_the_step_end(step, numbers):
     process = step()
-    os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == 33
-
-
-def test_what_a_terminal_and_a_launcher_send_together_is_one_wish(step):
-    process = step()
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGTERM)
+    for number in numbers:
+        os.kill(process.pid, number)
     process.join()
     assert process.exitcode == 33
 

@@ -8,13 +8,7 @@ from matplotlib.image import imread
 
 from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
 from hfdist.pipeline import schedule
-from hfdist.pipeline.timeline import (
-    Action,
-    Event,
-    Recorder,
-    bubble_fraction,
-    write_chrome_trace,
-)
+from hfdist.pipeline.timeline import Action, Event, Recorder, bubble_fraction, write_chrome_trace
 from hfdist.pipeline.timeline_plot import build_figure, draw
 from tests.unit.pipeline.torch_actions import events as timed
 
@@ -152,7 +146,10 @@ def bars(figure):
 
 def test_each_event_is_a_bar_in_the_row_of_its_rank():
     events = timed(ONE_F_ONE_B, 4, 1, 8)
-    drawn = bars(build_figure(events, title="1F1B", formula=3 / 11))
+    figure = build_figure(events, title="1F1B", formula=0.25)
+    assert figure.get_suptitle() == "1F1B"
+    assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
+    drawn = bars(figure)
     idle = drawn.pop("idle")
     assert [row for row, _, _ in idle] == [0, 1, 2, 3]
     assert sum(map(len, drawn.values())) == len(events)
@@ -175,7 +172,7 @@ def test_rows_follow_the_ranks_that_took_part():
     assert labels == ["rank 4\nstage 0", "rank 6\nstage 1"]
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (8, 8), (2, 20)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(8, 8), (2, 20)])
 def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_microbatches):
     events = timed(Schedule.interleaved_zero_bubble, num_ranks, 1, num_microbatches)
     figure = build_figure(events, title="zero bubble", formula=0.1)
@@ -216,12 +213,6 @@ def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
         "forward", "input gradient", "weight gradient", "wait to receive", "idle",
         "first stage of a rank", "last stage of a rank",
     ]  # fmt: skip
-
-
-def test_the_title_sets_the_measured_bubble_beside_the_formula():
-    figure = build_figure(timed(ONE_F_ONE_B, 4, 1, 8), title="1F1B", formula=0.25)
-    assert figure.get_suptitle() == "1F1B"
-    assert figure.axes[0].get_title() == "bubble: 27.3% measured, 25.0% by the formula"
 
 
 def test_the_picture_is_written(tmp_path):
