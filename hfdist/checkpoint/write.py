@@ -57,13 +57,9 @@ class Contents:
 def export_model(
     folder: Path, pieces: Iterable[Piece], write_model_files: Callable[[Path], None], *, stem: str = MODEL_STEM
 ) -> None:
-    """Write the weights alone as a Hub folder; other files of `folder` stay. A collective.
+    """Write the weights alone as a Hub folder, and replace an older model in it; other files stay. A collective.
 
-    Args:
-        folder: made if missing; an older model in it is replaced.
-        pieces: what this rank holds; optimizer state in it is left out.
-        write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0.
-        stem: of the files of weights, as of `Planner`.
+    Of the pieces, optimizer state is left out. `write_model_files` is called on rank 0; `stem` is that of `Planner`.
 
     Raises:
         CheckpointError, ResourceError: as for `write_folder`.
@@ -96,7 +92,7 @@ def write_folder(
         parent: of the folder, on a file system that all ranks share.
         start: gives the folder's name while it is unfinished, in `parent`; called on rank 0.
         finish: gets that folder and the hashes of what the ranks have written, and puts it into its place; on rank 0.
-        group: of all ranks; None: the default one.
+        group: another group of all ranks than the default one.
 
     Raises:
         CheckpointError: files that cannot be written; on all ranks alike.

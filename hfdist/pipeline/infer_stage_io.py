@@ -198,13 +198,9 @@ class ProbeResult:
 
 
 def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:
-    """Run `batch` through the stages of all ranks. Call on all ranks of a pipeline.
+    """Run a few tokens with labels through the stages of all ranks, whose weights are finite, and let `carry` travel.
 
-    Args:
-        split: this rank's part of the model, with finite weights.
-        carry: what to let travel.
-        batch: a few tokens, with labels, as the model takes them.
-        channel: to the neighbours.
+    Call on all ranks of a pipeline.
     """
     problem: str | None = None
     checksum: float | None = None

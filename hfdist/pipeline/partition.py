@@ -93,7 +93,7 @@ def costs_by_time(
         blocks: its blocks.
         tokens: one micro batch of token ids, shape [sequences, tokens].
         device: where the model will train.
-        half: type of autocast; None: none.
+        half: type of autocast, if any.
 
     Raises:
         ConfigError: blocks that share states with others.
@@ -285,9 +285,7 @@ def choose_stages(
 def partition(costs: Costs, rank_of_stage: tuple[int, ...]) -> tuple[range, ...]:
     """Give one run of blocks for each stage, none of them empty. Equal arguments give equal runs in every process.
 
-    Args:
-        costs: of the model's parts; the prologue belongs to the first stage, the epilogue to the last.
-        rank_of_stage: the pipeline rank that runs each stage.
+    The prologue belongs to the first stage, the epilogue to the last.
 
     Raises:
         PartitionError: fewer blocks than stages.

@@ -51,8 +51,7 @@ class Stage:
     """Runs a stage module on the micro batches of one step. Each micro batch may have shapes of its own.
 
     Args:
-        module: the stage's part of the model.
-        index: of the stage.
+        module, index: the stage's part of the model, and its number.
         calls: for each micro batch: calls the model; on the last stage its value is the loss.
         headers: for each micro batch: of what the stage receives; None on the first stage.
         recorder: takes the times of what is done.
@@ -107,12 +106,8 @@ class Stage:
     def backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
         """Run the whole backward; gradients of parameters are added to what they have.
 
-        Args:
-            microbatch: which.
-            output_gradients: one for each output through which gradients flow; none for the loss.
-
-        Returns:
-            Gradients of what was received, one for each tensor that wants one.
+        There is one output gradient for each output through which gradients flow, and none for the loss. Gives the
+        gradients of what was received, one for each tensor that wants one.
         """
         with self._span(Action.backward, microbatch=microbatch):
             return self._graphs.pop(microbatch).backward(output_gradients)
@@ -152,13 +147,7 @@ _Inbox = dict[tuple[int, int], _Message]
 
 
 class Runtime:
-    """One step of one rank.
-
-    Args:
-        stages: this rank's, by index.
-        channel: to the ranks of the pipeline.
-        recorder: takes the times of sends, and of waiting to receive.
-    """
+    """One step of one rank, whose stages are given by index. Takes the times of sends, and of waiting to receive."""
 
     def __init__(self, stages: Mapping[int, Stage], channel: P2PChannel, recorder: Recorder) -> None:
         self._stages = stages
@@ -243,16 +232,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Pipeline:
-    """This rank's stages, under a schedule.
-
-    Args:
-        modules: this rank's stages, by index.
-        schedule: what happens when.
-        channel: to the ranks of the pipeline.
-        num_microbatches: of one step.
-        recorder: takes the times of what is done.
-        splits_backward: whether weight gradients may run apart from input gradients.
-    """
+    """This rank's stages (`modules`, by index), under a schedule of so many micro batches a step; see `Stage`."""
 
     def __init__(
         self,

@@ -115,15 +115,7 @@ def check_microbatches(
     micro_batch_size: int,
     data_size: int,
 ) -> None:
-    """Check the number of micro batches in a step against the schedule's own limit.
-
-    Args:
-        schedule: the schedule.
-        num_ranks: length of the pipeline.
-        stages_per_rank: stages on each rank.
-        num_microbatches: micro batches of one data rank in one step.
-        micro_batch_size: sequences in one of them.
-        data_size: number of data ranks, that is of pipelines.
+    """Check the number of micro batches of one data rank in a step against the schedule's own limit.
 
     Raises:
         ConfigError: the schedule cannot run so many; the message proposes the nearest number that it can.
@@ -221,12 +213,8 @@ def plan(schedule: Schedule, rank_of_stage: tuple[int, ...], num_microbatches: i
 
     The orders of computing are torch's, but for the two that it has no list of. Its own function adds the sends and
     receives. It puts each send and its receive at one moment of an order over all ranks, so ranks that keep to their
-    lists cannot wait for each other in a circle, not even where a send waits for its receive, as on NCCL.
-
-    Args:
-        schedule: says in which order ranks compute.
-        rank_of_stage: the schedule's own placement: see the function of this name.
-        num_microbatches: of one step.
+    lists cannot wait for each other in a circle, not even where a send waits for its receive, as on NCCL. The placement
+    must be the schedule's own: see `rank_of_stage`.
 
     Raises:
         ValueError: torch's schedule cannot run so many.

@@ -127,12 +127,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 class P2PChannel:
     """Sends activations from stage to stage together with their description, where shapes are not yet known.
 
-    Stages on one rank hand over directly.
-
-    Args:
-        rank_of_stage: place in `group` of the rank that runs each stage.
-        group: the ranks of one pipeline.
-        device: of the model.
+    Stages on one rank hand over directly. `rank_of_stage` has places in `group`, the ranks of one pipeline.
     """
 
     def __init__(self, rank_of_stage: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:

@@ -117,10 +117,7 @@ class StageModule(nn.Module):
 def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
     """Copy a model's module objects; the copy shares all tensors, and has a stand-in for each module of a block.
 
-    Args:
-        model: of any kind.
-        blocks: its blocks.
-        call: what calling a stand-in does: (place, original module, *args, **kwargs).
+    Calling a stand-in is `call(place, original module, *args, **kwargs)`.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
@@ -174,14 +171,9 @@ class StageEnd(BaseException):
 
 
 class StageForward:
-    """The state of one forward of a stage.
+    """The state of one forward of a stage. `num_parts`: modules of a block; `incoming`: None on the first stage.
 
-    Args:
-        blocks: the blocks of this stage.
-        num_parts: modules of one block.
-        carry: what leaves the stage.
-        incoming: what the previous stage sent; None on the first stage.
-        is_last: whether this is the last stage, where the model's forward runs to its end.
+    On the last stage the model's forward runs to its end.
     """
 
     def __init__(

@@ -50,9 +50,24 @@ class Recorder:
     """One rank's events of one step. It records between `start()` and `stop()`, and costs next to nothing otherwise.
 
     On a GPU, where a call returns before its work is done, times are taken on the current stream by CUDA events.
+
+    Args:
+        rank: place of this rank in its pipeline.
+        device: of this rank.
+        replica: the ranks of the pipeline whose events `around_step` keeps.
+        title: what runs, for people.
+        formula: the idle share that the schedule would have with equal stages, from 0 to 1.
     """
 
-    def __init__(self, *, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, device: torch.device, replica: Sequence[int] = (), title: str = "", formula: float = 0.0
+    ) -> None:
+        self.title = title
+        self.formula = formula
+        self.events: list[Event] = []
+        """Events of all ranks of `replica`, once a step has been recorded."""
+        self._replica = replica
+        self._is_next = False
         self._rank = rank
         self._device = device
         self._is_recording = False
@@ -80,47 +95,6 @@ class Recorder:
             for stage, action, microbatch, start, stop in self._spans
         ]
 
-    @contextmanager
-    def _measure(self, action: Action, stage: int, microbatch: int) -> Iterator[None]:
-        start = self._mark()
-        yield
-        self._spans.append((stage, action, microbatch, start, self._mark()))
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _seconds_at(self, mark: Any) -> float:
-        return self._zero.elapsed_time(mark) / 1e3 if self._device.type == "cuda" else mark - self._zero
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-class ScheduleTrace(Recorder):
-    """Records the step that is asked for, and gathers the events of a pipeline's ranks.
-
-    Args:
-        rank: place of this rank in its pipeline.
-        device: of this rank.
-        replica: the ranks of the pipeline whose events are kept.
-        title: what runs, for people.
-        formula: the idle share that the schedule would have with equal stages, from 0 to 1.
-    """
-
-    def __init__(self, *, rank: int, device: torch.device, replica: Sequence[int], title: str, formula: float) -> None:
-        super().__init__(rank=rank, device=device)
-        self.title = title
-        self.formula = formula
-        self.events: list[Event] = []
-        """Events of all ranks of `replica`, once a step has been recorded."""
-        self._replica = replica
-        self._is_next = False
-
     def ask(self) -> None:
         """Record the next step. Call on all ranks."""
         self._is_next = True
@@ -141,6 +115,26 @@ class ScheduleTrace(Recorder):
             for rank in self._replica
             for pipeline_rank, stage, action, *rest in events_of_rank[rank]
         ]
+
+    @contextmanager
+    def _measure(self, action: Action, stage: int, microbatch: int) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self._spans.append((stage, action, microbatch, start, self._mark()))
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds_at(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self._device.type == "cuda" else mark - self._zero
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def bubble_fraction(events: Iterable[Event]) -> float:

@@ -22,7 +22,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.timeline import ScheduleTrace
+from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
 
@@ -70,7 +70,7 @@ class Engine:
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
-    schedule_trace: ScheduleTrace | None = None
+    schedule_trace: Recorder | None = None
     """The measured times of a step, in layouts with a schedule. `attach` makes it."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -32,11 +32,8 @@ _moving: WeakKeyDictionary[torch.optim.Optimizer, list[str]] = WeakKeyDictionary
 def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Piece]:
     """List weights, persistent buffers and optimizer state, all whole; tied weights once, under their first name.
 
-    State that the optimizer has not made yet is made first, as zeros, where its first step would do so.
-
-    Args:
-        model: the Hugging Face model, without wrappers.
-        optimizer: without wrappers; None: not made yet, so there are weights only.
+    State that the optimizer has not made yet is made first, as zeros, where its first step would do so. Without an
+    optimizer there are weights only. Neither has wrappers.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor.
@@ -80,11 +77,7 @@ class Kept:
 
 
 class StateReader:
-    """Looks at the state of an optimizer, once for each save or load; makes what is not there yet.
-
-    Args:
-        optimizer: without wrappers of accelerate's or DeepSpeed's.
-    """
+    """Looks at the state of an unwrapped optimizer, once for each save or load; makes what is not there yet."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -95,11 +88,7 @@ class StateReader:
         self._of_groups: dict[int, list[Piece]] = {}
 
     def kept_for(self, group: dict[str, Any], parameter: torch.Tensor) -> Kept:
-        """Give the state of what the optimizer steps.
-
-        Args:
-            group: the parameter's group.
-            parameter: whole, or a flat buffer.
+        """Give the state of what the optimizer steps: a parameter of this group, whole, or a flat buffer.
 
         Raises:
             CheckpointError: something that is neither a number nor a tensor.

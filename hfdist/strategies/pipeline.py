@@ -27,7 +27,7 @@ from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_o
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel, device_of
 from hfdist.pipeline.stage_module import refuse_call
-from hfdist.pipeline.timeline import ScheduleTrace
+from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, build_mesh
 from hfdist.topology import Topology
 
@@ -217,11 +217,11 @@ class PipelineStrategy(Strategy):
             "average_tokens_across_devices": True,
         }
 
-    def describe_step(self, device: torch.device) -> ScheduleTrace:
+    def describe_step(self, device: torch.device) -> Recorder:
         """Give the record of a step: its title, and the bubble to compare it with."""
         num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
         per_rank = len(self.rank_of_stage) // num_ranks
-        return ScheduleTrace(
+        return Recorder(
             rank=self.topology.pipeline_rank,
             device=device,
             replica=self.topology.replica(0),

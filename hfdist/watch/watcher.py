@@ -34,11 +34,7 @@ _REPORT = "report.txt"
 class Watcher:
     """Watches the other ranks from two threads. Rank 0 judges; the others follow it, and judge only rank 0.
 
-    Args:
-        progress: of this rank.
-        store: connected on all ranks.
-        folder: for stacks and the report; of this start of the run.
-        heartbeat_seconds: how long a rank may be silent or without progress.
+    Stacks and the report go to `folder`, which is of this start of the run.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ def test_gated(hub, fetch, model_folder, monkeypatch):
     text = refusal(fetch)
     assert "your account has not been granted access" in text
     assert "ask for access on its page" in text
-    repository.readers.add("another")
+    repository.gated = False
     assert fetch()
 
 
