@@ -35,12 +35,7 @@ def world_size() -> int:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Give every rank's `value`, in order of rank. A collective over all ranks.
-
-    Args:
-        value: JSON.
-        group: another group of all ranks than the default one.
-    """
+    """Give every rank's JSON `value`, in order of rank. A collective over all ranks, in `group` or the default one."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
     text = json.dumps(value).encode()

@@ -115,11 +115,8 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
 class Planner:
     """Decides which file each tensor goes into, and which rank writes what, from what all ranks hold.
 
-    The first save makes the plan. Later saves only check that every rank still holds the same.
-
-    Args:
-        weights_only: leave out the optimizer's state.
-        stem: `MODEL_STEM`, or `ADAPTER_STEM` where the weights are an adapter's.
+    The first save makes the plan. Later saves only check that every rank still holds the same. The stem of the files of
+    weights is `MODEL_STEM`, or `ADAPTER_STEM` where they are an adapter's.
     """
 
     def __init__(self, *, weights_only: bool = False, stem: str = MODEL_STEM) -> None:

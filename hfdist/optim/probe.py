@@ -62,10 +62,7 @@ class Answer:
 def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
     """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
 
-    Args:
-        optimizer: before its first step.
-        sees: what the layout gives it whole.
-        is_saved: whether the run writes checkpoints.
+    The optimizer is asked before its first step; `sees` is what the layout gives it whole.
 
     Raises:
         ConfigError: with the reason.

@@ -97,13 +97,8 @@ def split_at_blocks(
 ) -> SplitModel:
     """Remove from `model`, in place, the other ranks' blocks, and the embedding and the head where they cannot run.
 
-    What else surrounds the blocks stays until `probe` knows what is needed.
-
-    Args:
-        model: whole. Its memory may be untouched (a file's pages, or not initialized): nothing is read.
-        blocks: all blocks of the model.
-        stages: contiguous runs of blocks.
-        mine: this rank's stages.
+    What else surrounds the blocks stays until `probe` knows what is needed. The model's memory may be untouched (a
+    file's pages, or not initialized): nothing is read.
     """
     local = {index for stage in mine for index in stages[stage]}
     own = [block for index, block in enumerate(blocks) if index in local]

@@ -49,11 +49,9 @@ class Event(NamedTuple):
 class Recorder:
     """One rank's events of one step. It records between `start()` and `stop()`, and costs next to nothing otherwise.
 
-    On a GPU, where a call returns before its work is done, times are taken on the current stream by CUDA events.
-
     Args:
         rank: place of this rank in its pipeline.
-        device: of this rank.
+        device: of this rank; on a GPU, times are taken on its current stream by CUDA events.
         replica: the ranks of the pipeline whose events `around_step` keeps.
         title: what runs, for people.
         formula: the idle share that the schedule would have with equal stages, from 0 to 1.

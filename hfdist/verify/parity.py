@@ -143,12 +143,8 @@ class Certificate(NamedTuple):
 def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: Bounds) -> Certificate:
     """Compare run folders that hold a checkpoint of every step.
 
-    Args:
-        layout: one line for people.
-        ours: the run in the layout.
-        resumed: its second part once more, from one of its checkpoints.
-        reference: the same on one process.
-        bounds: what rounding may do.
+    `ours` is the run in the layout, `resumed` its second part once more from a checkpoint, `reference` the run on one
+    process.
     """
     last = _last_step(reference)
     resumed_losses = _metric(resumed, "loss")
@@ -343,10 +339,6 @@ def conclude(proof: Proof, recipe: Path) -> None:
     """Train on one process, compare, and report on rank 0. Call on all ranks, after both runs in the layout.
 
     The folder of a proof that passed is removed.
-
-    Args:
-        proof: from `prepare_proof`.
-        recipe: the script that pretrains.
 
     Raises:
         NumericsError: on rank 0, a difference beyond its bound.
