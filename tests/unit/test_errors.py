@@ -1,7 +1,10 @@
-"""What a reader sees of an error."""
+"""What a reader sees of an error, and what counts as a secret, by its shape and by the name that it is given."""
+
+import pytest
 
 from hfdist import errors
 from hfdist.errors import ConfigError, DataError
+from hfdist.secrets import kind_of_secret, mask_secrets, names_secret
 
 
 def test_all_parts_have_their_line():
@@ -47,3 +50,84 @@ def test_names_of_files_and_columns_forge_no_line_and_show_no_secret():
 def test_no_part_of_a_message_is_endless():
     part = "x" * 10**6
     assert len(str(ConfigError(part, where=part, found=part, allowed=part, hint=part))) < 15_000
+
+
+HUB = "hf_" + "aB3" * 11
+SECRETS = [
+    HUB,
+    "ghp_" + "a1B2" * 9,
+    "github_pat_" + "11A_b" * 8,
+    "glpat-" + "x1-" * 8,
+    "AKIA" + "A1B2" * 4,
+    "AIza" + "x" * 35,
+    "sk-ant-" + "x1" * 20,
+    "xoxb-1234567890-abc",
+    ".".join(["eyJ" + "a1" * 10, "eyJ" + "b2" * 10, "sig"]),
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+]
+HARMLESS = [
+    "runs/first",
+    "hf_transfer",
+    "meta-llama/Llama-3.1-8B",
+    "0123456789abcdef0123456789abcdef01234567",  # a commit
+    "https://host/a.parquet?download=1&sort_key=3",
+    "git@github.com:a/b",
+    "task-that-has-a-rather-long-name-with-dashes",
+    "a token: of the vocabulary",
+    "pad_token='<pad>', eos_token=</s>, mask_token=[MASK]",
+    "models--a--b/snapshots/0123456789abcdef0123456789abcdef01234567/model.safetensors",
+    "runs/hf_LlamaTokenizerBaseline",
+    "data/sk-learn-documentation-corpus-2024.jsonl",
+    "xoxo-gossip-girl.jsonl",
+    "npm_packages_of_the_whole_javascript_world.jsonl",
+    "pypi-simple-index-of-all-the-packages-of-the-whole-world-2024.jsonl",
+    "hf://datasets/a/b@main/x.parquet",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_shape_is_known_and_masked_within_a_text(secret):
+    assert kind_of_secret(f"x {secret} y") is not None
+    assert mask_secrets(f"x {secret} y") == "x *** y"
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_other_text_stays(text):
+    assert kind_of_secret(text) is None
+    assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://ann:pw1@host/a?x=1&sig=pw1", "https://***@host/a?x=1&***"),
+        ("--hub_token=pw1 a=1", "--hub_token=*** a=1"),
+        ("api_key=[pw1]", "api_key=***]"),
+        ("{'api_key': 'pw1', 'a': 1}", "{'api_key': '***', 'a': 1}"),
+        ("train.arguments.hub_token=...", "train.arguments.hub_token=..."),
+    ],
+)
+def test_what_an_address_or_a_name_gives_away_is_masked(text, masked):
+    assert mask_secrets(text) == masked
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_one"),
+    [
+        ("train.arguments.hub_token", "x", True),
+        ("token", "x", True),
+        ("a.API-Key", "x", True),
+        ("a.aws_secret_access_key", "x", True),
+        ("a.password", 1234, True),
+        ("a.hub_token", None, False),
+        ("a.use_auth_token", True, False),
+        ("a.hub_token", "", False),
+        ("model.config.image_token", "<image>", False),
+        ("model.config.pad_token", 0, False),
+        ("data.token_cache_bytes", 5, False),
+        ("optimizer.warmup_tokens", 5, False),
+        ("a.sort_key", "x", False),
+    ],
+)
+def test_a_name_tells_a_secret_unless_the_value_cannot_be_one(key, value, is_one):
+    assert names_secret(key, value) is is_one
