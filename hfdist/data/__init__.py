@@ -4,8 +4,7 @@ from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import LEDGER, Ledger
-from hfdist.data.stream.statistics import PoolReport, count_steps, describe_losses, report
-from hfdist.data.stream.token_stream import TokenStream
+from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, describe_losses, report
 
 __all__ = [
     "LEDGER",

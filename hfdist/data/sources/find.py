@@ -16,8 +16,15 @@ from hfdist.data.sources.tables import ArrowShard, ParquetShard
 from hfdist.data.sources.text import JsonLinesShard, TextShard
 from hfdist.data.sources.tokenfile import open_token_shards
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import MOST_BYTES, DataFile, LocalFile, identify_all, read_contents, thread_map
-from hfdist.data.storage.find import find_files
+from hfdist.data.storage.files import (
+    MOST_BYTES,
+    DataFile,
+    LocalFile,
+    find_files,
+    identify_all,
+    read_contents,
+    thread_map,
+)
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)

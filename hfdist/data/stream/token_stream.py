@@ -1,4 +1,7 @@
-"""The training stream: this data rank's share of every global batch, in the run's one order, and read ahead."""
+"""The training stream: this data rank's share of every global batch, in the run's one order, and read ahead.
+
+Behind it its figures: the steps of some epochs; how much of each source a run has read; what was cut or left out.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import gc
 import itertools
 import logging
 import math
+import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +22,19 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing, TooLong
-from hfdist.data.cache import digest_of
-from hfdist.data.documents.corpus import Corpus
+from hfdist.data.cache import digest_of, write_once
+from hfdist.data.documents.corpus import Corpus, cache_dir
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
-from hfdist.data.order.records import chain
+from hfdist.data.order.records import Records, Status, chain
 from hfdist.data.order.shuffle import LaneOrder, Mixture, lanes_of_rank, workers_that_fit
-from hfdist.data.packing.sequence import Bundle, Sequence, Shape, bundle, collate, unbundle
+from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import Packed, Plan, open_lanes
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.workers import Vitals, forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
-from hfdist.errors import CheckpointError, ConfigError, HfdistError
+from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError
 
 logger = logging.getLogger(__name__)
 
@@ -433,3 +437,99 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]
     return digest_of([4, corpus.fingerprint, tokens, *settings, mixture])
+
+
+_LOG_EVERY_SECONDS = 30.0
+_LOSSES = {
+    Status.too_long: "left out as too long",
+    Status.no_target: "left out without a target",
+    Status.bad: "left out as bad",
+    Status.empty: "empty",
+}
+
+
+def count_steps(
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    global_batch_size: int,
+    at_most: int | None,
+) -> int:
+    """Count the global batches with a target, up to the end of a stream whose sources all have a limit of epochs.
+
+    All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself. Counting
+    stops at `at_most`. DataError: there is no batch with a target.
+    """
+    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size)
+    # The epochs, which end the stream, are not in its identity.
+    epochs = [pool.epochs for pool in corpus.pools]
+    settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]
+    path = cache_dir(config) / "steps" / f"{digest_of([2, *settings, sorted(corpus.quarantined)])}.json"
+    write_once(path, lambda file: file.writelines([str(_count(stream, global_batch_size, at_most)).encode()]))
+    num_steps = int(path.read_bytes())
+    if num_steps == 0:
+        where = ", ".join(f"data.sources.{name}" for name in corpus.source_names)
+        found = f"{corpus.num_documents:,} documents, none with a target"
+        raise DataError("there is nothing to learn from", where=where, found=found)
+    return num_steps
+
+
+def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
+    logger.info("counting the steps, once: all data are tokenized and packed")
+    num_steps, logged = 0, time.monotonic()
+    batches = iter(stream.loader(batch_size=global_batch_size))
+    while not stream.has_ended and num_steps != at_most:
+        num_steps += bool((next(batches)["labels"] != IGNORED).any())
+        if time.monotonic() - logged > _LOG_EVERY_SECONDS:
+            logged = time.monotonic()
+            logger.info("counted %d steps so far", num_steps)
+    batches.close()
+    return num_steps
+
+
+class PoolReport(NamedTuple):
+    """What a run has read of one pool of documents."""
+
+    name: str
+    sequences: int
+    share: float
+    """Share of all sequences."""
+    tokens: int
+    epochs: float
+    """Documents begun or passed over, divided by those that are there; the audit counts the same."""
+    filled: float
+    """Share of its sequences' places that held tokens."""
+
+
+def report(cursor: Cursor, plan: Plan) -> list[PoolReport]:
+    """Sum up a merged cursor, by pool."""
+    num_sequences = sum(progress.sequences for state in cursor.lanes.values() for progress in state.pools)
+    reports = []
+    for number, pool in enumerate(plan.pools):
+        counts = [state.pools[number][1:] for state in cursor.lanes.values()]
+        sequences, tokens, documents = (sum(column) for column in zip(*counts, strict=True))
+        epochs = documents / max(pool.num_documents, 1)
+        share, filled = sequences / max(num_sequences, 1), tokens / max(sequences * plan.shape.length, 1)
+        reports.append(PoolReport(pool.name, sequences, share, tokens, epochs, filled))
+    return reports
+
+
+def describe_losses(ledger: Iterable[Records], config: DataConfig) -> str | None:
+    """Describe how many documents in the records of all lanes were cut or left out; None: none.
+
+    Documents of the held-out split do not count.
+    """
+    num_read = num_cut = 0
+    counts = dict.fromkeys(_LOSSES, 0)
+    for records in ledger:
+        for status in _LOSSES:
+            counts[status] += int((records["fate"] == status).sum())
+        begins = (records["fate"] == Status.trained) & (records["first_token"] == 0)
+        num_read += int(begins.sum())
+        num_cut += int((begins & (records["of_tokens"] > config.sequence_length)).sum())
+    if config.packing is not Packing.none and config.too_long is TooLong.split:
+        num_cut = 0
+    described = {f"cut to {config.sequence_length:,} tokens": num_cut} | {_LOSSES[one]: n for one, n in counts.items()}
+    losses = ", ".join(f"{count:,} {what}" for what, count in described.items() if count)
+    return f"{num_read:,} documents read, {losses}" if losses else None

@@ -1,5 +1,6 @@
 """Prompts and references in held-out items."""
 
+import pytest
 import torch
 
 from hfdist.data.documents.held_out import Example, HeldOutSources, documents_of, split_document, take_examples
@@ -12,22 +13,20 @@ def item(ids, labels, positions=None):
     return {name: torch.tensor(value) for name, value in values.items()}
 
 
-def test_the_prompt_ends_before_the_first_target():
-    assert split_document([1, 2, 3, 4, 5], [_, _, _, 4, 5]) == Example(prompt=[1, 2, 3], reference=[4, 5])
-
-
-def test_of_several_answers_the_first_counts():
-    labels = [_, _, 3, 4, _, _, 7]
-    assert split_document([1, 2, 3, 4, 5, 6, 7], labels) == Example(prompt=[1, 2], reference=[3, 4])
-
-
-def test_of_plain_text_the_second_half_is_to_be_written():
-    assert split_document([1, 2, 3, 4, 5, 6], [_, 2, 3, 4, 5, 6]) == Example(prompt=[1, 2, 3], reference=[4, 5, 6])
-
-
-def test_what_has_no_target_or_hardly_a_token_is_passed_over():
-    assert split_document([1, 2, 3, 4, 5], [_] * 5) is None
-    assert split_document([1, 2], [_, 2]) is None
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([_, _, _, 4, 5], ([1, 2, 3], [4, 5])),
+        ([_, _, 3, 4, _, _, 7], ([1, 2], [3, 4])),
+        ([_, 2, 3, 4, 5, 6], ([1, 2, 3], [4, 5, 6])),
+        ([_] * 5, None),
+        ([_, 2], None),
+    ],
+    ids=["an answer", "of several the first", "of text the second half", "no target", "hardly a token"],
+)
+def test_a_prompt_and_what_is_to_be_written(labels, expected):
+    example = split_document(list(range(1, len(labels) + 1)), labels)
+    assert example == (expected and Example(prompt=expected[0], reference=expected[1]))
 
 
 def test_documents_begin_where_positions_restart():

@@ -9,8 +9,7 @@ import pytest
 
 from hfdist.config.checks.urls import redact
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import identify, identify_all
-from hfdist.data.storage.find import find_files
+from hfdist.data.storage.files import find_files, identify, identify_all
 from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import ConfigError, DataError
 from tests.unit.data.servers import Cut, Slow
