@@ -49,7 +49,7 @@ def test_readme_shows_commands():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_commands_run_in_order(page, tmp_path, cache_dir, short_library, monkeypatch):
+def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(launch, "START_METHOD", "fork")
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} {"word " * 40}"}}\n' for n in range(200)))
     lines = [line for line in shown_commands(page) if line.startswith("hfdist ")]
