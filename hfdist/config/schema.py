@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import types
 import typing
@@ -14,6 +13,7 @@ from typing import Any
 
 from hfdist.config.ranges import LIMIT, Limit
 from hfdist.config.run import RunConfig
+from hfdist.errors import nearest
 
 ANY_NAME = "*"
 """Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
@@ -103,14 +103,11 @@ def nearest_key(name: str) -> str | None:
     section, _, leaf = name.rpartition(".")
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
     if same_leaf:
-        return difflib.get_close_matches(name, same_leaf, n=1, cutoff=0.0)[0]
+        return nearest(name, same_leaf, cutoff=0.0)
     by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
     by_leaf |= {member: f"{section}.{member}" for member in members(_starred(section))} if section else {}
-    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
-    if close:
-        return by_leaf[close[0]]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    return close[0] if close else None
+    close = nearest(leaf, by_leaf, cutoff=0.7)
+    return nearest(name, names, cutoff=0.7) if close is None else by_leaf[close]
 
 
 def plain(value: Any) -> Any:
@@ -135,12 +132,12 @@ def _respell(name: str) -> str | None:
     for index, part in enumerate(parts[:-1]):
         section = ".".join(parts[:index])
         if find_key(".".join(parts[: index + 1])) is None:
-            for member in difflib.get_close_matches(part, members(_starred(section)), n=1, cutoff=0.7):
-                fixed = ".".join([*parts[:index], member, *parts[index + 1 :]])
-                parent = find_key(".".join([*parts[:index], member]))
-                if find_key(fixed) is not None or (parent is not None and parent.is_free):
-                    return fixed
-            return None
+            member = nearest(part, members(_starred(section)), cutoff=0.7)
+            if member is None:
+                return None
+            fixed = ".".join([*parts[:index], member, *parts[index + 1 :]])
+            parent = find_key(".".join([*parts[:index], member]))
+            return fixed if find_key(fixed) is not None or (parent is not None and parent.is_free) else None
     return None
 
 

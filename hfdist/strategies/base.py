@@ -71,7 +71,7 @@ class Engine:
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
     schedule_trace: Recorder | None = None
-    """The measured times of a step, in layouts with a schedule. `attach` makes it."""
+    """The measured times of a step, in layouts with a schedule. `setup` makes it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -83,7 +83,7 @@ class Engine:
         """Size of the whole model, counted anew: adapters may have been added."""
         return measure_size(cast(PreTrainedModel, self.model), self.whole_numel)
 
-    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Take the model (DDP, a DeepSpeed engine), the optimizer and the loss scaler as accelerate prepared them.
 
         Returns:
@@ -139,14 +139,14 @@ class Engine:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
         return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
         return {}
 
-    def restore_numbers(self, numbers: dict[str, Any]) -> None:
-        """Take back what `numbers` gave, in this layout or in another one."""
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take back what `extra_state` gave, in this layout or in another one."""
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Update everything that is derived from the pieces, after a checkpoint was read into them."""
 
 
@@ -156,7 +156,7 @@ class Strategy(Partitioning):
     Itself it is `strategy.sharding=none` without a model axis: accelerate wraps the model in DDP on several processes.
     """
 
-    shares = ShardFractions()
+    fractions = ShardFractions()
 
     def __init__(self, topology: Topology, batch: BatchPlan) -> None:
         self.topology = topology

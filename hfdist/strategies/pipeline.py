@@ -63,7 +63,7 @@ class PipelineEngine(Engine):
         """Size of the model before it was split."""
         return self._size
 
-    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make the stages, now that the model is on its device; keep the optimizer and the loss scale."""
         if self._io.carry.embedding and hasattr(self._split.model.get_input_embeddings(), "neftune_noise_alpha"):
             raise PartitionError(

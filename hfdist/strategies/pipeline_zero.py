@@ -33,11 +33,11 @@ class PipelineZeroEngine(PipelineEngine):
     optimizer_sees = Reach.element
     _strategy: PipelineZeroStrategy
 
-    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Make DeepSpeed's optimizer of torch's."""
         import deepspeed
 
-        super().attach(prepared, optimizer, scaler)
+        super().setup(prepared, optimizer, scaler)
         self._check_every_rank_trains()
         for name, parameter in self.model.named_parameters():
             # By these two DeepSpeed knows what to count in the norm.
@@ -84,7 +84,7 @@ class PipelineZeroEngine(PipelineEngine):
         """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Copy what was read into the weights that the model computes with."""
         pieces_zero.after_load(self.model, self._engine)
 
@@ -111,7 +111,7 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.shares = ShardFractions(optimizer=1.0 / self.topology.data_size)
+        self.fractions = ShardFractions(optimizer=1.0 / self.topology.data_size)
         without_types = dataclasses.replace(self.train, precision=Precision.fp32)
         self.deepspeed_config = generate(self.config, without_types, self.batch)
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.

@@ -37,7 +37,7 @@ class ZeroStrategy(Strategy):
         self._deepspeed = generate(strategy, train, batch)
         self._train = train
         share = 1.0 / topology.data_size
-        self.shares = ShardFractions(
+        self.fractions = ShardFractions(
             weights=share if self.stage >= 3 else 1.0, gradients=share if self.stage >= 2 else 1.0, optimizer=share
         )
 
@@ -133,7 +133,7 @@ class ZeroEngine(Engine):
         super().__init__(model)
         self._engine: Any = None
 
-    def attach(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Keep the DeepSpeed engine that accelerate made.
 
         Raises:
@@ -161,24 +161,24 @@ class ZeroEngine(Engine):
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
 
-    def numbers(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         fields = {} if scaler is None else vars(scaler)
         scale = {name: value for name, value in fields.items() if isinstance(value, (int, float))}
         return {"counters": {name: getattr(self._engine, name) for name in _COUNTERS}, "loss_scaler": scale}
 
-    def restore_numbers(self, numbers: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         """Set DeepSpeed's counters and loss scale."""
         for name in _COUNTERS:
-            if name in numbers.get("counters", {}):
-                setattr(self._engine, name, numbers["counters"][name])
+            if name in state.get("counters", {}):
+                setattr(self._engine, name, state["counters"][name])
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        for name, value in numbers.get("loss_scaler", {}).items():
+        for name, value in state.get("loss_scaler", {}).items():
             # Switches are settings, and not what steps have changed.
             if hasattr(scaler, name) and not isinstance(value, bool):
                 setattr(scaler, name, value)
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Copy the float32 masters that were read into the weights that the model computes with."""
         pieces_zero.after_load(self.model, self._engine)

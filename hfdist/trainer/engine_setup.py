@@ -67,22 +67,17 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
     """Compare TrainingArguments with the layout's numbers, which the original class reads there."""
     for name, value in strategy.training_arguments().items():
         if getattr(args, name, None) != value:
-            raise ConfigError(
-                "the training arguments were not made for this strategy",
-                where=f"args.{name}",
-                found=getattr(args, name, None),
-                hint="TrainingArguments(..., **strategy.training_arguments())",
-            )
+            what = "the training arguments were not made for this strategy"
+            hint = "TrainingArguments(..., **strategy.training_arguments())"
+            raise ConfigError(what, where=f"args.{name}", found=getattr(args, name, None), hint=hint)
     for name, value in strategy.agreed_arguments().items():
         if getattr(args, name) != value:
-            raise ConfigError(
-                "the strategy was made for another value, which DeepSpeed works with",
-                where=f"args.{name}",
-                found=getattr(args, name),
-                allowed=str(value),
-                hint="the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments "
-                "(those of TRL are bf16=True by default)",
+            what = "the strategy was made for another value, which DeepSpeed works with"
+            hint = (
+                "the same precision and max_grad_norm for hfdist.make_strategy and for TrainingArguments "
+                "(those of TRL are bf16=True by default)"
             )
+            raise ConfigError(what, where=f"args.{name}", found=getattr(args, name), allowed=str(value), hint=hint)
     for name, (reason, hint) in _REFUSED.items():
         if getattr(args, name):
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
@@ -91,11 +86,9 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
 def check_has_logits(engine: Engine, what: str) -> None:
     """Raise a ConfigError under a pipeline, where no rank has whole logits."""
     if not engine.runs_whole_model:
-        raise ConfigError(
-            f"{what} needs logits, which only the last stage of a pipeline has, piece by piece",
-            where="strategy.pipeline",
-            hint="evaluate() gives the loss; or save_model(folder), and predict with the folder's model",
-        )
+        what = f"{what} needs logits, which only the last stage of a pipeline has, piece by piece"
+        hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
+        raise ConfigError(what, where="strategy.pipeline", hint=hint)
 
 
 def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -122,12 +115,8 @@ def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any])
         else:
             return arguments
         break
-    raise ConfigError(
-        "it cannot be told which of these arguments is the model",
-        where=f"{kind.__name__}(...)",
-        found=f"{len(args)} arguments without a name",
-        hint="model=..., args=..., and so on",
-    )
+    what, found = "it cannot be told which of these arguments is the model", f"{len(args)} arguments without a name"
+    raise ConfigError(what, where=f"{kind.__name__}(...)", found=found, hint="model=..., args=..., and so on")
 
 
 def _whole_model(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -145,13 +134,9 @@ def _whole_model(kind: type, arguments: dict[str, Any]) -> dict[str, Any]:
         with reading_from_hub("model", model):
             return {"model": AutoModelForCausalLM.from_pretrained(model, **fields)}
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "a strategy distributes a model that exists",
-            where="model",
-            found=repr(model),
-            allowed="a model, on the CPU and whole",
-            hint="AutoModelForCausalLM.from_pretrained(NAME, dtype='float32'), after the training arguments",
-        )
+        what = "a strategy distributes a model that exists"
+        hint = "AutoModelForCausalLM.from_pretrained(NAME, dtype='float32'), after the training arguments"
+        raise ConfigError(what, where="model", found=repr(model), allowed="a model, on the CPU and whole", hint=hint)
     return {"model": model}
 
 

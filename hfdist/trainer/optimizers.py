@@ -28,12 +28,10 @@ class OwnOptimizer:
             names.setdefault(id(parameter), []).append(name)
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if foreign:
-            raise ConfigError(
-                "the optimizer holds tensors that are no parameters of the model, so no checkpoint could name them",
-                where="optimizers",
-                found=f"{describe(optimizer)} with {len(foreign)} of them, the first of shape {list(foreign[0].shape)}",
-                hint="make it from model.parameters(), of the very model that the Trainer is given",
-            )
+            what = "the optimizer holds tensors that are no parameters of the model, so no checkpoint could name them"
+            found = f"{describe(optimizer)} with {len(foreign)} of them, the first of shape {list(foreign[0].shape)}"
+            hint = "make it from model.parameters(), of the very model that the Trainer is given"
+            raise ConfigError(what, where="optimizers", found=found, hint=hint)
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         self._states = [(names[id(parameter)], state) for parameter, state in optimizer.state.items()]
 
@@ -125,9 +123,9 @@ class Optimizers:
             yield
             return
         optimizer.eval()
-        engine.loaded()
+        engine.after_load()
         try:
             yield
         finally:
             optimizer.train()
-            engine.loaded()
+            engine.after_load()

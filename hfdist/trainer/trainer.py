@@ -220,7 +220,7 @@ class DistributedTrainerMixin(_Trainer):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._guard = NonfiniteGuard(self, came_from)
-        self.optimizer = self.engine.attach(self.model_wrapped, self.optimizer, self.accelerator.scaler)
+        self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
@@ -229,7 +229,7 @@ class DistributedTrainerMixin(_Trainer):
             self.checkpointer.restore(came_from)
         elif isinstance(self.train_dataset, TokenStream):
             # A run that was killed before its first checkpoint may have left records.
-            self.train_dataset.cut_ledger()
+            self.train_dataset.truncate_ledger()
         self.start_clock()
         return prepared
 
@@ -255,12 +255,10 @@ class DistributedTrainerMixin(_Trainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As the original; ConfigError if several ranks save: only rank 0 knows which trial it is."""
         if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
-            raise ConfigError(
-                "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint",
-                where="hyperparameter_search with args.save_strategy",
-                found=f"{SaveStrategy(self.args.save_strategy).value}, {self.args.world_size} processes",
-                hint="save_strategy='no', or one process a trial",
-            )
+            what = "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint"
+            where = "hyperparameter_search with args.save_strategy"
+            found = f"{SaveStrategy(self.args.save_strategy).value}, {self.args.world_size} processes"
+            raise ConfigError(what, where=where, found=found, hint="save_strategy='no', or one process a trial")
         return super().hyperparameter_search(*args, **kwargs)
 
     # ---- the step ----
@@ -333,12 +331,10 @@ class DistributedTrainerMixin(_Trainer):
             while num_items == 0:
                 if all(gather_json(self.train_dataset.has_ended)):
                     if self.state.global_step == 0:
-                        raise DataError(
-                            "the data have ended, and there was nothing in them to train on",
-                            where="data.sources",
-                            found="only rows that are empty, bad, held out or quarantined",
-                            hint="python recipes/audit.py run=... counts them",
-                        )
+                        what = "the data have ended, and there was nothing in them to train on"
+                        found = "only rows that are empty, bad, held out or quarantined"
+                        hint = "python recipes/audit.py run=... counts them"
+                        raise DataError(what, where="data.sources", found=found, hint=hint)
                     self.control.should_training_stop = True
                     self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
@@ -410,12 +406,8 @@ class DistributedTrainerMixin(_Trainer):
         if eval_dataset is not None:
             own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         if own is None:
-            raise ConfigError(
-                "there is nothing to evaluate on",
-                where="eval_dataset",
-                found="None",
-                hint="evaluate(eval_dataset), or eval_dataset=... for the trainer",
-            )
+            hint = "evaluate(eval_dataset), or eval_dataset=... for the trainer"
+            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", found="None", hint=hint)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="evaluation")
         return sharded_batches(
             own,

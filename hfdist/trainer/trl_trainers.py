@@ -68,12 +68,9 @@ def trains_causal_lm(kind: type) -> bool:
 def check_trl_arguments(kind: type, arguments: dict[str, Any], strategy: Strategy) -> None:
     """Check the arguments of a constructor of TRL's, by name, before anything is built. Other trainers pass."""
     if arguments.get("peft_config") is not None:
-        raise ConfigError(
-            "adapters must be in the model before it is distributed, and this class adds them afterwards",
-            where="peft_config",
-            found=type(arguments["peft_config"]).__name__,
-            hint="model = peft.inject_adapter_in_model(peft_config, model), and no peft_config",
-        )
+        what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
+        hint = "model = peft.inject_adapter_in_model(peft_config, model), and no peft_config"
+        raise ConfigError(what, where="peft_config", found=type(arguments["peft_config"]).__name__, hint=hint)
     if is_sft(kind) and strategy.topology.pipeline > 1:
         _check_sft_in_pipeline(arguments, strategy)
     if getattr(arguments["args"], "precompute_ref_log_probs", False) and strategy.topology.world_size > 1:
@@ -108,30 +105,20 @@ def _check_sft_in_pipeline(arguments: dict[str, Any], strategy: Strategy) -> Non
         ("args.activation_offloading", getattr(args, "activation_offloading", None)),
     ):
         if value:
-            raise ConfigError(
-                "SFTTrainer does this around a forward of the whole model, of which each process has a part",
-                where=name,
-                found=getattr(value, "__name__", value),
-                hint="without it, or a strategy without a pipeline",
-            )
+            what = "SFTTrainer does this around a forward of the whole model, of which each process has a part"
+            hint = "without it, or a strategy without a pipeline"
+            raise ConfigError(what, where=name, found=getattr(value, "__name__", value), hint=hint)
     if not (getattr(args, "padding_free", False) or getattr(args, "packing", False)):
         return
     attention = arguments["model"].config._attn_implementation or ""
     if "flash" in attention and strategy.batch.micro_batch_size > 1:
-        raise ConfigError(
-            "flash kernels keep packed documents apart in batches of one sequence only",
-            where="make_strategy(micro_batch_size)",
-            found=strategy.batch.micro_batch_size,
-            allowed="1",
-            hint="micro_batch_size=1, or attn_implementation='sdpa'",
-        )
+        what = "flash kernels keep packed documents apart in batches of one sequence only"
+        where, hint = "make_strategy(micro_batch_size)", "micro_batch_size=1, or attn_implementation='sdpa'"
+        raise ConfigError(what, where=where, found=strategy.batch.micro_batch_size, allowed="1", hint=hint)
     if keeps_documents_apart(arguments["model"]) is False:
-        raise ConfigError(
-            f"{type(arguments['model']).__name__} sees through from one packed document to the next",
-            where="args.packing, args.padding_free",
-            found="True",
-            hint="packing=False, or a strategy without a pipeline",
-        )
+        what = f"{type(arguments['model']).__name__} sees through from one packed document to the next"
+        hint = "packing=False, or a strategy without a pipeline"
+        raise ConfigError(what, where="args.packing, args.padding_free", found="True", hint=hint)
 
 
 def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any]) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ class Replicated:
     def pieces(self):
         return pieces.list_pieces(self.model, self.optimizer)
 
-    def loaded(self):
+    def after_load(self):
         pass
 
     def states(self):
@@ -114,7 +114,7 @@ class Zero:
     def pieces(self):
         return pieces_zero.list_pieces(self.model, self.engine)
 
-    def loaded(self):
+    def after_load(self):
         pieces_zero.after_load(self.model, self.engine)
 
     def states(self):

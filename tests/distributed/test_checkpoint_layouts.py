@@ -78,7 +78,7 @@ def continue_all(saved):
         for source in (source for source, goal in PAIRS if goal == target):
             engine = build(seed=OTHER_SEED)
             assert read_checkpoint(saved[source], engine.pieces()) == {"cursor": [1, 2, 3]}
-            engine.loaded()
+            engine.after_load()
             losses[source, target] = [engine.step(step) for step in range(HALF, END)]
             engine.close()
     return losses
@@ -117,7 +117,7 @@ def save_again(source, root):
     for name, build in of_this_size().items():
         engine = build(seed=OTHER_SEED)
         read_checkpoint(source, engine.pieces())
-        engine.loaded()
+        engine.after_load()
         paths.append(
             write_checkpoint(
                 root / name, step=9, pieces=engine.pieces(), state={}, write_model_files=write_config(engine.model)
@@ -151,7 +151,7 @@ def continue_spoilt(path, names):
         for spoil in (forget_moments, forget_steps):
             engine = LAYOUTS[name][1](seed=OTHER_SEED)
             read_checkpoint(path, engine.pieces())
-            engine.loaded()
+            engine.after_load()
             for state in engine.states():
                 spoil(state)
             losses[name, spoil.__name__] = [engine.step(step) for step in range(HALF, END)]

@@ -59,7 +59,7 @@ def save(engine, folder):
 
 def resume(path, engine):
     read_checkpoint(path, engine.pieces())
-    engine.loaded()
+    engine.after_load()
     return engine
 
 

@@ -138,7 +138,7 @@ def step_as_engine(case, **layout):
     make, batches = case
     model, whole = make(), make()
     engine = make_strategy(**layout).build(model)
-    engine.attach(engine.model, None, None)
+    engine.setup(engine.model, None, None)
     default = SimpleNamespace(loss=scaled_loss)
     for batch in batches:
         model.zero_grad()

@@ -85,15 +85,15 @@ def test_skipped_steps_count_in_a_row():
 
 def test_only_a_step_beyond_the_one_that_failed_is_progress():
     tally = SkipCounter(Limits(rollbacks=2))
-    tally.go_back(10)
+    tally.roll_back(10)
     for step in range(5, 11):
         tally.take(step)
-    assert tally.may_go_back
-    tally.go_back(9)
+    assert tally.may_roll_back
+    tally.roll_back(9)
     tally.take(10)
-    assert not tally.may_go_back
+    assert not tally.may_roll_back
     tally.take(11)
-    assert tally.may_go_back
+    assert tally.may_roll_back
 
 
 def start(port, world_size):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from hfdist.config.checks.urls import check_address, scheme_of
 from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, WeightChange
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 
 _OF_PYTHON = (SourceKind.stdlib, SourceKind.docstrings)
 _PATHS = {
@@ -115,7 +114,7 @@ def _check_chat(chat: ChatConfig) -> None:
 def _check_change(key: str, change: WeightChange, sources: dict[str, SourceConfig]) -> None:
     for name, weight in change.weights.items():
         if name not in sources:
-            raise _unknown_source(name, sources, where=key, hint=f"{{near}}: {weight:g}")
+            raise _unknown_source(name, sources, where=key, template=f"{{}}: {weight:g}")
         # Also false for NaN.
         if not 0 <= weight < float("inf"):
             raise ConfigError("a weight is out of range", where=f"{key}.{name}", found=weight, allowed="a number >= 0")
@@ -137,10 +136,9 @@ def _check_quarantined(entry: str, sources: dict[str, SourceConfig]) -> None:
         hint = f"data.quarantine=[{next(iter(sources))}:part-0.parquet:17]"
         raise ConfigError(what, where="data.quarantine", found=entry, allowed=allowed, hint=hint)
     if name not in sources:
-        raise _unknown_source(name, sources, where="data.quarantine", hint=f"data.quarantine=[{{near}}:{rest}]")
+        raise _unknown_source(name, sources, where="data.quarantine", template=f"data.quarantine=[{{}}:{rest}]")
 
 
-def _unknown_source(name: str, sources: dict[str, SourceConfig], *, where: str, hint: str) -> ConfigError:
-    near = difflib.get_close_matches(name, sources, n=1, cutoff=0.5)
-    filled, allowed = hint.replace("{near}", near[0]) if near else None, ", ".join(sources)
-    return ConfigError(f"there is no source {name!r}", where=where, found=name, allowed=allowed, hint=filled)
+def _unknown_source(name: str, sources: dict[str, SourceConfig], *, where: str, template: str) -> ConfigError:
+    what, allowed, hint = f"there is no source {name!r}", ", ".join(sources), nearest(name, sources, template)
+    return ConfigError(what, where=where, found=name, allowed=allowed, hint=hint)

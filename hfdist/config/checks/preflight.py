@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import importlib.util
 import os
@@ -19,7 +18,7 @@ from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
 OFFLINE_FLAG = "--offline"
@@ -119,12 +118,10 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
 
     def refuse(name: str, key: str, value: object, hint: str | None) -> None:
         unset = f"unset {name}, or leave it out of the launcher's config file"
-        raise ConfigError(
-            "a variable of accelerate contradicts the config",
-            where=f"{name} (environment)",
-            found=f"{name}={environment[name]}, with {key}={value}",
-            hint=unset if hint is None else f"{hint}, or {unset}",
-        )
+        what = "a variable of accelerate contradicts the config"
+        found = f"{name}={environment[name]}, with {key}={value}"
+        hint = unset if hint is None else f"{hint}, or {unset}"
+        raise ConfigError(what, where=f"{name} (environment)", found=found, hint=hint)
 
     def is_true(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")
@@ -173,8 +170,8 @@ def _near(key: str, path: str) -> str | None:
         names = [other.name for other in full.parent.iterdir()]
     except OSError:
         return None
-    near = difflib.get_close_matches(full.name, names, n=1)
-    return f"{key}={Path(path).with_name(near[0])}" if near else None
+    near = nearest(full.name, names, cutoff=0.6)
+    return None if near is None else f"{key}={Path(path).with_name(near)}"
 
 
 def _check_writable(key: str, folder: str) -> None:
@@ -194,9 +191,8 @@ def _check_writable(key: str, folder: str) -> None:
 def _check_trackers(names: list[str]) -> None:
     for name in names:
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
             what, allowed = "transformers has no such tracker", ", ".join(sorted(TRACKERS))
-            hint = f"report.to=[{near[0] if near else ''}]"
+            hint = nearest(name, TRACKERS, "report.to=[{}]") or "report.to=[]"
             raise ConfigError(what, where="report.to", found=name, allowed=allowed, hint=hint)
         modules = TRACKERS[name]
         if all(importlib.util.find_spec(module) is None for module in modules):

@@ -71,9 +71,7 @@ def refuse_secrets(value: Any, key: str, *, place: str | None = None) -> None:
     is_named = names_secret(key, value)
     kind = kind_of_secret(value) if isinstance(value, str) else None
     if is_named or kind is not None:
-        raise ConfigError(
-            f"this is {kind or 'a password or the like'}, which would be written into the run's folder",
-            where=key if place is None else f"{key} ({place})",
-            found=MASK if is_named else mask_secrets(str(value)),
-            hint="leave it out; `hf auth login`, `wandb login`, ~/.netrc, AWS_* and FSSPEC_* give credentials",
-        )
+        what = f"this is {kind or 'a password or the like'}, which would be written into the run's folder"
+        found = MASK if is_named else mask_secrets(str(value))
+        hint = "leave it out; `hf auth login`, `wandb login`, ~/.netrc, AWS_* and FSSPEC_* give credentials"
+        raise ConfigError(what, where=key if place is None else f"{key} ({place})", found=found, hint=hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterator
 from functools import reduce
@@ -21,7 +20,7 @@ from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import find_key, plain
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 
 UNBUILT_AXES = ("context", "tensor", "expert")
 """Axes of the layout that this version does not build."""
@@ -236,13 +235,10 @@ def check_schedule(config: RunConfig, max_steps: int) -> None:
     warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
     if warmup_steps >= max_steps:
         leaf = "warmup_steps" if optimizer.warmup_tokens is None else "warmup_tokens"
-        raise ConfigError(
-            "the warm-up is as long as the whole run, so the learning rate never reaches its peak",
-            where=f"optimizer.{leaf}",
-            found=f"{warmup_steps} steps of {max_steps}",
-            allowed=f"fewer than {max_steps} steps",
-            hint=f"optimizer.{leaf}={getattr(optimizer, leaf) * (max_steps // 10) // warmup_steps}",
-        )
+        what = "the warm-up is as long as the whole run, so the learning rate never reaches its peak"
+        found, allowed = f"{warmup_steps} steps of {max_steps}", f"fewer than {max_steps} steps"
+        hint = f"optimizer.{leaf}={getattr(optimizer, leaf) * (max_steps // 10) // warmup_steps}"
+        raise ConfigError(what, where=f"optimizer.{leaf}", found=found, allowed=allowed, hint=hint)
     decay_steps = round(max_steps * optimizer.decay_fraction)
     if optimizer.schedule is Schedule.wsd and warmup_steps + decay_steps > max_steps:
         what = "warm-up and decay are longer than the run"
@@ -366,7 +362,9 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise _conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
     words = ["auto", "never"]
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
-        near = difflib.get_close_matches(resume.lower(), words, n=1, cutoff=0.5)
         what = "this is neither a word for where to start nor a folder that exists"
-        allowed, hint = "auto, never, or the folder of a checkpoint", f"checkpoint.resume={near[0] if near else 'auto'}"
+        allowed, hint = (
+            "auto, never, or the folder of a checkpoint",
+            f"checkpoint.resume={nearest(resume.lower(), words) or 'auto'}",
+        )
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)

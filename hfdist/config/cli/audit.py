@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.topology import read_launcher
 
 _HELP = """\
@@ -84,7 +83,7 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         allowed = "a whole number >= 1, as in step=120"
         raise ConfigError("this is no step", where=f"step ({COMMAND_LINE})", found=step, allowed=allowed)
     if text not in _TEXTS:
-        where, hint = f"text ({COMMAND_LINE})", f"text={difflib.get_close_matches(text, _TEXTS, n=1, cutoff=0.0)[0]}"
+        where, hint = f"text ({COMMAND_LINE})", nearest(text, _TEXTS, "text={}", cutoff=0.0)
         raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=hint)
     return AuditRequest(run=run, step=None if step is None else int(step), shows_all_text=text == "full")
 
@@ -93,10 +92,9 @@ def _parse(argument: str) -> tuple[str, str]:
     name, equals, value = argument.partition("=")
     if name in _KEYS and value:
         return name, value
-    near = difflib.get_close_matches(name.lstrip("-"), _KEYS, n=1, cutoff=0.5)
     what = "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`"
     allowed = "run=FOLDER, step=N, text=short|full, --help, --offline; other keys are those of the run, and stay"
-    hint = f"{near[0]}={value or '...'}" if near else "--help"
+    hint = nearest(name.lstrip("-"), _KEYS, f"{{}}={value or '...'}") or "--help"
     raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
 
 
@@ -105,7 +103,6 @@ def _find_run(value: str) -> Path:
     if (run / f"{_CONFIG}.yaml").is_file():
         return run
     others = sorted(path.parent.name for path in run.parent.glob(f"*/{_CONFIG}.yaml"))
-    near = difflib.get_close_matches(run.name, others, n=1, cutoff=0.5)
     allowed = f"a folder with {_CONFIG}.yaml" + (f": {', '.join(others[:20])} in {run.parent}" if others else "")
-    hint = f"run={run.parent / near[0]}" if near else None
+    hint = nearest(run.name, others, f"run={run.parent / '{}'}")
     raise ConfigError("there is no such run", where=f"run ({COMMAND_LINE})", found=value, allowed=allowed, hint=hint)

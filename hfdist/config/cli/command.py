@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import gc
 import os
@@ -34,7 +33,7 @@ from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.topology import read_launcher
 
 # Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
@@ -207,11 +206,11 @@ def _unknown_flag(text: str, following: str | None, parser: argparse.ArgumentPar
     name, _, value = text.lstrip("-").partition("=")
     key, value = name.replace("-", "_"), value or following or ""
     known = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.75)
     hint = override_for(key, value or None) or reason_against(key)
+    hint = hint or nearest(text.partition("=")[0], known, cutoff=0.75)
     if hint is None:
-        nearest = key if find_key(key) is not None else nearest_key(key)
-        hint = near[0] if near else f"{nearest}={value or '...'}" if nearest else "--help"
+        near = key if find_key(key) is not None else nearest_key(key)
+        hint = "--help" if near is None else f"{near}={value or '...'}"
     what = "there is no such flag; keys of the config are set without dashes"
     allowed = "section.key=value, or a flag that --help lists"
     return ConfigError(what, where="command line", found=text, allowed=allowed, hint=hint)

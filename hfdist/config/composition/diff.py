@@ -68,13 +68,10 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
     """
     unsafe = [change for change in changes if not change.is_safe]
     if unsafe and not allowed:
-        raise CheckpointError(
-            "the config has changed since the checkpoint, and with it the training",
-            where=where,
-            found=tuple(map(str, unsafe)),
-            allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
-            hint="the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name",
-        )
+        what = "the config has changed since the checkpoint, and with it the training"
+        allowed = "what leaves the training as it is: the layout, when to save, evaluate and report, where files lie"
+        hint = "the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name"
+        raise CheckpointError(what, where=where, found=tuple(map(str, unsafe)), allowed=allowed, hint=hint)
 
 
 def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:

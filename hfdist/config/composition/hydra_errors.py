@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, list_groups, list_options
 from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def explain(error: Exception, request: Request) -> ConfigError:
         where = f"{override.key} ({COMMAND_LINE})"
         return ConfigError("keys cannot be deleted, only set", where=where, found=override.text, hint=hint)
     if override is not None and isinstance(cause, ConfigTypeError):
-        what, where = f"this override does not fit: {_first_line(cause)}", f"{override.key} ({COMMAND_LINE})"
+        what, where = f"this override does not fit: {first_line(cause)}", f"{override.key} ({COMMAND_LINE})"
         return ConfigError(what, where=where, found=override.text, allowed=_allowed(override.key))
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
@@ -111,7 +110,7 @@ def missing_value(key: str) -> ConfigError:
 
 def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     """Translate what OmegaConf raises while it resolves `${...}`."""
-    message = _first_line(error)
+    message = first_line(error)
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
     near = nearest_key(missing[1]) if missing else None
     what, allowed = f"an interpolation cannot be resolved: {message}", "${section.key} of a key that has a value"
@@ -125,20 +124,20 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     if not group:
         names = {path for folder in request.folders for path in list_options(folder, ".")}
         where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
-        hint = _close(name, sorted(names), "--config-name {}")
+        hint = nearest(name, sorted(names), "--config-name {}")
         return ConfigError(
             "there is no such primary config", where=where, found=name, allowed=_listed(names), hint=hint
         )
     groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
     options = groups.get(group, [])
     if not options:
-        hint = _close(group, sorted(groups), f"{{}}: {option}")
+        hint = nearest(group, sorted(groups), f"{{}}: {option}")
         return ConfigError(f"there is no group `{group}`", where=place, found=name, allowed=_listed(groups), hint=hint)
     if any((folder / f"{name}.yml").is_file() for folder in request.folders):
         hint = f"rename {option}.yml to {option}.yaml"
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"
-        hint = _close(option, options, group + "={}") or own
+        hint = nearest(option, options, group + "={}") or own
     return _no_option(group, option, options, _chooser(group, option, request) or place, hint)
 
 
@@ -173,7 +172,7 @@ def _bad_value(
         value = override.value_text
     allowed, options = _allowed(key), request.groups().get(key, [])
     if options and isinstance(value, str):
-        hint = _close(value, options, key + "={}")
+        hint = nearest(value, options, key + "={}")
     else:
         hint = None if allowed is None else _hint_for_value(key, value, allowed)
     place = _place(error, override, key, request)
@@ -186,7 +185,7 @@ def _bad_value(
 
 def _bad_group(error: Exception, request: Request) -> ConfigError:
     """Translate what Hydra says of groups, and whatever else it says."""
-    message, groups = _first_line(error), request.groups()
+    message, groups = first_line(error), request.groups()
     missing = re.match(r"(?:In '[^']+': )?Could not override '([^'@]+)", message)
     if missing:
         group, value = missing[1], request.value_of(missing[1])
@@ -254,14 +253,14 @@ def _hint_for_unknown(key: str, value: object, groups: dict[str, list[str]]) -> 
         return hint
     text = "..." if value is None or isinstance(value, (dict, list)) else value
     if "." not in key:
-        for near in difflib.get_close_matches(key, list(groups), n=1, cutoff=0.7):
-            option = difflib.get_close_matches(str(text), groups[near], n=1, cutoff=0.6)
-            return f"{near}={[*option, *groups[near]][0]}"
-    nearest = nearest_key(key)
-    known = None if nearest is None else find_key(nearest)
+        near = nearest(key, groups, cutoff=0.7)
+        if near is not None:
+            return f"{near}={nearest(str(text), groups[near], cutoff=0.6) or groups[near][0]}"
+    near = nearest_key(key)
+    known = None if near is None else find_key(near)
     if known is not None and members(known.name):
-        return f"{nearest}.{members(known.name)[0]}=..."
-    return None if nearest is None else f"{nearest}={text}"
+        return f"{near}.{members(known.name)[0]}=..."
+    return None if near is None else f"{near}={text}"
 
 
 def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
@@ -270,12 +269,7 @@ def _hint_for_value(key: str, value: object, allowed: str) -> str | None:
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed:
         return f"{key}={int(value)}"
     words = [word for word in allowed.replace(" or ", ", ").split(", ") if " " not in word]
-    return _close(str(value), words, key + "={}")
-
-
-def _close(word: str, words: list[str], template: str) -> str | None:
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return template.replace("{}", near[0]) if near else None
+    return nearest(str(value), words, key + "={}")
 
 
 def _allowed(key: str) -> str | None:
@@ -285,7 +279,3 @@ def _allowed(key: str) -> str | None:
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(sorted({*words}))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from hydra.errors import HydraException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import refuse_target
 from hfdist.config.schema import all_keys, find_key
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 
 COMMAND_LINE = "command line"
 _SOURCES = ("data.sources", "data.eval_sources")
@@ -132,7 +131,6 @@ def _not_an_override(text: str) -> ConfigError:
     elif equals and key.strip(" +~") and value:
         hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
     else:
-        near = difflib.get_close_matches(key, list(all_keys()), n=1, cutoff=0.5)
-        hint = f"{near[0]}=..." if near else "optimizer.lr=1e-3 or strategy=zero2"
+        hint = nearest(key, all_keys(), "{}=...") or "optimizer.lr=1e-3 or strategy=zero2"
     allowed = "key=value or group=option"
     return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=allowed, hint=hint)

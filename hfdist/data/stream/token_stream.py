@@ -129,7 +129,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if cursor.contents is None:
             self._states = {lane: self._with_documents(lane, state) for lane, state in self._states.items()}
         self._num_sequences = cursor.samples // self._data_size
-        self.cut_ledger()
+        self.truncate_ledger()
 
     def check_identity(self, state: dict[str, Any], *, ledger: Path | None = None) -> None:
         """Refuse the cursor of other data, unless these may be read from their beginning. Changes nothing.
@@ -165,7 +165,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if self.ledger is not None:
             self.ledger.set_aside(self.lanes, before.samples)
 
-    def cut_ledger(self) -> None:
+    def truncate_ledger(self) -> None:
         """Truncate the ledger to where this stream stands: a run that was killed has written more."""
         if self.ledger is not None:
             full_rounds, rest = divmod(self._num_sequences, len(self.lanes))

@@ -159,7 +159,7 @@ class Checkpointer:
         scaler = trainer.accelerator.scaler
         return {
             **schedule_state(trainer.lr_scheduler),
-            "engine": trainer.engine.numbers(),
+            "engine": trainer.engine.extra_state(),
             "loss_scaler": None if scaler is None else scaler.state_dict(),
             "cursor": None if cursor is None else cursor.to_json(),
             "config": trainer.options.run_values,
@@ -303,7 +303,7 @@ class Checkpointer:
             # Before the weights: other data may have made another tokenizer, and so a larger model.
             on_all_ranks(lambda: stream.check_identity(read_state(path)["cursor"], ledger=ledger))
         state = self.restore_weights(path)
-        trainer.engine.restore_numbers(state["engine"])
+        trainer.engine.load_extra_state(state["engine"])
         restore_schedule(trainer.lr_scheduler, state)
         if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
@@ -315,7 +315,7 @@ class Checkpointer:
     def restore_weights(self, path: Path) -> dict[str, Any]:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
         state = read_checkpoint(path, self._pieces())
-        self._trainer.engine.loaded()
+        self._trainer.engine.after_load()
         return state
 
     def restore_best(self) -> None:

@@ -44,11 +44,9 @@ def adapter_pieces(model: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
         if piece.name in names:
             yield dataclasses.replace(piece, name=names[piece.name])
         elif piece.name in trained:
-            raise CheckpointError(
-                "a trained weight is no part of the adapter, so PEFT's files have no place for it",
-                where=piece.name,
-                hint="adapter.modules_to_save=[...] names what is trained besides",
-            )
+            what = "a trained weight is no part of the adapter, so PEFT's files have no place for it"
+            hint = "adapter.modules_to_save=[...] names what is trained besides"
+            raise CheckpointError(what, where=piece.name, hint=hint)
 
 
 def _names_in_files(model: nn.Module) -> dict[str, str]:

@@ -52,12 +52,9 @@ def restore_schedule(scheduler: Any, state: dict[str, Any]) -> None:
     """Put schedule and rates back to where `schedule_state` found them; CheckpointError: it was of another kind."""
     steps, own = state["schedule_steps"], state.get("schedule")
     if (own is None) != isinstance(scheduler, LambdaLR):
-        raise CheckpointError(
-            "the checkpoint is of a learning rate's schedule of another kind",
-            where="lr_scheduler_type",
-            found=type(scheduler).__name__,
-            hint="the schedule that the run began with",
-        )
+        what = "the checkpoint is of a learning rate's schedule of another kind"
+        hint = "the schedule that the run began with"
+        raise CheckpointError(what, where="lr_scheduler_type", found=type(scheduler).__name__, hint=hint)
     if own is None:
         rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         scheduler.last_epoch = steps

@@ -55,12 +55,9 @@ class Limits:
         if self.most_tokens is None:
             return None
         if self.max_new_tokens >= self.most_tokens:
-            raise ConfigError(
-                "so many new tokens leave the model no room for a prompt",
-                where="evaluate.max_new_tokens",
-                found=self.max_new_tokens,
-                allowed=f"< {self.most_tokens}, the positions of the model",
-            )
+            what = "so many new tokens leave the model no room for a prompt"
+            allowed = f"< {self.most_tokens}, the positions of the model"
+            raise ConfigError(what, where="evaluate.max_new_tokens", found=self.max_new_tokens, allowed=allowed)
         return self.most_tokens - self.max_new_tokens
 
 
@@ -203,12 +200,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text."""
     if chat is Chat.always and not tokenizer.chat_template:
-        raise ConfigError(
-            "the tokenizer has no chat template",
-            where="evaluate.chat",
-            found=chat.value,
-            hint="evaluate.chat=auto, or a tokenizer with a chat template",
-        )
+        hint = "evaluate.chat=auto, or a tokenizer with a chat template"
+        raise ConfigError("the tokenizer has no chat template", where="evaluate.chat", found=chat.value, hint=hint)
     encoded = []
     if chat is Chat.never or not tokenizer.chat_template:
         for prompt in prompts:
@@ -222,12 +215,8 @@ def encode_prompts(
         try:
             text = template.render([*system, {"role": "user", "content": prompt}], None, asks=True)
         except RefusedError as error:
-            raise ConfigError(
-                f"the chat template refuses a prompt: {error}",
-                where="evaluate.prompts",
-                found=prompt,
-                hint="evaluate.chat=never",
-            ) from error
+            what = f"the chat template refuses a prompt: {error}"
+            raise ConfigError(what, where="evaluate.prompts", found=prompt, hint="evaluate.chat=never") from error
         # The template has written the special tokens.
         encoded.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return encoded

@@ -5,7 +5,6 @@ In this one it would take the ranks' process group for its own.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import logging
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.config.run import EvaluateConfig, RunConfig
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.topology import without_launcher
 
 logger = logging.getLogger(__name__)
@@ -33,32 +32,22 @@ class HarnessError(Exception):
 def check(evaluate: EvaluateConfig, *, knows_tasks: bool) -> None:
     """Check that the package is there, and the tasks, if this process is to look at them: that takes some seconds."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            "the evaluation harness is not installed",
-            where="evaluate.lm_eval",
-            found=", ".join(evaluate.lm_eval),
-            hint="pip install lm-eval, or evaluate.lm_eval=[]",
-        )
+        what, hint = "the evaluation harness is not installed", "pip install lm-eval, or evaluate.lm_eval=[]"
+        raise ConfigError(what, where="evaluate.lm_eval", found=", ".join(evaluate.lm_eval), hint=hint)
     if not knows_tasks:
         return
     try:
         known = _ask({"what": "tasks", "tasks": evaluate.lm_eval, "include": evaluate.lm_eval_include})
     except HarnessError as error:
-        raise ConfigError(
-            f"the evaluation harness cannot list its tasks: {error}",
-            where="evaluate.lm_eval, evaluate.lm_eval_include",
-            found=evaluate.lm_eval_include,
-        ) from error
+        what = f"the evaluation harness cannot list its tasks: {error}"
+        where = "evaluate.lm_eval, evaluate.lm_eval_include"
+        raise ConfigError(what, where=where, found=evaluate.lm_eval_include) from error
     for name in evaluate.lm_eval:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ConfigError(
-                "the evaluation harness has no such task",
-                where="evaluate.lm_eval",
-                found=name,
-                allowed=f"one of {len(known):,} tasks: python -m lm_eval ls tasks",
-                hint=f"evaluate.lm_eval=[{near[0]}]" if near else "evaluate.lm_eval_include=FOLDER for your own tasks",
-            )
+            what = "the evaluation harness has no such task"
+            allowed = f"one of {len(known):,} tasks: python -m lm_eval ls tasks"
+            hint = nearest(name, known, "evaluate.lm_eval=[{}]") or "evaluate.lm_eval_include=FOLDER for your own tasks"
+            raise ConfigError(what, where="evaluate.lm_eval", found=name, allowed=allowed, hint=hint)
 
 
 def measure(folder: Path, config: RunConfig, *, device: Any) -> dict[str, Any]:

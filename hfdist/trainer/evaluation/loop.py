@@ -40,12 +40,9 @@ def sharded_batches(dataset: Any, *, topology: Topology, micro_batch_size: int, 
 
     def load(part: Any) -> DataLoader[Any]:
         if not hasattr(part, "__len__"):
-            raise ConfigError(
-                "held-out data need a length: all ranks must run equally many batches",
-                where="eval_dataset",
-                found=type(part).__name__,
-                hint="a map-style dataset, such as list(dataset)",
-            )
+            what = "held-out data need a length: all ranks must run equally many batches"
+            hint = "a map-style dataset, such as list(dataset)"
+            raise ConfigError(what, where="eval_dataset", found=type(part).__name__, hint=hint)
         batches = ShardedBatches(BatchSampler(SequentialSampler(part), micro_batch_size, drop_last=False), topology)
         # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
         own = torch.Generator()

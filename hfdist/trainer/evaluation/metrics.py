@@ -60,12 +60,8 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Find metrics by name, and import the packages that offer them."""
     taken = next(filter(_RESERVED.fullmatch, names), None)
     if taken is not None:
-        raise ConfigError(
-            "a metric of this name would take the place of a figure that each evaluation has",
-            where="evaluate.metrics",
-            found=taken,
-            hint="another name for its entry point",
-        )
+        what = "a metric of this name would take the place of a figure that each evaluation has"
+        raise ConfigError(what, where="evaluate.metrics", found=taken, hint="another name for its entry point")
     return {name: BUILT_IN[name] if name in BUILT_IN else _load(name) for name in names}
 
 

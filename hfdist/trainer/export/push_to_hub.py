@@ -72,10 +72,7 @@ def push(folder: Path, export: ExportConfig) -> HfdistError | None:
             logger.info("uploaded: %s", task.result())
     except HfdistError as error:
         branch = f" --revision {export.revision}" if export.revision else ""
-        return ResourceError(
-            f"the model is trained and saved, but not uploaded: {error.what}",
-            where=_KEY,
-            found=name,
-            hint=f"{error.hint or 'later'}; then: hf upload {name} {folder} .{branch}",
-        )
+        what = f"the model is trained and saved, but not uploaded: {error.what}"
+        hint = f"{error.hint or 'later'}; then: hf upload {name} {folder} .{branch}"
+        return ResourceError(what, where=_KEY, found=name, hint=hint)
     return None

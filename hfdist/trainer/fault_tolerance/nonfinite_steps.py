@@ -101,11 +101,11 @@ class SkipCounter:
         return len(self.skipped) >= self.limits.skipped_steps
 
     @property
-    def may_go_back(self) -> bool:
+    def may_roll_back(self) -> bool:
         """Whether the run may try once more."""
         return self.rollbacks < self.limits.rollbacks
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """The run has gone back, since it could not go on behind `step`."""
         self._failed_step = max(self._failed_step, step)
         self.rollbacks += 1
@@ -156,11 +156,11 @@ class NonfiniteGuard:
         A NumericsError says that it cannot go back, or has done so too often.
         """
         is_finite, self._is_finite = self._is_finite, None
-        step, has_gone_back = self._trainer.state.global_step, False
+        step, has_rolled_back = self._trainer.state.global_step, False
         if is_finite is not None:
-            has_gone_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
+            has_rolled_back = self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
         self._has_saved |= self._trainer.control.should_save
-        return has_gone_back
+        return has_rolled_back
 
     def _end_taken_step(self, step: int) -> bool:
         control = self._trainer.control
@@ -174,7 +174,7 @@ class NonfiniteGuard:
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
         if differences:
-            return self._go_back(step, lambda: self._unequal_replicas(step, differences))
+            return self._roll_back(step, lambda: self._unequal_replicas(step, differences))
         self._counter.take(step)
         return False
 
@@ -199,24 +199,24 @@ class NonfiniteGuard:
             # Until a step is taken, the last checkpoint is of before what is wrong.
             self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
             control.should_evaluate = control.should_save = False
-        return self._counter.skip(skipped) and self._go_back(step, self._too_many_skipped)
+        return self._counter.skip(skipped) and self._roll_back(step, self._too_many_skipped)
 
     def _loss_scale(self) -> float:
         scaler = self._trainer.accelerator.scaler
-        scale = self._trainer.engine.numbers()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
+        scale = self._trainer.engine.extra_state()["loss_scaler"]["cur_scale"] if scaler is None else scaler.get_scale()
         return float(scale)
 
     # ---- going back ----
 
-    def _go_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
+    def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
         has_checkpoint = self._has_saved or self._came_from is not None
-        can_go_back = has_checkpoint and self._counter.may_go_back and self._stream is not None
-        checkpoint = self._find_checkpoint() if can_go_back else None
+        can_roll_back = has_checkpoint and self._counter.may_roll_back and self._stream is not None
+        checkpoint = self._find_checkpoint() if can_roll_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
             self._trainer.checkpointer.write_ledger()
             raise failure()
-        self._counter.go_back(step)
+        self._counter.roll_back(step)
         self._deferred = False, False
         self._restore(checkpoint)
         logger.warning(
@@ -279,16 +279,15 @@ class NonfiniteGuard:
         )
 
     def _unequal_replicas(self, step: int, differences: list[str]) -> NumericsError:
-        return NumericsError(
-            f"ranks that hold the same parameters do not hold the same bits, {self._why_no_way_back()}",
-            where=f"step {step}",
-            found=tuple(differences),
-            hint="leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
-            "which round differently, train.compare_replicas_every=null",
+        what = f"ranks that hold the same parameters do not hold the same bits, {self._why_no_way_back()}"
+        hint = (
+            "leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
+            "which round differently, train.compare_replicas_every=null"
         )
+        return NumericsError(what, where=f"step {step}", found=tuple(differences), hint=hint)
 
     def _why_no_way_back(self) -> str:
-        if not self._counter.may_go_back:
+        if not self._counter.may_roll_back:
             return f"and the run has gone back {self._counter.rollbacks} times without getting beyond it"
         if self._stream is None:
             return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"

@@ -1,4 +1,4 @@
-"""The process group of ranks that torchrun may start again, with other neighbours."""
+"""The process group of ranks that torchrun may start again, on other machines."""
 
 from __future__ import annotations
 

@@ -104,12 +104,8 @@ class Preemption(TrainerCallback):
     def check(self, run_dir: str) -> None:
         """Raise a PreemptedError, if the run was told to stop."""
         if self.stopped_by is not None:
-            raise PreemptedError(
-                "the run was told to stop, and has saved where it was",
-                where=run_dir,
-                found=self.stopped_by,
-                hint="the same command goes on from there",
-            )
+            what = "the run was told to stop, and has saved where it was"
+            raise PreemptedError(what, where=run_dir, found=self.stopped_by, hint="the same command goes on from there")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

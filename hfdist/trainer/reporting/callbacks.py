@@ -133,12 +133,9 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # A disk that takes no line takes no checkpoint either; the last one is whole.
-        raise ResourceError(
-            "a line cannot be written",
-            where=str(path),
-            found=f"{error.strerror}; {shutil.disk_usage(path.parent).free:,} bytes free",
-            hint="free space, or another disk for run.dir",
-        ) from error
+        found = f"{error.strerror}; {shutil.disk_usage(path.parent).free:,} bytes free"
+        hint = "free space, or another disk for run.dir"
+        raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error
 
 
 class MetricsWriter(StepLines):

@@ -330,12 +330,8 @@ def _writing(key: str, folder: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"the folder cannot be used: {error.strerror or error}",
-            where=key,
-            found=folder,
-            allowed="a writable folder",
-        ) from error
+        what = f"the folder cannot be used: {error.strerror or error}"
+        raise ConfigError(what, where=key, found=folder, allowed="a writable folder") from error
 
 
 def _resume_from(config: RunConfig) -> str | None:
@@ -376,21 +372,16 @@ def _check_resume(config: RunConfig, checkpoints: Path) -> None:
     resume = config.checkpoint.resume
     present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
     if resume == "never" and present:
-        raise CheckpointError(
-            "the run folder already holds checkpoints",
-            where="checkpoint.resume=never",
-            found=f"{present[-1]} in {checkpoints}",
-            hint="another run.name, or checkpoint.resume=auto to go on from it",
-        )
+        what = "the run folder already holds checkpoints"
+        hint = "another run.name, or checkpoint.resume=auto to go on from it"
+        raise CheckpointError(what, where="checkpoint.resume=never", found=f"{present[-1]} in {checkpoints}", hint=hint)
     path = Path(resume)
     is_of_this_run = _lies_in(path, checkpoints)
     if is_of_this_run and present and present[-1] > path.resolve().name:
-        raise CheckpointError(
-            "the run folder holds later checkpoints, and two branches cannot share a folder",
-            where="checkpoint.resume",
-            found=f"{path.name}, with {present[-1]} beside it",
-            hint="another run.name, or move the later ones out of the folder",
-        )
+        what = "the run folder holds later checkpoints, and two branches cannot share a folder"
+        found = f"{path.name}, with {present[-1]} beside it"
+        hint = "another run.name, or move the later ones out of the folder"
+        raise CheckpointError(what, where="checkpoint.resume", found=found, hint=hint)
     start = checkpoints / present[-1] if present and not is_of_this_run else path
     if (start / MANIFEST).is_file():
         # A damaged checkpoint is found and skipped later, when all are verified.

@@ -81,12 +81,8 @@ class RunLock:
 
     def _in_use(self, holder: dict[str, Any]) -> ConfigError:
         held_by = f"process {holder.get('pid', '?')} on {holder.get('host', 'another machine')}"
-        return ConfigError(
-            "another run is using the folder",
-            where="run.dir",
-            found=f"{self._path}, held by {held_by}",
-            hint="another run.name, or wait until that run has ended",
-        )
+        found, hint = f"{self._path}, held by {held_by}", "another run.name, or wait until that run has ended"
+        return ConfigError("another run is using the folder", where="run.dir", found=found, hint=hint)
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -38,13 +38,15 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     strategy, engine = trainer.strategy, trainer.engine
     assert strategy is not None
     assert engine is not None
-    batch, shares = strategy.batch, strategy.shares
+    batch, fractions = strategy.batch, strategy.fractions
     model = cast(PreTrainedModel, engine.model)
     size, trained = num_parameters(model, engine.whole_numel), num_trained(model, engine.whole_numel)
-    weights, gradients = size * shares.weights, trained * shares.gradients
+    weights, gradients = size * fractions.weights, trained * fractions.gradients
     optimizer = make_small(config.optimizer)
-    moments = trained * shares.optimizer * values_per_weight(optimizer)
-    state_bytes = num_bytes(model, engine.whole_numel) * shares.weights + (gradients + moments) * torch.float32.itemsize
+    moments = trained * fractions.optimizer * values_per_weight(optimizer)
+    state_bytes = (
+        num_bytes(model, engine.whole_numel) * fractions.weights + (gradients + moments) * torch.float32.itemsize
+    )
     parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = trainer.args.max_steps * batch.tokens_per_step
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"

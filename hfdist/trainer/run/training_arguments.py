@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision, Recompute
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 from hfdist.optim.registry import name_for_arguments
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.fault_tolerance.process_group import start_group_under_torchrun
@@ -133,18 +132,9 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     for name, value in config.train.arguments.items():
         key = f"train.arguments.{name}"
         if name in ours or name in _ELSEWHERE:
-            raise ConfigError(
-                "hfdist sets this argument itself, from its own keys",
-                where=key,
-                found=value,
-                hint=f"set {_ELSEWHERE.get(name, 'the key of the same purpose, in conf/')} instead",
-            )
+            hint = f"set {_ELSEWHERE.get(name, 'the key of the same purpose, in conf/')} instead"
+            raise ConfigError("hfdist sets this argument itself, from its own keys", where=key, found=value, hint=hint)
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ConfigError(
-                "transformers' TrainingArguments has no such field",
-                where=key,
-                found=value,
-                allowed="a field of TrainingArguments",
-                hint=f"train.arguments.{near[0]}={value}" if near else None,
-            )
+            what = "transformers' TrainingArguments has no such field"
+            hint = nearest(name, known, f"train.arguments.{{}}={value}")
+            raise ConfigError(what, where=key, found=value, allowed="a field of TrainingArguments", hint=hint)

@@ -196,13 +196,10 @@ def _first_row(batch: Batch, num_rows: int) -> Batch:
 
 def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
     if labels is None or labels is not batch.get("labels") or labels.is_floating_point():
-        raise ConfigError(
-            "a pipeline fills batches up with rows whose labels are ignored, and these rows have none that could be",
-            where="train_dataset, eval_dataset, data_collator",
-            found=f"batches of {', '.join(batch)}",
-            allowed="whole numbers as labels",
-            hint="a data_collator that adds them, or a strategy without a pipeline",
-        )
+        what = "a pipeline fills batches up with rows whose labels are ignored, and these rows have none that could be"
+        where, found = "train_dataset, eval_dataset, data_collator", f"batches of {', '.join(batch)}"
+        hint = "a data_collator that adds them, or a strategy without a pipeline"
+        raise ConfigError(what, where=where, found=found, allowed="whole numbers as labels", hint=hint)
 
 
 @contextmanager
