@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from benchmarks.emulated import HIDDEN_SIZE, Durations, EmulatedStage, Leg, sleep_seconds
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.stage_io import Activations, P2PChannel

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 import hfdist
 from benchmarks.rounds import interleave, median_fields
 from benchmarks.table import Measure, add_options, describe_run, markdown, publish
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks
 

@@ -12,13 +12,13 @@ from hfdist.version import __version__
 if TYPE_CHECKING:
     from hfdist.optim.muon import MuonWithAdamW
     from hfdist.strategies.select import make_strategy
-    from hfdist.trainer.evaluation.metrics import Generation
+    from hfdist.trainer.evaluation.generation import Generation
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
 _HOMES = {
     "DistributedTrainerMixin": "hfdist.trainer.trainer",
-    "Generation": "hfdist.trainer.evaluation.metrics",
+    "Generation": "hfdist.trainer.evaluation.generation",
     "MuonWithAdamW": "hfdist.optim.muon",
     "Trainer": "hfdist.trainer.trainer",
     "Watch": "hfdist.watch.callback",

@@ -16,7 +16,8 @@ _MOVED = {
     "hfdist.config.compose": "hfdist.config.composition.compose",
     "hfdist.trainer.arguments": "hfdist.trainer.run.training_arguments",
     "hfdist.trainer.callbacks": "hfdist.trainer.reporting.callbacks",
-    "hfdist.trainer.metrics": "hfdist.trainer.evaluation.metrics",
+    "hfdist.trainer.evaluation.metrics": "hfdist.trainer.evaluation.generation",
+    "hfdist.trainer.metrics": "hfdist.trainer.evaluation.generation",
     "hfdist.verify.parity_runs": "hfdist.verify.parity",
 }
 """Old name to new. A name stands here only when no file has it any more."""

@@ -1,4 +1,4 @@
-"""`model.*`: which model, from where, in which form."""
+"""`model.*` and `adapter.*`: which model, from where, in which form, and with which adapter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from enum import Enum
 from typing import Any
 
 from hfdist.config.ranges import limited
+
+ALL_LINEAR = "all-linear"
+"""A target: every linear layer but the head."""
 
 
 class Init(Enum):
@@ -73,3 +76,26 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     trust_remote_code: bool = False
+
+
+@dataclass(kw_only=True)
+class AdapterConfig:
+    """A few weights of PEFT's in a model's layers, trained in place of the model's own."""
+
+    type: str | None = None
+    path: str | None = None
+    rank: int | None = limited(None, at_least=1)
+    alpha: int | None = limited(None, at_least=1)
+    dropout: float = limited(0.0, at_least=0, at_most=1)
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    target_pattern: str | None = None
+    modules_to_save: list[str] = field(default_factory=list)
+    rslora: bool = False
+    dora: bool = False
+    merge: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is an adapter at all."""
+        return self.type is not None or self.path is not None

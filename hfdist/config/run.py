@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-from hfdist.config.adapter import AdapterConfig
 from hfdist.config.data import DataConfig
-from hfdist.config.model import ModelConfig
+from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.ranges import LIMIT, Limit, limited
 from hfdist.config.strategy import StrategyConfig

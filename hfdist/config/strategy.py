@@ -6,9 +6,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Balance, Schedule
 from hfdist.config.ranges import limited
 from hfdist.topology import Degrees
+
+Schedule = Enum(
+    "Schedule",
+    {
+        "gpipe": "gpipe",
+        "1f1b": "1f1b",
+        "interleaved_1f1b": "interleaved_1f1b",
+        "interleaved_zero_bubble": "interleaved_zero_bubble",
+        "zbv": "zbv",
+        "dualpipev": "dualpipev",
+    },
+)
+"""Schedules of torch.distributed.pipelining. Made by a call, since `1f1b` cannot be written as an attribute."""
+
+ONE_F_ONE_B = Schedule["1f1b"]
 
 
 class Sharding(Enum):
@@ -25,6 +39,14 @@ class Offload(Enum):
 
     none = "none"
     cpu = "cpu"
+
+
+class Balance(Enum):
+    """What is made equal over the ranks of a pipeline."""
+
+    parameters = "parameters"
+    flops = "flops"
+    measured = "measured"
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
-from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
-from hfdist.config.model import Init, ModelConfig
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, Init, ModelConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfdist.config.adapter import AdapterConfig
-from hfdist.config.model import ModelConfig
+from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.adapter import add_adapter, reads_weights

@@ -26,8 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
-from hfdist.config.pipeline import Balance
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.pipeline.stage_module import Block, Place, copy_structure, preserve_state

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import Instruction, Operation, plan, receive_early

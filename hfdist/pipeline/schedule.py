@@ -43,7 +43,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
 )
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 
 

@@ -30,8 +30,7 @@ from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
-from hfdist.trainer.checkpointing.checkpointer import Checkpointer, intervals_of
-from hfdist.trainer.checkpointing.training_state import drop_old
+from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, intervals_of
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine, check_has_logits
 from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.config.train import Precision
 from hfdist.verify.parity import BOUNDS, Row, compare_runs
 from tests.distributed.runs import pretrain

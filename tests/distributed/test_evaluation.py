@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
-from hfdist.trainer.evaluation.generation import SAMPLES
-from hfdist.trainer.evaluation.metrics import GROUP
+from hfdist.trainer.evaluation.generation import GROUP, SAMPLES
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.packages import install_package

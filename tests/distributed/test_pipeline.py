@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.verify.parity import compare_runs
 from tests.distributed.parity import BOUND, Case, all_cases, run_case, run_single
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hfdist
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import initialize_by_name

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainingArguments
 
 import hfdist
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import TimelineDrawer

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import check_microbatches, rank_of_stage
 from hfdist.testing import run_ranks

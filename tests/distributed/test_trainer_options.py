@@ -15,7 +15,7 @@ from transformers.trainer_utils import HPSearchBackend
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.checkpointing import checkpointer, training_state
+from hfdist.trainer.checkpointing import checkpointer
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_trainer import (
     LENGTH,
@@ -166,7 +166,7 @@ def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
 
 
 def bounded_history(folder):
-    training_state.NUM_ENTRIES = 2
+    checkpointer.NUM_ENTRIES = 2
     trainer = make_trainer(folder, arguments=SAVING | EVALUATING)
     trainer.train()
     written = [
@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_pa
 
 
 def history_of_a_run(folder):
-    training_state.NUM_ENTRIES = 1
+    checkpointer.NUM_ENTRIES = 1
     trainer = make_trainer(folder, arguments={"logging_steps": 1}, options=RunOptions(run_values={}))
     trainer.train()
     return trainer.state.log_history

@@ -12,7 +12,7 @@ import pytest
         ("config.compose", "compose_config", "config.composition.compose"),
         ("trainer.arguments", "build_arguments", "trainer.run.training_arguments"),
         ("trainer.callbacks", "read_metrics", "trainer.reporting.callbacks"),
-        ("trainer.metrics", "Generation", "trainer.evaluation.metrics"),
+        ("trainer.metrics", "Generation", "trainer.evaluation.generation"),
     ],
 )
 def test_an_older_name_works_and_warns(old, name, new):

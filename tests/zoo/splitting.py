@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import probe

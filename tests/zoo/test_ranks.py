@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from hfdist.config.pipeline import ONE_F_ONE_B
+from hfdist.config.strategy import ONE_F_ONE_B
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.gradients import sum_gradients
 from hfdist.pipeline.infer_stage_io import infer_stage_io

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfdist.config.pipeline import Schedule
+from hfdist.config.strategy import Schedule
 from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks

@@ -22,11 +22,7 @@ _OURS = (
 
 
 def check_data(data: DataConfig) -> None:
-    """Check all of `data.*`.
-
-    Raises:
-        ConfigError: the first contradiction that is found.
-    """
+    """Check all of `data.*`; ConfigError: the first contradiction that is found."""
     for name, source in data.sources.items():
         check_source(f"data.sources.{name}", source)
     check_mixture(data)
@@ -74,15 +70,7 @@ def check_mixture(data: DataConfig) -> None:
 
 
 def check_source(key: str, source: SourceConfig) -> None:
-    """Check one source by itself.
-
-    Args:
-        key: of the source, such as `data.sources.web`.
-        source: its values.
-
-    Raises:
-        ConfigError: the first contradiction that is found.
-    """
+    """Check one source by itself, whose key is such as `data.sources.web`; ConfigError: the first contradiction."""
     if source.kind in _OF_PYTHON and source.path is not None:
         what = "the standard library's source is where Python is installed, so it takes no path"
         hint = f"{key}.kind=files to read that path"

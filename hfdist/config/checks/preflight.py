@@ -34,19 +34,10 @@ _OTHER_LAYOUTS = {
 def check_run(
     config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[Topology, BatchPlan]:
-    """Check what can be checked before anything large is imported.
+    """Check what can be checked before anything large is imported; ConfigError: the first mistake.
 
-    Args:
-        config: composed.
-        world_size: processes that are to be started; None: as the launcher says in the environment.
-        environment: of the processes; None: this one's.
-
-    Returns:
-        This process's place (rank 0's where `world_size` is given), and the batch arithmetic.
-
-    Raises:
-        ConfigError: too few processes, sizes that do not divide, a variable against the config, a path without
-            anything, a tracker that is not there.
+    `world_size` processes are to be started; None: as the launcher says in `environment`, by default this process's.
+    Gives this process's place (rank 0's where `world_size` is given), and the batch arithmetic.
     """
     _check_environment(config, os.environ if environment is None else environment)
     topology, batch = plan_run(config, world_size=world_size, environment=environment)

@@ -54,13 +54,7 @@ def check_address(address: str, *, key: str) -> None:
 def refuse_secrets(value: Any, key: str, *, place: str | None = None) -> None:
     """Refuse a value that a key's name or the value's own shape tells to be a secret, at any depth.
 
-    Args:
-        value: mappings and lists are looked through.
-        key: its full name.
-        place: the file or the command line, where it is known.
-
-    Raises:
-        ConfigError: names the key, never the value.
+    `place` is the file or the command line, where it is known. The ConfigError names the key, never the value.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():

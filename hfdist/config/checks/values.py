@@ -9,11 +9,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from hfdist.config.adapter import ALL_LINEAR, AdapterConfig
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
-from hfdist.config.model import Attention, Dtype, Init
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
 from hfdist.config.optimizer import Schedule
 from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
@@ -27,11 +26,7 @@ UNBUILT_AXES = ("context", "tensor", "expert")
 
 
 def check_config(config: RunConfig) -> None:
-    """Check ranges, then contradictions.
-
-    Raises:
-        ConfigError: the first that is found.
-    """
+    """Check ranges, then contradictions; ConfigError: the first that is found."""
     _check_ranges(config, "")
     _check_run(config)
     _check_model(config)
@@ -148,11 +143,7 @@ def _check_adapter(config: RunConfig) -> None:
 
 
 def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
-    """Check the degrees, what is sharded, and the pipeline.
-
-    Raises:
-        ConfigError: the first contradiction that is found.
-    """
+    """Check the degrees, what is sharded, and the pipeline; ConfigError: the first contradiction that is found."""
     config = RunConfig(strategy=strategy, train=train)
     if strategy.data is not None and strategy.data < strategy.min_data:
         what, hint = "fewer data ranks than the strategy wants at least", f"strategy.min_data={strategy.data}"
@@ -363,8 +354,6 @@ def _check_checkpoints(config: RunConfig) -> None:
     words = ["auto", "never"]
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither a word for where to start nor a folder that exists"
-        allowed, hint = (
-            "auto, never, or the folder of a checkpoint",
-            f"checkpoint.resume={nearest(resume.lower(), words) or 'auto'}",
-        )
+        allowed = "auto, never, or the folder of a checkpoint"
+        hint = nearest(resume.lower(), words, "checkpoint.resume={}") or "checkpoint.resume=auto"
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)

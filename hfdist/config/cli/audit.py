@@ -64,11 +64,7 @@ def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[]
 
 
 def parse_request(arguments: Sequence[str]) -> AuditRequest:
-    """Read the command line.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value, no such run, or several processes.
-    """
+    """Read the command line; ConfigError: an unknown key, a wrong value, no such run, or several processes."""
     values = dict(map(_parse, arguments))
     if "run" not in values:
         raise ConfigError("which run?", where=COMMAND_LINE, allowed="run=FOLDER", hint="run=runs/NAME")
@@ -83,8 +79,8 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         allowed = "a whole number >= 1, as in step=120"
         raise ConfigError("this is no step", where=f"step ({COMMAND_LINE})", found=step, allowed=allowed)
     if text not in _TEXTS:
-        where, hint = f"text ({COMMAND_LINE})", nearest(text, _TEXTS, "text={}", cutoff=0.0)
-        raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=hint)
+        where, near = f"text ({COMMAND_LINE})", nearest(text, _TEXTS, "text={}", cutoff=0.0)
+        raise ConfigError("no such value", where=where, found=text, allowed=", ".join(_TEXTS), hint=near)
     return AuditRequest(run=run, step=None if step is None else int(step), shows_all_text=text == "full")
 
 

@@ -31,15 +31,12 @@ _RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"))
 def compose_config(
     overrides: Sequence[str] = (), *, name: str = "pretrain", extra_dir: str | Path | None = None
 ) -> RunConfig:
-    """Compose and check the config of a run.
+    """Compose and check the config of a run; ConfigError: a file, an override or a composed value is wrong.
 
     Args:
         overrides: as on the command line, such as `train.max_steps=10` or `+experiment=demo`.
         name: of the primary config.
         extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
-
-    Raises:
-        ConfigError: anything that is wrong with a file, an override or the composed values.
     """
     request = make_request(name, overrides, extra_dir)
     return to_run_config(compose_untyped(request))

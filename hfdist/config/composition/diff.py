@@ -56,22 +56,16 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Ch
 
 
 def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
-    """Refuse those that change the training.
-
-    Args:
-        changes: since the checkpoint.
-        allowed: `checkpoint.allow_changes`.
-        where: the checkpoint.
-
-    Raises:
-        CheckpointError: there are some, and they are not allowed.
-    """
+    """Raise a CheckpointError on changes since the checkpoint `where` that change the training, unless allowed."""
     unsafe = [change for change in changes if not change.is_safe]
     if unsafe and not allowed:
-        what = "the config has changed since the checkpoint, and with it the training"
-        allowed = "what leaves the training as it is: the layout, when to save, evaluate and report, where files lie"
-        hint = "the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name"
-        raise CheckpointError(what, where=where, found=tuple(map(str, unsafe)), allowed=allowed, hint=hint)
+        raise CheckpointError(
+            "the config has changed since the checkpoint, and with it the training",
+            where=where,
+            found=tuple(map(str, unsafe)),
+            allowed="what leaves the training as it is: the layout, when to save, evaluate and report, where files lie",
+            hint="the values of before; checkpoint.allow_changes=true to go on with the new ones; or another run.name",
+        )
 
 
 def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:

@@ -90,11 +90,7 @@ class CheckedFolder(ConfigSource):
         return "hfdist"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read, check and parse one file.
-
-        Raises:
-            ConfigError: see `read_config_text`.
-        """
+        """Read, check and parse one file; ConfigError: see `read_config_text`."""
         path = self._file(config_path)
         if not path.is_file():
             raise ConfigLoadError(f"Config not found : {path}")

@@ -21,11 +21,16 @@ from hfdist.config.run import RunConfig
 from hfdist.data.documents.held_out import take_examples
 from hfdist.errors import DataError
 from hfdist.topology import Topology
-from hfdist.trainer.checkpointing.training_state import newest_losses
+from hfdist.trainer.checkpointing.checkpointer import newest_losses
 from hfdist.trainer.evaluation import lm_eval
-from hfdist.trainer.evaluation.generation import GenerationMetrics, PromptSamples, continue_prompts, find_limits
+from hfdist.trainer.evaluation.generation import (
+    GenerationMetrics,
+    PromptSamples,
+    continue_prompts,
+    find_limits,
+    load_metrics,
+)
 from hfdist.trainer.evaluation.loop import Measure
-from hfdist.trainer.evaluation.metrics import load_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -136,5 +136,5 @@ def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
             raise ConfigError("hfdist sets this argument itself, from its own keys", where=key, found=value, hint=hint)
         if name not in known:
             what = "transformers' TrainingArguments has no such field"
-            hint = nearest(name, known, f"train.arguments.{{}}={value}")
-            raise ConfigError(what, where=key, found=value, allowed="a field of TrainingArguments", hint=hint)
+            near = nearest(name, known, f"train.arguments.{{}}={value}")
+            raise ConfigError(what, where=key, found=value, allowed="a field of TrainingArguments", hint=near)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 import hfdist.pipeline.schedule
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import (
     Instruction,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline import schedule
 from hfdist.pipeline.timeline import Action, Event, Recorder, bubble_fraction, write_chrome_trace
 from hfdist.pipeline.timeline_plot import build_figure, draw

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.pipelining import schedules
 
-from hfdist.config.pipeline import ONE_F_ONE_B, Schedule
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import plan, rank_of_stage
 from hfdist.pipeline.timeline import Action, Event
 
