@@ -1,4 +1,4 @@
-"""The parts of the command line that need no process: flags, and the private seam to Hydra."""
+"""The command line of a recipe: flags, who starts the processes of a run, and how a program ends."""
 
 import argparse
 import inspect
@@ -8,8 +8,13 @@ import sys
 import pytest
 from hydra._internal.utils import get_args_parser
 
+from hfdist import launch
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.cli import command
 from hfdist.config.cli.command import _parse_flags, recipe
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
+from hfdist.strategies import select
 from tests.unit.config.shipped import CONF
 
 
@@ -65,9 +70,145 @@ def test_the_decorated_function_keeps_its_name_and_the_plain_one():
 
 
 def test_help_that_nobody_reads_to_its_end_is_no_error():
-    command = [sys.executable, CONF.parent / "recipes" / "pretrain.py", "--help"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    program = [sys.executable, CONF.parent / "recipes" / "pretrain.py", "--help"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         # Before the help is there; `| head` closes it while it comes.
         process.stdout.close()
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
+
+
+# Who starts the processes of a run: nobody, hfdist itself after all checks, or a launcher
+
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a recipe with overrides; gives its exit code, and what was done: the processes started, or its config."""
+
+    def run(*overrides, takes_ranks=True, **environment):
+        done = []
+
+        def start(recipe, config, processes):
+            done.append(processes)
+            return 75
+
+        for name in LAUNCHED:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(command, "_start_ranks", start)
+        monkeypatch.setattr(sys, "argv", ["recipe", "model=tiny", *overrides])
+        try:
+            command.recipe(takes_ranks=takes_ranks)(lambda config: done.append(config.run.name))()
+        except SystemExit as ended:
+            return ended.code, done
+        return 0, done
+
+    return run
+
+
+def test_one_process_is_this_one(run):
+    assert run("run.name=here") == (0, ["here"])
+
+
+def test_several_are_started_and_their_exit_code_is_ours(run):
+    assert run("launch.processes=2", "strategy=zero2") == (75, [2])
+
+
+@pytest.mark.parametrize("mistake", ["strategy=single", "train.global_batch_size=15", "launch.processes=none"])
+def test_a_mistake_is_found_before_any_is_started(run, mistake, capsys):
+    code, done = run("strategy=ddp", "launch.processes=2", mistake)
+    assert (code, done) == (2, [])
+    assert capsys.readouterr().err.count("Config error") == 1
+
+
+def test_the_hint_of_too_few_processes_is_right(run, capsys):
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        plan_run(compose_config(["strategy=ddp"]))
+    hint = str(caught.value.hint).split()[0]
+    assert hint == "launch.processes=2"
+    assert run("strategy=ddp", hint) == (75, [2])
+
+
+@pytest.mark.parametrize(("asked", "code"), [("1", 0), ("2", 0), ("auto", 0), ("3", 2)])
+def test_under_a_launcher_nothing_is_started(run, asked, code, capsys):
+    assert run(f"launch.processes={asked}", "strategy=ddp", "run.name=x", **LAUNCHED) == (
+        code,
+        ["x"] if code == 0 else [],
+    )
+    assert ("another number of processes" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(("overrides", "variables"), [(["launch.processes=2"], {}), ([], LAUNCHED)])
+def test_what_takes_one_process_refuses_several(run, overrides, variables, capsys):
+    assert run("run.name=x", *overrides, takes_ranks=False, **variables) == (2, [])
+    assert "data.workers=2" in capsys.readouterr().err
+
+
+def test_what_takes_one_process_is_one_on_a_machine_of_several_gpus(run, monkeypatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    assert run("launch.processes=auto", "strategy=ddp") == (75, [2])
+    assert run("launch.processes=auto", "run.name=x", takes_ranks=False) == (0, ["x"])
+
+
+def test_a_script_that_a_rank_imports_does_not_begin_again():
+    def main(config):
+        raise AssertionError
+
+    main.__module__ = "__mp_main__"
+    command.recipe()(main)()
+
+
+# What a program of the user's own ends with: one message, no traceback of ours
+
+PROGRAM = """
+import sys
+from hfdist.config.cli.process_end import report_uncaught
+from hfdist.errors import ConfigError
+
+before = sys.excepthook
+report_uncaught()
+ours = sys.excepthook
+report_uncaught()
+assert ours is sys.excepthook and ours is not before
+raise {error}
+"""
+
+
+def end_of(error):
+    program = [sys.executable, "-c", PROGRAM.format(error=error)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_error_of_ours_is_a_message_and_an_exit_code():
+    ended = end_of("ConfigError('this is wrong', where='a.key')")
+    assert (ended.returncode, ended.stderr) == (2, "Config error: this is wrong\n  where:   a.key\n")
+
+
+def test_other_errors_keep_their_tracebacks():
+    ended = end_of("KeyError('x')")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Traceback")
+
+
+def test_a_session_at_a_prompt_goes_on():
+    program = "from hfdist.config.cli.process_end import report_uncaught as r; import sys; b = sys.excepthook; r()"
+    ended = subprocess.run(
+        [sys.executable, "-i", "-c", f"{program}; print(b is sys.excepthook)"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.stdout.strip() == "True"
+
+
+def test_a_strategy_from_python_sets_it_up_before_its_own_mistakes(monkeypatch):
+    called = []
+    monkeypatch.setattr(select, "report_uncaught", lambda: called.append(True))
+    with pytest.raises(select.ConfigError):
+        select.make_strategy(global_batch_size=8, shardin="zero2")
+    assert called == [True]

@@ -25,6 +25,12 @@ def error_of(tmp_path, monkeypatch, text, *overrides):
 
 
 FILE = "experiment/mine.yaml"
+REMOTE = "model:\n  trust_remote_code: "
+TASKS = "evaluate:\n  lm_eval_include: tasks\n"
+
+BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 20)
+)
 
 # text -> (where, part of the message, hint)
 MISTAKES = {
@@ -32,81 +38,36 @@ MISTAKES = {
     "unknown section": ("optimizr:\n  lr: 3\n", f"optimizr ({FILE}, line 2)", "no key or group", "optimizer"),
     "synonym": ("train:\n  learning_rate: 3\n", f"train.learning_rate ({FILE}, line 3)", "no key", "optimizer.lr="),
     "wrong type": ("train:\n  max_steps: many\n", f"train.max_steps ({FILE}, line 3)", "a whole number >= 1", None),
-    "wrong enum": (
-        "train: {precision: bf15}\n",
-        f"train.precision ({FILE})",
-        "fp32, bf16, fp16",
-        "train.precision=bf16",
-    ),
+    "wrong enum": ("train: {precision: bf15}\n", f"train.precision ({FILE})", "fp32, bf16, fp16", "precision=bf16"),
     "null": ("optimizer:\n  lr:\n", f"optimizer.lr ({FILE}, line 3)", "needs a value, not null", None),
     "list for a section": ("train: [1, 2]\n", None, "train", None),
-    "unknown group": (
-        "defaults:\n  - override /optimzer: adamw\n",
-        f"optimzer ({FILE})",
-        "no key or group",
-        "optimizer",
-    ),
-    "unknown group, no override": (
-        "defaults:\n  - /optimzer: adamw\n",
-        FILE,
-        "no group `optimzer`",
-        "optimizer: adamw",
-    ),
-    "unknown option": (
-        "defaults:\n  - override /optimizer: adam\n",
-        f"optimizer ({FILE})",
-        "adamw, adamw_finetune, adamw_wsd",
-        "optimizer=adamw",
-    ),
+    "unknown group": ("defaults: [override /optimzer: adamw]\n", f"optimzer ({FILE})", "no key or group", "optimizer"),
+    "unknown group, added": ("defaults: [/optimzer: adamw]\n", FILE, "no group `optimzer`", "optimizer: adamw"),
+    "unknown option": ("defaults: [override /optimizer: adam]\n", f"optimizer ({FILE})", "adamw, adamw_fine", "=adamw"),
     "defaults is no list": ("defaults: 5\n", FILE, "must be a list", None),
     "defaults with two keys": ("defaults: [{a: 1, b: 2}]\n", FILE, "Too many keys", None),
     "dead reference": ("run:\n  dir: ${run.nme}\n", "run.dir", "run.nme", "${run.name}"),
     "syntax": ("train: {max_steps: 3\n", FILE + ", line 3", "not valid YAML", None),
     "tab": ("train:\n\tmax_steps: 3\n", FILE + ", line 3", "not valid YAML", "indent with spaces"),
-    "duplicate": (
-        "train:\n  seed: 1\n  max_steps: 3\n  seed: 2\n",
-        FILE + ", line 5",
-        "same key twice",
-        "lines 3 and 5",
-    ),
+    "duplicate": ("train:\n  seed: 1\n  max_steps: 3\n  seed: 2\n", FILE + ", line 5", "key twice", "lines 3 and 5"),
     "missing": ("run:\n  name: ???\n", f"run.name ({FILE}, line 3)", "typed default", "null"),
     "not a mapping": ("- train\n", FILE + ", line 2", "not a mapping", None),
     "only comments": ("# later\n", FILE, "empty", "delete"),
-    "target": (
-        "model:\n  config: {x: [{_target_: os.system}]}\n",
-        FILE + ", line 3",
-        "model.config.x.0._target_",
-        None,
-    ),
+    "target": ("model:\n  config: {x: [{_target_: os}]}\n", FILE + ", line 3", "model.config.x.0._target_", None),
     "target in a list": ("report:\n  to: [{_target_: a}]\n", FILE + ", line 3", "_target_", None),
     "remote code": (
-        "model:\n  trust_remote_code: true\n",
+        REMOTE + "true\n",
         f"model.trust_remote_code ({FILE}, line 3)",
-        "runs Python code",
-        "model.trust_remote_code=true on the command line",
+        "runs Python",
+        "=true on the command",
     ),
-    "tasks of the harness": (
-        "evaluate:\n  lm_eval: [a]\n  lm_eval_include: tasks\n",
-        f"evaluate.lm_eval_include ({FILE}, line 4)",
-        "may run Python code",
-        "on the command line",
-    ),
-    "remote code by another word": ("model:\n  trust_remote_code: 'on'\n", None, "runs Python code", None),
-    "remote code by reference": ("model:\n  trust_remote_code: ${report.plot}\n", None, "runs Python code", None),
-    "remote code through an alias": (
-        "report: {plot: &yes true}\nmodel: {trust_remote_code: *yes}\n",
-        None,
-        "runs Python code",
-        None,
-    ),
+    "tasks": (TASKS, f"evaluate.lm_eval_include ({FILE}, line 3)", "may run Python code", "on the command line"),
+    "remote code by another word": (REMOTE + "'on'\n", None, "runs Python code", None),
+    "remote code by reference": (REMOTE + "${report.plot}\n", None, "runs Python code", None),
+    "remote code through an alias": ("report: {plot: &yes true}\n" + REMOTE + "*yes\n", None, "runs Python code", None),
     "environment": ("run:\n  dir: ${oc.env:HOME}\n", f"run.dir ({FILE}, line 3)", "environment", None),
     "environment in a key": ("model:\n  config: {'${oc.env:HOME}': 1}\n", None, "environment", None),
-    "environment in a list": (
-        "report:\n  to: ['${oc.env:HOME}']\n",
-        f"report.to.0 ({FILE}, line 3)",
-        "environment",
-        None,
-    ),
+    "environment in a list": ("report:\n  to: ['${oc.env:X}']\n", f"report.to.0 ({FILE}, line 3)", "environment", None),
     "search path": ("hydra:\n  searchpath: [file:///etc]\n", FILE + ", line 3", "hydra.searchpath", "--config-dir"),
     "callbacks": ("hydra:\n  callbacks: {x: {a: 1}}\n", FILE + ", line 3", "hydra.callbacks", None),
     "depth": ("x: " + "[" * 200 + "]" * 200 + "\n", None, "nested too deeply", None),
@@ -127,45 +88,30 @@ def test_one_message_with_file_line_and_way_out(name, tmp_path, monkeypatch):
         assert hint in (error.hint or ""), error
 
 
-def test_an_empty_file(tmp_path, monkeypatch):
-    error = error_of(tmp_path, monkeypatch, "")
-    assert (error.where, error.what) == (FILE, "the config file is empty")
-
-
-def test_a_wrong_header(tmp_path, monkeypatch):
-    error = error_of(tmp_path, monkeypatch, "# @package a b\nrun: {name: x}\n")
-    assert (error.where, error.allowed) == (FILE, "# @package _global_, or none")
-
-
-def test_bytes_that_are_no_text(tmp_path, monkeypatch):
-    error = error_of(tmp_path, monkeypatch, b"\xff\xfe\x00")
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the config file is empty"),
+        ("# @package a b\nrun: {name: x}\n", "# @package _global_, or none"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"[" * (MAX_BYTES + 1), f"<= {MAX_BYTES} bytes"),
+        (BOMB, "unfolds to too many values"),
+    ],
+    ids=["empty", "header", "no text", "too big", "aliases"],
+)
+def test_a_file_that_is_no_config_costs_nothing(text, words, tmp_path, monkeypatch):
+    start = time.perf_counter()
+    error = error_of(tmp_path, monkeypatch, text)
     assert error.where == FILE
-    assert "cannot be read" in error.what
-
-
-def test_a_file_that_is_too_big_is_not_parsed(tmp_path, monkeypatch):
-    start = time.perf_counter()
-    error = error_of(tmp_path, monkeypatch, b"[" * (MAX_BYTES + 1))
-    assert error.allowed == f"<= {MAX_BYTES} bytes"
-    assert time.perf_counter() - start < 2
-
-
-def test_an_alias_bomb_costs_nothing(tmp_path, monkeypatch):
-    levels = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
-    levels += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 20)]
-    start = time.perf_counter()
-    error = error_of(tmp_path, monkeypatch, GLOBAL + "\n".join(levels))
-    assert "unfolds to too many values" in error.what
+    assert words in str(error)
     assert time.perf_counter() - start < 2
 
 
 def test_a_few_aliases_are_fine(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(
-        GLOBAL + "run: {name: &n mine}\nreport: {sample_prompt: *n}\ntrain: {seed: &s 7}\ndata: {seed: *s}\n"
-    )
+    (tmp_path / FILE).write_text(GLOBAL + "run: {name: &n mine}\nreport: {sample_prompt: *n}\n")
     config = compose_config(["+experiment=mine"], extra_dir=tmp_path)
-    assert (config.run.name, config.report.sample_prompt, config.data.seed) == ("mine", "mine", 7)
+    assert (config.run.name, config.report.sample_prompt) == ("mine", "mine")
 
 
 def test_a_yml_file_is_found_out(tmp_path):

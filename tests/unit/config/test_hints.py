@@ -13,7 +13,7 @@ from hfdist.config.cli.command import _parse_flags
 from hfdist.config.composition.aliases import OVERRIDES, REASONS
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys, find_key
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import HfdistError
 from hfdist.models.architecture import check_fields
 
 HUNDRED = "data=texts.jsonl data.cache_dir=cache"
@@ -170,41 +170,3 @@ def test_the_table_of_trackers_is_that_of_transformers():
     from hfdist.config.run import TRACKERS
 
     assert set(TRACKERS) == set(INTEGRATION_TO_CALLBACK)
-
-
-@pytest.mark.parametrize(
-    ("variables", "overrides", "named"),
-    [
-        ({"ACCELERATE_USE_CPU": "true"}, ["strategy=zero1", "strategy.min_data=1"], "ACCELERATE_USE_CPU"),
-        ({"ACCELERATE_USE_CPU": "true"}, [], None),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], "ACCELERATE_USE_DEEPSPEED"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ["strategy=zero2", "strategy.min_data=1"], None),
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            ["strategy=zero2", "strategy.min_data=1"],
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        ),
-        ({"ACCELERATE_USE_FSDP": "1"}, [], "ACCELERATE_USE_FSDP"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], "ACCELERATE_MIXED_PRECISION"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, [], "ACCELERATE_MIXED_PRECISION"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, ["train.precision=bf16"], None),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, ["train.precision=bf16"], None),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], "ACCELERATE_DYNAMO_BACKEND"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "NO"}, [], None),
-    ],
-)
-def test_a_variable_of_accelerate_that_contradicts_the_config_is_named(variables, overrides, named):
-    config = compose_config(overrides)
-    if named is None:
-        check_run(config, environment=variables)
-        return
-    with pytest.raises(ConfigError, match="contradicts") as caught:
-        check_run(config, environment=variables)
-    assert caught.value.where == f"{named} (environment)"
-    assert f"unset {named}" in caught.value.hint
-
-
-def test_a_launcher_may_ask_for_processes_that_are_not_there_yet(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    topology, batch = check_run(compose_config(["strategy=ddp"]), world_size=2)
-    assert (topology.world_size, batch.data_size) == (2, 2)

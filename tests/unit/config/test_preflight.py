@@ -1,4 +1,4 @@
-"""What a run cannot use, found before anything large is imported: folders, and with `--offline` connections."""
+"""What a run cannot use, found before anything large is imported: folders, variables, with `--offline` connections."""
 
 import os
 
@@ -60,17 +60,16 @@ def test_a_place_into_which_nobody_may_look_is_one_message(key, path, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "key"),
+    ("key", "value"),
     [
-        (["data=files", "data.sources.files.path=s3://bucket/*.parquet"], "data.sources.files.path"),
-        (["data=files", 'data.sources.files.path="https://host/a.jsonl?version=1"'], "data.sources.files.path"),
-        (["data=files", "data.sources.files.path=hf://datasets/a/b/*.parquet"], "data.sources.files.path"),
-        (["export.push_to=me/model"], "export.push_to"),
+        ("data.sources.files.path", "s3://bucket/*.parquet"),
+        ("data.sources.files.path", '"https://host/a.jsonl?version=1"'),
+        ("export.push_to", "me/model"),
     ],
 )
-def test_what_needs_a_connection_is_refused(overrides, key):
+def test_what_needs_a_connection_is_refused(key, value):
     with pytest.raises(ConfigError, match="--offline rules out") as caught:
-        check_offline(compose_config(["model=tiny", *overrides]))
+        check_offline(compose_config(["model=tiny", "data=files", "data.sources.files.path=x", f"{key}={value}"]))
     assert caught.value.where == key
 
 
@@ -95,3 +94,41 @@ def test_the_flag_switches_the_hub_off_before_the_recipe(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
+
+
+ZERO1, ZERO2 = (["strategy=zero1", "strategy.min_data=1"], ["strategy=zero2", "strategy.min_data=1"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "named"),
+    [
+        ("ACCELERATE_USE_CPU=true", ZERO1, "ACCELERATE_USE_CPU"),
+        ("ACCELERATE_USE_CPU=true", [], None),
+        ("ACCELERATE_USE_DEEPSPEED=true", [], "ACCELERATE_USE_DEEPSPEED"),
+        ("ACCELERATE_USE_DEEPSPEED=true", ZERO2, None),
+        ("ACCELERATE_USE_DEEPSPEED=1 ACCELERATE_DEEPSPEED_ZERO_STAGE=3", ZERO2, "ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+        ("ACCELERATE_USE_FSDP=1", [], "ACCELERATE_USE_FSDP"),
+        ("ACCELERATE_MIXED_PRECISION=bf16", [], "ACCELERATE_MIXED_PRECISION"),
+        ("ACCELERATE_MIXED_PRECISION=fp8", [], "ACCELERATE_MIXED_PRECISION"),
+        ("ACCELERATE_MIXED_PRECISION=bf16", ["train.precision=bf16"], None),
+        ("ACCELERATE_MIXED_PRECISION=no", ["train.precision=bf16"], None),
+        ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", [], "ACCELERATE_DYNAMO_BACKEND"),
+        ("ACCELERATE_DYNAMO_BACKEND=NO", [], None),
+    ],
+)
+def test_a_variable_of_accelerate_that_contradicts_the_config_is_named(variables, overrides, named):
+    config = compose_config(overrides)
+    environment = dict(variable.split("=") for variable in variables.split())
+    if named is None:
+        check_run(config, environment=environment)
+        return
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        check_run(config, environment=environment)
+    assert caught.value.where == f"{named} (environment)"
+    assert f"unset {named}" in caught.value.hint
+
+
+def test_a_launcher_may_ask_for_processes_that_are_not_there_yet(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    topology, batch = check_run(compose_config(["strategy=ddp"]), world_size=2)
+    assert (topology.world_size, batch.data_size) == (2, 2)

@@ -1,11 +1,12 @@
-"""The catalogue of keys: nearest names, words for types, and names that other trainers use."""
+"""The catalogue of keys: nearest names, words for types, names that other trainers use, and what --help says."""
 
 import dataclasses
 
 import pytest
 
 from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, reason_against
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.compose import compose_config, compose_untyped, make_request
+from hfdist.config.composition.help import describe, descriptions
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError
@@ -32,18 +33,13 @@ def test_the_catalogue_is_the_dataclasses():
     assert not all_keys()["data.sources"].is_free
 
 
+# test_mistakes.py has the others.
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("lr", "optimizer.lr"),
-        ("train.lr", "optimizer.lr"),
         ("sequence_length", "data.sequence_length"),
-        ("train.max_step", "train.max_steps"),
-        ("optimzer.beta1", "optimizer.beta1"),
-        ("model.tokenizr.name", "model.tokenizer.name"),
         ("data.seed", "data.seed"),
         ("checkpoint.evry", "checkpoint.every"),
-        ("data.sources.mine.pth", "data.sources.mine.path"),
         ("strategy.deepsped.zero_optimization", "strategy.deepspeed.zero_optimization"),
         ("qqq.zzz", None),
     ],
@@ -85,3 +81,19 @@ def test_no_name_is_both_a_synonym_and_a_reason():
 def test_a_value_that_is_not_known_is_left_open():
     assert override_for("learning_rate") == "optimizer.lr=..."
     assert override_for("anything") is None
+
+
+def test_each_key_is_explained():
+    values = [name for name in all_keys() if not members(name) and not name.endswith("*")]
+    held_out = "data.eval_sources.*."
+    said = descriptions()
+    assert not [name for name in values if name.replace(held_out, "data.sources.*.") not in said]
+
+
+def test_a_key_stands_with_its_value_and_its_line():
+    request = make_request("pretrain", ["train.max_steps=7", "data.sources.mine.path=x"], None)
+    lines = describe(compose_untyped(request), request).splitlines()
+    (line,) = [line for line in lines if line.startswith("    max_steps: 7 ")]
+    assert line.endswith("# optimizer steps at the most; null: as many as the epochs take")
+    assert [line for line in lines if line.startswith("        path: x ") and "# files: file, folder" in line]
+    assert "  strategy: ddp, pipeline, pipeline_zero1, single, zero1, zero2, zero3, zero3_offload" in lines
