@@ -32,11 +32,7 @@ class BatchPlan:
 def plan_batch(
     *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int
 ) -> BatchPlan:
-    """Divide the global batch over data ranks and micro batches.
-
-    Raises:
-        ConfigError: a size does not divide; the message proposes the nearest that do.
-    """
+    """Divide the global batch over data ranks and micro batches; ConfigError: a size does not divide."""
     if lanes % data_size != 0:
         what = "the data ranks cannot share the lanes of the stream evenly"
         found = f"{lanes} lanes for {data_size} data ranks"

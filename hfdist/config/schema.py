@@ -43,11 +43,6 @@ class Key:
         return _without_none(self.type)[0] is str
 
     @property
-    def is_texts(self) -> bool:
-        """Whether its value is a list of texts."""
-        return typing.get_origin(self.type) is list and typing.get_args(self.type) == (str,)
-
-    @property
     def allowed(self) -> str:
         """The values that it takes, in words."""
         kind, optional = _without_none(self.type)

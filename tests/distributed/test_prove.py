@@ -153,7 +153,7 @@ def test_a_failed_proof_ends_with_the_code_of_numerics(tmp_path, cache_dir, capf
 def test_the_run_on_one_process_says_why_it_failed(tmp_path, cache_dir, capfd):
     with pytest.raises(RankFailed, match="the run on one process failed"):
         prove(tmp_path, 1, "strategy=single", plant=break_the_other_process)
-    assert "this is neither a word for where to start nor a folder" in capfd.readouterr().err
+    assert "this is neither auto, nor never, nor a folder" in capfd.readouterr().err
 
 
 def break_the_other_process():

@@ -32,11 +32,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_mixture(data: DataConfig) -> None:
-    """Check which sources there are, and how they are mixed.
-
-    Raises:
-        ConfigError: there are none, or weights or limits that do not go together.
-    """
+    """Check which sources there are, and how they are mixed; ConfigError: none, or a contradiction."""
     sources = data.sources
     if not sources:
         hint = (
@@ -52,7 +48,7 @@ def check_mixture(data: DataConfig) -> None:
         raise ConfigError(what, where=key, found="null", allowed=allowed, hint=f"{key}=1")
     limits = {name: source.epochs for name, source in sources.items()}
     if without and len(set(limits.values())) > 1:
-        what = "sources that are mixed as they are cannot end at different times"
+        what = "sources without weights cannot end at different times"
         allowed = "one limit for all, or a weight for every source"
         found = ", ".join(f"{name}: {'null' if limit is None else limit}" for name, limit in limits.items())
         raise ConfigError(what, where="data.sources.*.epochs", found=found, allowed=allowed, hint=weights)

@@ -55,11 +55,7 @@ def check_run(
 def plan_run(
     config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[Topology, BatchPlan]:
-    """Find the place of a process and the batch arithmetic; arguments as of `check_run`.
-
-    Raises:
-        ConfigError: too few processes, or sizes that do not divide.
-    """
+    """Find a process and its batch arithmetic, as `check_run` does; ConfigError: sizes that do not divide."""
     degrees = config.strategy.degrees
     if world_size is None:
         topology = Topology.from_environment(degrees, environment)
@@ -76,11 +72,7 @@ def plan_run(
 
 
 def check_offline(config: RunConfig) -> None:
-    """Refuse what cannot be had without a connection. What the Hub's cache holds is found out where it is opened.
-
-    Raises:
-        ConfigError: data behind a network, a tracker of the network, or an upload.
-    """
+    """Raise a ConfigError on what needs a connection; the Hub's cache is asked where it is opened."""
     for key, source in _sources(config).items():
         path = source.path or ""
         if scheme_of(path) not in (None, "file", "memory"):

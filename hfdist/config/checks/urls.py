@@ -35,11 +35,7 @@ def redact(address: str) -> str:
 
 
 def check_address(address: str, *, key: str) -> None:
-    """Refuse a URL that cannot be read, and secrets in it.
-
-    Raises:
-        ConfigError: an unknown scheme, a missing package, a user or password, or a signature.
-    """
+    """Raise a ConfigError on a URL that nothing here can read, or that holds a secret."""
     scheme, shown = scheme_of(address) or "", redact(address)
     if scheme not in SCHEMES:
         allowed = f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}"

@@ -103,7 +103,7 @@ def _check_model(config: RunConfig) -> None:
         hint = "model=small, or model=hub model.name=HuggingFaceTB/SmolLM2-135M"
         raise ConfigError("no model is named", where=both, found="both null", allowed=allowed, hint=hint)
     if model.name is not None and model.type is not None:
-        what = "two models are named: a name gives the architecture, so a type has no meaning beside it"
+        what = "two models are named: the architecture of a model.name is known, so it takes no model.type"
         hint = f"model=hub model.name={model.name}, or model.name=null"
         raise ConfigError(what, where=both, found=f"{model.name} and {model.type}", hint=hint)
     if model.gguf_file is not None and (model.name is None or not model.gguf_file.endswith(".gguf")):
@@ -118,14 +118,18 @@ def _check_model(config: RunConfig) -> None:
         hint = "model=hub model.name=HuggingFaceTB/SmolLM2-135M, or model.init=random"
         raise _conflict(config, "model.init model.type", what, allowed="random", hint=hint)
     if model.tokenizer.name is None:
-        what = "pretrained weights belong to a tokenizer; one trained on the corpus numbers the tokens differently"
+        what = "pretrained weights need their own tokenizer: one trained on the corpus gives the tokens other ids"
         raise _conflict(config, "model.tokenizer.name", what, hint=f"model.tokenizer.name={model.name}")
 
 
 def _check_adapter(config: RunConfig) -> None:
     adapter, default = config.adapter, AdapterConfig()
     if adapter.path is not None or not adapter.is_used:
-        what = "the saved adapter says this itself" if adapter.is_used else "without an adapter this key has no meaning"
+        what = (
+            "a saved adapter has its own value of this key"
+            if adapter.is_used
+            else "without an adapter this key has no meaning"
+        )
         for name in (field.name for field in dataclasses.fields(adapter)):
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
@@ -135,7 +139,7 @@ def _check_adapter(config: RunConfig) -> None:
         found = f"{adapter.targets} and {adapter.target_pattern}"
         raise ConfigError(what, where=where, found=found, hint="adapter.target_pattern=null")
     if ALL_LINEAR in adapter.targets and len(adapter.targets) > 1:
-        what = f"{ALL_LINEAR} stands for all layers, so it stands alone"
+        what = f"{ALL_LINEAR} stands for all layers, so no name goes with it"
         hint = f"adapter.targets=[{ALL_LINEAR}], or names of layers only"
         raise _conflict(config, "adapter.targets", what, hint=hint)
     if not adapter.targets:
@@ -146,10 +150,10 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     """Check the degrees, what is sharded, and the pipeline; ConfigError: the first contradiction that is found."""
     config = RunConfig(strategy=strategy, train=train)
     if strategy.data is not None and strategy.data < strategy.min_data:
-        what, hint = "fewer data ranks than the strategy wants at least", f"strategy.min_data={strategy.data}"
+        what, hint = "there are fewer data ranks than strategy.min_data", f"strategy.min_data={strategy.data}"
         raise _conflict(config, "strategy.data strategy.min_data", what, hint=hint)
     if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
-        what = "offloading is a part of ZeRO; without sharding there is nothing that does it"
+        what = "ZeRO does the offloading, and without sharding there is no ZeRO"
         hint = "strategy=zero3_offload, or strategy.offload=none"
         raise _conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
     if strategy.sharding is Sharding.none and strategy.deepspeed:
@@ -174,7 +178,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
             raise _conflict(config, f"{key} strategy.pipeline", what, hint=hint)
     if strategy.pipeline > 1 and strategy.offload is not Offload.none:
-        what = "a pipeline's optimizer state stays on the device"
+        what = "a pipeline cannot offload its optimizer state"
         hint = "strategy.offload=none; strategy.sharding=zero1 shards the state over the data ranks"
         raise _conflict(config, "strategy.offload strategy.pipeline", what, allowed="none", hint=hint)
     if strategy.pipeline > 1 and train.compile is Compile.model:
@@ -216,11 +220,7 @@ def _check_optimizer(config: RunConfig) -> None:
 
 
 def check_schedule(config: RunConfig, max_steps: int) -> None:
-    """Check warm-up and decay against the number of steps. If the run is given in epochs, steps are counted later.
-
-    Raises:
-        ConfigError: they are longer than the run.
-    """
+    """Check warm-up and decay against the number of steps; ConfigError: they are longer than the run."""
     optimizer = config.optimizer
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
@@ -245,7 +245,7 @@ def _check_precision(config: RunConfig) -> None:
         hint = "model.dtype=float32 train.precision=fp16 (float16 arithmetic over float32 parameters)"
         raise _conflict(config, keys, what, allowed="auto, float32, bfloat16", hint=hint)
     if config.model.dtype is Dtype.bfloat16 and config.train.precision is Precision.fp16:
-        what = "fp16 arithmetic scales the gradients of float32 parameters"
+        what = "fp16 arithmetic needs float32 parameters: it scales their gradients"
         hint = "train.precision=bf16, or model.dtype=float32"
         raise _conflict(config, keys, what, allowed="auto, float32", hint=hint)
     # Transformers keeps packed documents apart under FlashAttention only in a batch of one sequence.
@@ -301,7 +301,7 @@ def _check_held_out(config: RunConfig) -> None:
 def _check_evaluation(config: RunConfig) -> None:
     evaluate, checkpoint, eval_every = config.evaluate, config.checkpoint, config.train.eval_every
     if evaluate.patience is not None and eval_every is None:
-        what = "only evaluations during the run can stop it"
+        what = "early stopping needs evaluations during the run"
         hint = f"train.eval_every={checkpoint.every or 100}, or evaluate.patience=null"
         raise _conflict(config, "evaluate.patience train.eval_every", what, hint=hint)
     if evaluate.min_delta > 0 and evaluate.patience is None:
@@ -312,7 +312,7 @@ def _check_evaluation(config: RunConfig) -> None:
         missing = [] if checkpoint.every is not None else [f"checkpoint.every={eval_every or 100}"]
         missing += [] if checkpoint.keep_best else ["checkpoint.keep_best=true"]
         missing += [] if eval_every is not None else [f"train.eval_every={checkpoint.every or 100}"]
-        what = "the best model is that of a checkpoint, and none is kept for it"
+        what = "the best model comes from a checkpoint, and none is kept for it"
         keys = "evaluate.export checkpoint.every checkpoint.keep_best"
         allowed = "last, or best with checkpoint.every and checkpoint.keep_best=true"
         hint = f"{' '.join(missing)}, or evaluate.export=last"
@@ -340,12 +340,12 @@ def _check_checkpoints(config: RunConfig) -> None:
     every, keep_every, resume = config.checkpoint.every, config.checkpoint.keep_every, config.checkpoint.resume
     eval_every = config.train.eval_every
     if every is not None and keep_every is not None and keep_every % every != 0:
-        what = "most of the steps that are to be kept are not saved"
+        what = "most of the steps to keep are not saved"
         allowed = "a multiple of checkpoint.every, or null"
         hint = f"checkpoint.keep_every={-(-keep_every // every) * every}"
         raise _conflict(config, "checkpoint.keep_every checkpoint.every", what, allowed=allowed, hint=hint)
     if every is not None and config.checkpoint.keep_best and (eval_every is None or every % eval_every != 0):
-        what = "the best is not known, since not every checkpoint is evaluated"
+        what = "not every checkpoint is evaluated, so the best is not known"
         allowed = "true where train.eval_every divides checkpoint.every, or false"
         # Save as often as the run evaluates, unless this misses steps of `keep_every`.
         is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
@@ -353,7 +353,7 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise _conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
     words = ["auto", "never"]
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
-        what = "this is neither a word for where to start nor a folder that exists"
+        what = "this is neither auto, nor never, nor a folder that exists"
         allowed = "auto, never, or the folder of a checkpoint"
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or "checkpoint.resume=auto"
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)

@@ -126,11 +126,7 @@ def run_composed(command: Callable[[], None], config: RunConfig) -> None:
 
 
 def _processes_to_start(config: RunConfig) -> int:
-    """How many processes are to do the run for this one; 1: none, this one does it.
-
-    Raises:
-        ConfigError: a launcher has started another number.
-    """
+    """How many processes are to do the run; 1: this one does it. ConfigError: the launcher has started other ones."""
     launcher, asked = read_launcher(), config.launch.processes
     if launcher.is_given and asked not in (AUTO, "1", str(launcher.world_size)):
         what = "the launcher has started another number of processes"
@@ -164,11 +160,7 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read Hydra's flags and the overrides, in any order.
-
-    Raises:
-        ConfigError: an unknown flag, two commands at once, or a flag that hfdist does not offer.
-    """
+    """Read Hydra's flags and the overrides, in any order; ConfigError: a flag that hfdist does not offer."""
     parser = get_args_parser()
     parser.add_argument(OFFLINE_FLAG, action="store_true", help="No connection to the Hub or to remote data")
 

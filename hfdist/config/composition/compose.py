@@ -59,11 +59,7 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
 
 
 def compose_untyped(request: Request) -> DictConfig:
-    """Let Hydra merge files and overrides, each typed by the dataclasses; values may still be missing.
-
-    Raises:
-        ConfigError: a mistake in a file or an override.
-    """
+    """Let Hydra merge files and overrides, each typed; values may be missing. ConfigError: a mistake in one of them."""
     try:
         with searching(request.folders), initialize(config_path=None, job_name="hfdist", version_base="1.3"):
             config = compose(request.config_name, [override.for_hydra for override in request.overrides])
@@ -83,11 +79,7 @@ def compose_untyped(request: Request) -> DictConfig:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """Make the dataclasses and check them.
-
-    Raises:
-        ConfigError: a missing value, an interpolation that leads nowhere, or a failed check.
-    """
+    """Make the dataclasses and check them; ConfigError: a missing value, a dead interpolation, or a failed check."""
     for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
         if text == "???":
             raise missing_value(key)
@@ -100,15 +92,10 @@ def to_run_config(config: DictConfig) -> RunConfig:
     assert isinstance(values, RunConfig)
     _expand_home(values)
     check_config(values)
-    _limit_epochs(values)
+    for source in values.data.sources.values():
+        # The limits of the sources are what ends a stream.
+        source.epochs = values.train.epochs if source.epochs is None else source.epochs
     return values
-
-
-def _limit_epochs(config: RunConfig) -> None:
-    """Write `train.epochs` out as the limit of each source, which is what ends a stream."""
-    for source in config.data.sources.values():
-        if source.epochs is None:
-            source.epochs = config.train.epochs
 
 
 def _expand_home(config: RunConfig) -> None:
@@ -145,11 +132,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def to_values(config: RunConfig) -> dict[str, Any]:
-    """The whole resolved config as plain values for YAML and JSON, without what only the command line can set.
-
-    Raises:
-        ConfigError: a secret, in a config that was made in Python: one that is composed holds none.
-    """
+    """The resolved config as plain values, without what only the command line can set; ConfigError: it has a secret."""
     values: dict[str, Any] = plain(config)
     refuse_secrets(values, "")
     for source in values["data"]["sources"].values():

@@ -150,9 +150,8 @@ def read_config_text(path: Path) -> str:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError("the config file is not a mapping", where=_at(root, place), allowed=_MAPPING)
     _check_size(root, place)
-    for names, key, value in _pairs(root, ()):
+    for names, key, value in _pairs(root, (), place):
         _check_pair(".".join((*names, str(key.value))), key, value, place)
-    _check_duplicates(root, place)
     return text
 
 
@@ -224,19 +223,6 @@ def _check_size(root: yaml.Node, place: str) -> None:
         raise ConfigError(what, where=place, found=f"{num_nodes} values", allowed=f"<= {MAX_NODES}")
 
 
-def _check_duplicates(node: yaml.Node, place: str) -> None:
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
-                what, hint = "the same key twice in one mapping", f"keep one of the lines {lines[key.value]} and {line}"
-                raise ConfigError(what, where=_at(key, place), found=key.value, hint=hint)
-            lines[str(key.value)] = line
-    for child in _children(node):
-        _check_duplicates(child, place)
-
-
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         for pair in node.value:
@@ -245,18 +231,26 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         yield from node.value
 
 
-def _pairs(node: yaml.Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
-    """Every key with its value, and the names above it."""
+def _pairs(
+    node: yaml.Node, path: tuple[str, ...], place: str
+) -> Iterator[tuple[tuple[str, ...], yaml.Node, yaml.Node]]:
+    """Every key with its value, and the names above it; ConfigError: a mapping has the same key twice."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             if isinstance(item, yaml.ScalarNode):
                 # A list's item has no key of its own: it is shown as one.
                 yield path, yaml.ScalarNode("", str(index), item.start_mark, item.end_mark), item
-            yield from _pairs(item, (*path, str(index)))
+            yield from _pairs(item, (*path, str(index)), place)
     elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
         for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                what, hint = "the same key twice in one mapping", f"keep one of the lines {lines[key.value]} and {line}"
+                raise ConfigError(what, where=_at(key, place), found=key.value, hint=hint)
+            lines[str(key.value)] = line
             yield path, key, value
-            yield from _pairs(value, (*path, str(key.value)))
+            yield from _pairs(value, (*path, str(key.value)), place)
 
 
 def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None:

@@ -91,11 +91,7 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
 
 
 def check_keys(config: DictConfig, request: Request) -> None:
-    """Refuse keys that the dataclasses do not know: `+key=value` adds them in spite of the types.
-
-    Raises:
-        ConfigError: naming the first of them.
-    """
+    """Raise a ConfigError on keys that the dataclasses do not know: `+key=value` adds them in spite of the types."""
     values: Any = OmegaConf.to_container(config, resolve=False)
     as_given = {override.key: override.value_text for override in request.overrides}
     for key, value in unknown_keys(values):

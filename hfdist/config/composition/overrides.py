@@ -94,7 +94,7 @@ def _for_hydra(override: Override, text: str) -> str:
     found = find_key(key)
     if found is not None and found.is_text and isinstance(given, (bool, int, float)):
         value = f"'{value}'"
-    if found is not None and found.is_texts and isinstance(given, (str, bool, int, float)):
+    if found is not None and found.type == list[str] and isinstance(given, (str, bool, int, float)):
         value = f"[{value}]"
     for sources in _SOURCES:
         if key == sources or key.startswith(f"{sources}."):
