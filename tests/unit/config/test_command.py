@@ -177,32 +177,25 @@ raise {error}
 """
 
 
-def end_of(error):
-    program = [sys.executable, "-c", PROGRAM.format(error=error)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+def end_of(program, *flags):
+    command = [sys.executable, *flags, "-c", program]
+    return subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_an_error_of_ours_is_a_message_and_an_exit_code():
-    ended = end_of("ConfigError('this is wrong', where='a.key')")
+    ended = end_of(PROGRAM.format(error="ConfigError('this is wrong', where='a.key')"))
     assert (ended.returncode, ended.stderr) == (2, "Config error: this is wrong\n  where:   a.key\n")
 
 
 def test_other_errors_keep_their_tracebacks():
-    ended = end_of("KeyError('x')")
+    ended = end_of(PROGRAM.format(error="KeyError('x')"))
     assert ended.returncode == 1
     assert ended.stderr.startswith("Traceback")
 
 
 def test_a_session_at_a_prompt_goes_on():
     program = "from hfdist.config.cli.process_end import report_uncaught as r; import sys; b = sys.excepthook; r()"
-    ended = subprocess.run(
-        [sys.executable, "-i", "-c", f"{program}; print(b is sys.excepthook)"],
-        input="",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = end_of(f"{program}; print(b is sys.excepthook)", "-i")
     assert ended.stdout.strip() == "True"
 
 

@@ -70,12 +70,7 @@ def test_a_longer_run_of_a_constant_rate_is_the_same_training():
 def test_a_checkpoint_of_before_some_keys_had_their_defaults():
     values = to_values(compose_config())
     older = json.loads(json.dumps(values))
-    del (
-        older["adapter"],
-        older["train"]["freeze"],
-        older["data"]["too_long"],
-        older["data"]["sources"]["stdlib"]["format"],
-    )
+    del older["adapter"], older["train"]["freeze"], older["data"]["sources"]["stdlib"]["format"]
     assert find_changes(older, values) == []
     (change,) = find_changes(older, to_values(compose_config(["train.freeze=[a]"])))
     assert not change.is_safe

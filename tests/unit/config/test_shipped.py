@@ -12,44 +12,18 @@ from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import ANY_NAME, all_keys
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import (
-    CONF,
-    EXPERIMENTS,
-    GROUPS,
-    NEEDED,
-    OPTIONS,
-    needed_overrides,
-    primary_of,
-)
+from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides, primary_of
 
 # The file of each group in which all its keys stand with a comment.
-DOCUMENTED_IN = {
-    "run": "pretrain.yaml",
-    "launch": "pretrain.yaml",
-    "model": "model/small.yaml",
-    "adapter": "adapter/none.yaml",
-    "data": "data/stdlib.yaml",
-    "strategy": "strategy/single.yaml",
-    "optimizer": "optimizer/adamw.yaml",
-    "train": "train/default.yaml",
-    "evaluate": "evaluate/default.yaml",
-    "checkpoint": "checkpoint/default.yaml",
-    "watch": "watch/default.yaml",
-    "report": "report/default.yaml",
-    "export": "export/default.yaml",
-}
+NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw"}
+DOCUMENTED_IN = {"run": "pretrain.yaml", "launch": "pretrain.yaml"}
+DOCUMENTED_IN |= {group: f"{group}/{NAMED.get(group, 'default')}.yaml" for group in GROUPS if group != "experiment"}
 
 
 def test_the_folder_holds_exactly_these_groups():
     assert set(list_groups(CONF)) == set(GROUPS)
-    assert {path.name for path in CONF.iterdir()} == {
-        *GROUPS,
-        "launch",
-        "_sizes",
-        "_hydra.yaml",
-        "pretrain.yaml",
-        "finetune.yaml",
-    }
+    others = {"launch", "_sizes", "_hydra.yaml", "pretrain.yaml", "finetune.yaml"}
+    assert {path.name for path in CONF.iterdir()} == {*GROUPS, *others}
     for group in GROUPS:
         assert list_options(CONF, group), group
 
@@ -61,15 +35,11 @@ def test_the_primary_config_composes_to_the_dataclasses_defaults_where_presets_s
     assert config.optimizer == RunConfig().optimizer
 
 
-def test_fine_tuning_starts_from_a_pretrained_model():
+def test_fine_tuning_starts_from_a_pretrained_model_and_tells_rows_by_their_columns():
     config = compose_config(["model.name=some/model"], name="finetune")
     assert config.model.init is Init.pretrained
     assert config.model.tokenizer.name == "some/model"
     assert config.optimizer.lr < RunConfig().optimizer.lr
-
-
-def test_fine_tuning_tells_rows_by_their_columns_and_pretraining_reads_text():
-    config = compose_config(["model.name=some/model"], name="finetune")
     assert (config.data.format.name, config.data.too_long.name) == ("auto", "truncate_end")
     assert compose_config().data.format.name == "text"
 
@@ -135,20 +105,16 @@ def test_each_key_stands_in_the_file_that_documents_its_group():
             values = values[part]
 
 
+ON_PURPOSE = ["model.type", "model.config", "data.sources", "strategy.data", "checkpoint.every", "report.sample_prompt"]
+
+
 @pytest.mark.parametrize("section", [s for s in DOCUMENTED_IN if s != "run"])
 def test_the_documented_defaults_are_those_of_the_dataclasses(section):
     """Values that a preset sets on purpose are not defaults."""
     values = values_in_conf(section)
     defaults = dataclasses.asdict(getattr(RunConfig(), section))
-    on_purpose = {
-        "model": {"type", "config"},
-        "data": {"sources"},
-        "strategy": {"data"},
-        "checkpoint": {"every"},
-        "report": {"sample_prompt"},
-    }.get(section, set())
     for name, value in values.items():
-        if name not in on_purpose:
+        if f"{section}.{name}" not in ON_PURPOSE:
             # A number where words are allowed, too, is text to the dataclass.
             assert plain(defaults[name]) in (value, str(value)), f"{section}.{name}"
 
