@@ -92,7 +92,7 @@ class Engine:
         self._optimizer = optimizer
         return optimizer
 
-    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
 
         The returned losses, averaged over all processes, give the loss of the global batch.
@@ -100,24 +100,24 @@ class Engine:
         Args:
             batch: tensors of shape [sequences, tokens].
             num_items: number of target tokens in the whole global batch.
-            default: how the Trainer does it.
+            hooks: how the Trainer does it.
         """
-        return default.training_step(default.model, batch, num_items)
+        return hooks.training_step(hooks.model, batch, num_items)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
         """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
         Args:
             batch: tensors of shape [sequences, ...].
             function: (model, part of the batch) -> any value made from the model's outputs.
-            default: how the Trainer does it.
+            hooks: how the Trainer does it.
 
         Returns:
             On the one rank of each model replica that has logits: what `function` gave for each part, in order. A part
             may end with copies of the batch's first row, without targets. On the other ranks: an empty list.
         """
         with torch.no_grad():
-            return [function(default.model, batch)]
+            return [function(hooks.model, batch)]
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""

@@ -95,7 +95,7 @@ class PipelineEngine(Engine):
             splits_backward=not (self._split.is_compiled or self._split.model.is_activation_checkpointing),
         )
 
-    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, default: TrainerHooks) -> torch.Tensor:
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
         """Run the schedule, and add up the gradients over ranks. Gives the loss that averages right over all ranks."""
         assert self._pipeline is not None
         assert self.schedule_trace is not None
@@ -106,7 +106,7 @@ class PipelineEngine(Engine):
 
         def scaled_loss(stage_model: PreTrainedModel, microbatch: Batch) -> torch.Tensor:
             # The Trainer multiplies by the number of processes, for gradients that are averaged over all of them.
-            value = default.loss(stage_model, microbatch, num_items) / self._world_size
+            value = hooks.loss(stage_model, microbatch, num_items) / self._world_size
             unscaled.append(value.detach())
             return self._scale(value)
 
@@ -115,7 +115,7 @@ class PipelineEngine(Engine):
         self._reduce_gradients()
         return self._reduce_loss(unscaled)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], default: TrainerHooks) -> list[Any]:
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
         """Run forwards through the stages. Only the rank of the last stage has values."""
         if self._pipeline is None:
             # Before training.

@@ -276,7 +276,7 @@ class DistributedTrainerMixin(_Trainer):
         with nullcontext() if head is None else head.deferring(model):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
-                compute = partial(self._lean_step.loss, model)
+                compute = partial(self._lean_step.compute_loss, model)
             convention = self.weighted_loss.convention
             if convention is not None and not convention.divides and num_items_in_batch is not None:
                 compute = partial(self.weighted_loss.of_mean, compute)
@@ -288,7 +288,7 @@ class DistributedTrainerMixin(_Trainer):
 
     def hooks(self, model: nn.Module) -> TrainerHooks:
         """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
-        step = super().training_step if self._lean_step is None else self._lean_step.run
+        step = super().training_step if self._lean_step is None else self._lean_step.training_step
         return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -355,7 +355,7 @@ class DistributedTrainerMixin(_Trainer):
         return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip
+        default = partial(super()._clip_grad_norm, model) if self._lean_step is None else self._lean_step.clip_grad_norm
         return default() if self.engine is None else self.engine.clip_grad_norm(self.args.max_grad_norm, default)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -92,7 +92,7 @@ class LeanStep:
     def _list_trained(self) -> list[torch.Tensor]:
         return [parameter for group in self._trainer.optimizer.param_groups for parameter in group["params"]]
 
-    def run(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Batch, num_items: Any = None) -> torch.Tensor:
         """Run forward and backward of one micro batch, and give its detached loss; `Trainer.training_step`."""
         trainer = self._trainer
         # Some may be in evaluation although the model is not: a callback may have put them there.
@@ -105,7 +105,7 @@ class LeanStep:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return cast(torch.Tensor, loss.detach())
 
-    def loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Give the loss of a micro batch that is on its device; `Trainer.compute_loss`."""
         trainer = self._trainer
         is_plain = self._has_plain_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
@@ -137,7 +137,7 @@ class LeanStep:
             return bool(trainer.loss_is_scaled_for_ga)
         return (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
 
-    def clip(self) -> torch.Tensor:
+    def clip_grad_norm(self) -> torch.Tensor:
         """Clip to `args.max_grad_norm`, and give the norm before; `Trainer._clip_grad_norm`."""
         trained = self._list_trained()
         if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
