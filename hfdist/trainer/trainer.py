@@ -123,6 +123,11 @@ class DistributedTrainerMixin(_Trainer):
     # ---- setting up ----
 
     @property
+    def token_stream(self) -> TokenStream | None:
+        """The training data, if they are hfdist's own stream."""
+        return self.train_dataset if isinstance(self.train_dataset, TokenStream) else None
+
+    @property
     def _sums_targets(self) -> bool:
         """Whether the loss is a sum over all targets of the global batch, divided by their number; not another mean."""
         return trl_trainers.sums_over_targets(type(self))
@@ -191,8 +196,8 @@ class DistributedTrainerMixin(_Trainer):
 
     def get_train_dataloader(self) -> Any:
         """A token stream reads this rank's share by itself: accelerate must not shard it again."""
-        if self.strategy is not None and isinstance(self.train_dataset, TokenStream):
-            return self.train_dataset.loader(batch_size=self.args.per_device_train_batch_size)
+        if self.strategy is not None and self.token_stream is not None:
+            return self.token_stream.loader(batch_size=self.args.per_device_train_batch_size)
         if self.strategy is None or not self._sums_targets:
             return super().get_train_dataloader()
         with sharding_each_once(self.accelerator, self.strategy.topology, self.weighted_loss.label_names):
@@ -226,9 +231,9 @@ class DistributedTrainerMixin(_Trainer):
         self.checkpointer.begin()
         if came_from is not None:
             self.checkpointer.restore(came_from)
-        elif isinstance(self.train_dataset, TokenStream):
+        elif self.token_stream is not None:
             # A run that was killed before its first checkpoint may have left records.
-            self.train_dataset.truncate_ledger()
+            self.token_stream.truncate_ledger()
         self.start_clock()
         return prepared
 
@@ -325,10 +330,11 @@ class DistributedTrainerMixin(_Trainer):
         samples, num_items = read()
         if self.engine is None or self.strategy is None:
             return samples, num_items
-        if isinstance(self.train_dataset, TokenStream) and self.train_dataset.may_lack_targets:
+        stream = self.token_stream
+        if stream is not None and stream.may_lack_targets:
             # All ranks decide the same, because targets are counted over all ranks.
             while num_items == 0:
-                if all(gather_json(self.train_dataset.has_ended)):
+                if all(gather_json(stream.has_ended)):
                     if self.state.global_step == 0:
                         what = "the data have ended, and there was nothing in them to train on"
                         found = "only rows that are empty, bad, held out or quarantined"

@@ -31,7 +31,7 @@ from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_n
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
+from hfdist.data import LEDGER, Cursor, PoolReport, report
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 
@@ -56,11 +56,6 @@ class Checkpointer:
         self._model_files: dict[str, bytes] | None = None
         self.saver: Saver | None = None
         """None before the first training."""
-
-    @property
-    def _stream(self) -> TokenStream | None:
-        dataset = self._trainer.train_dataset
-        return dataset if isinstance(dataset, TokenStream) else None
 
     @property
     def _stem(self) -> str:
@@ -252,23 +247,24 @@ class Checkpointer:
 
     def num_samples(self) -> int:
         """Sequences of the stream that the whole run has read; 0 for other data. Any one rank may call it."""
-        return 0 if self._stream is None else int(self._stream.state_dict()["samples"])
+        stream = self._trainer.token_stream
+        return 0 if stream is None else int(stream.state_dict()["samples"])
 
     def write_ledger(self) -> None:
         """Write down what was read so far."""
-        ledger = None if self._stream is None else self._stream.ledger
+        ledger = getattr(self._trainer.token_stream, "ledger", None)
         on_all_ranks(lambda: None if ledger is None else ledger.flush())
 
     def _write_counted(self) -> None:
         # What the checkpoint counts, before there is one; a resume cuts off what lies behind the last checkpoint.
-        if self._stream is not None and self._stream.ledger is not None:
-            self._stream.ledger.write_counted()
+        ledger = getattr(self._trainer.token_stream, "ledger", None)
+        if ledger is not None:
+            ledger.write_counted()
 
     def _merged_cursor(self) -> Cursor | None:
         """Where the whole stream stands: each data rank knows only its own lanes."""
-        if self._stream is None:
-            return None
-        return Cursor.merge([Cursor.from_json(cursor) for cursor in gather_json(self._stream.state_dict())])
+        stream = self._trainer.token_stream
+        return None if stream is None else Cursor.merge(list(map(Cursor.from_json, gather_json(stream.state_dict()))))
 
     def data_reports(self) -> list[PoolReport]:
         """How much of each pool of documents the run has read."""
@@ -299,7 +295,7 @@ class Checkpointer:
 
     def restore(self, path: Path) -> None:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
-        trainer, stream = self._trainer, self._stream
+        trainer, stream = self._trainer, self._trainer.token_stream
         beside = path.resolve().parents[1] / LEDGER
         # From Python there is none, except one that the stream was given.
         ledger = beside if beside.is_dir() else None

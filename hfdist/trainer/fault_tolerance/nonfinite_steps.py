@@ -21,7 +21,7 @@ from transformers import TrainerState
 from hfdist.checkpoint import find_newest
 from hfdist.checkpoint.folder import step_of
 from hfdist.collectives import gather_json, on_rank_zero, world_size
-from hfdist.data import LEDGER, TokenStream
+from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import NumericsError, printable
 from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE
@@ -126,11 +126,6 @@ class NonfiniteGuard:
         self._deferred = (False, False)
         """An evaluation and a save that fell on skipped steps."""
 
-    @property
-    def _stream(self) -> TokenStream | None:
-        dataset = self._trainer.train_dataset
-        return dataset if isinstance(dataset, TokenStream) else None
-
     def begin_step(self) -> None:
         """Remember what a skipped step must not change."""
         self._loss_before = self._trainer._tr_loss.clone()
@@ -210,7 +205,7 @@ class NonfiniteGuard:
 
     def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
         has_checkpoint = self._has_saved or self._came_from is not None
-        can_roll_back = has_checkpoint and self._counter.may_roll_back and self._stream is not None
+        can_roll_back = has_checkpoint and self._counter.may_roll_back and self._trainer.token_stream is not None
         checkpoint = self._find_checkpoint() if can_roll_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
@@ -289,13 +284,13 @@ class NonfiniteGuard:
     def _why_no_way_back(self) -> str:
         if not self._counter.may_roll_back:
             return f"and the run has gone back {self._counter.rollbacks} times without getting beyond it"
-        if self._stream is None:
+        if self._trainer.token_stream is None:
             return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"
         return "and there is no checkpoint to go back to"
 
     def _name_documents(self, skipped: Skipped) -> list[str]:
         """SOURCE:FILE:ROW of what was trained on; only of the data ranks whose loss was not finite, if any."""
-        stream, strategy = self._stream, self._trainer.strategy
+        stream, strategy = self._trainer.token_stream, self._trainer.strategy
         if stream is None or stream.ledger is None:
             return []
         documents: dict[int, None] = {}

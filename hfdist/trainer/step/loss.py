@@ -14,7 +14,6 @@ from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hfdist.data import TokenStream
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.pipeline.stage_module import preserve_state
@@ -177,7 +176,7 @@ class WeightedLoss:
             dist.all_reduce(answers, op=dist.ReduceOp.MAX)
             counts_first, divides = map(bool, answers.tolist())
         # A stream gives each token as its own label; a loss without a shift would train the model to copy.
-        moves = may_shift and counts_first and isinstance(trainer.train_dataset, TokenStream)
+        moves = may_shift and counts_first and trainer.token_stream is not None
         return Convention(
             label_names=names,
             is_of_tokens=is_of_tokens,
