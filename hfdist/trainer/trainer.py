@@ -34,7 +34,7 @@ from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, in
 from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, build_engine, check_has_logits
 from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
-from hfdist.trainer.fault_tolerance.rank_flags import RankFlag, RankFlags
+from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
@@ -116,9 +116,7 @@ class DistributedTrainerMixin(_Trainer):
             self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
-        # What one rank may want of all ranks; a run adds its signals.
-        self.flags: list[RankFlag] = [self.checkpointer]
-        self.add_callback(RankFlags(self.flags))
+        self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
 
     # ---- setting up ----
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 2.0
 
 
+@runtime_checkable
 class RankFlag(Protocol):
     """Something that one rank notices and that concerns all ranks."""
 
@@ -38,16 +39,21 @@ class RankFlag(Protocol):
 
 
 class RankFlags(TrainerCallback):
-    """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags."""
+    """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags.
 
-    def __init__(self, flags: Sequence[RankFlag]) -> None:
-        self._flags = flags
+    They are `flags`, and those of a Trainer's `callbacks` that are a `RankFlag`, too.
+    """
+
+    def __init__(self, flags: Sequence[RankFlag], callbacks: Sequence[object] = ()) -> None:
+        self._given, self._callbacks = flags, callbacks
+        self._flags = list(flags)
         self._group: dist.ProcessGroup | None = None
         self._values = torch.zeros(len(flags), dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the group. A collective."""
+        """Find the flags, and make the group. A collective."""
+        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo")
 

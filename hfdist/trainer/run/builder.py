@@ -236,7 +236,6 @@ class Run:
             # Without checkpoints, a run that is stopped saves nothing.
             if config.checkpoint.every is not None:
                 trainer.add_callback(preemption)
-                trainer.flags.append(preemption)
             # After the callback above, which decides what follows a step.
             trainer.add_callback(watch)
             checkpoint = _resume_from(config)
