@@ -18,8 +18,17 @@ from hfdist.models.tokenizer import train_bpe
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.checkpointer import NUM_ENTRIES, drop_old, newest_entries, newest_losses
 from hfdist.trainer.evaluation.evaluators import num_without_improvement
-from hfdist.trainer.evaluation.generation import Limits, continue_prompts, encode_prompts, next_tokens
-from hfdist.trainer.evaluation.generation import GROUP, compute, exact_match, load_metrics, word_f1
+from hfdist.trainer.evaluation.generation import (
+    GROUP,
+    Limits,
+    compute,
+    continue_prompts,
+    encode_prompts,
+    exact_match,
+    load_metrics,
+    next_tokens,
+    word_f1,
+)
 from tests.packages import install_package
 
 
