@@ -27,6 +27,7 @@ from tests.distributed.faults import (
     run_case,
     run_whole,
 )
+from tests.imports import import_all
 
 
 def all_cases() -> Iterator[Case]:
@@ -108,5 +109,6 @@ def _head(num_equal: int, num_cases: int, seconds: float) -> list[str]:
 
 
 if __name__ == "__main__":
+    import_all()
     torch.set_num_threads(1)
     sys.exit(0 if write_report(Path(sys.argv[1]), list(all_cases())) else 1)

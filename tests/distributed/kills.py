@@ -34,6 +34,7 @@ from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.processes import Life, Victim, assert_gone
 from tests.distributed.runs import SMALL, eval_losses, losses
+from tests.imports import import_all
 
 LAYOUTS = (("single", 1), ("ddp", 2), ("ddp", 4), ("ddp", 3))
 NUM_LANES = 12  # each of these numbers of ranks divides it
@@ -315,6 +316,7 @@ def _kill_and_print(num_kills: int) -> None:
 
 
 if __name__ == "__main__":
+    import_all()
     torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)
     _kill_and_print(int(sys.argv[1]))
