@@ -61,13 +61,13 @@ def descriptions() -> dict[str, str]:
 
 
 def _comments(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
-    for key, words in _walk(path.read_text(encoding="utf-8"), prefix):
+    for key, words in _keys_with_comments(path.read_text(encoding="utf-8"), prefix):
         known = find_key(key)
         if known is not None and words:
             yield known.name, words
 
 
-def _walk(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
+def _keys_with_comments(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
     """Each key of a YAML text in block style by its full name, with the comment behind it."""
     parents: list[tuple[int, str]] = []
     for line in text.splitlines():
@@ -82,7 +82,7 @@ def _walk(text: str, prefix: str) -> Iterator[tuple[str, str | None]]:
 
 def _keys(config: DictConfig) -> Iterator[str]:
     text = OmegaConf.to_yaml(config)
-    keys = iter(_walk(text, ""))
+    keys = iter(_keys_with_comments(text, ""))
     for line in text.splitlines():
         if _LINE.fullmatch(line) is None:
             yield f"  {line}"
