@@ -1,9 +1,10 @@
-"""A run of which someone is killed at a named moment, started again, beside the same run that nobody killed."""
+"""Runs that are killed or told to stop at a named moment, and go on, beside the same run that nobody disturbed."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import re
 import signal
 import time
@@ -12,12 +13,12 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-import deepspeed  # noqa: F401  # inherited by every rank, which else takes seconds
 import psutil
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER
+from hfdist.errors import HfdistError, PreemptedError
 from hfdist.topology import read_launcher
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
@@ -35,7 +36,7 @@ REFUSED = "another run is using the folder"
 
 
 class Victim(Enum):
-    """Who is killed."""
+    """Who is killed or told to stop."""
 
     rank = "a rank"
     everyone = "every process"
@@ -44,7 +45,7 @@ class Victim(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """Whom to kill, and when."""
+    """Whom to signal, and when."""
 
     layout: str
     moment: Moment
@@ -52,7 +53,9 @@ class Case:
     step: int
     """The optimizer step that is done or saved then."""
     rank: int = 0
-    """Who is killed if it is one rank, and who sees the moment if all ranks come to it."""
+    """Who is signalled if it is one rank, and who sees the moment if all ranks come to it."""
+    number: signal.Signals = signal.SIGKILL
+    """Another one tells the run to stop."""
 
     @property
     def observer(self) -> int:
@@ -75,7 +78,7 @@ class Case:
         return max(0, begun - num_unfinished * SAVE_EVERY)
 
     def __str__(self) -> str:
-        return f"{self.layout}-{self.moment.name}-{self.step}-{self.victim.name}"
+        return f"{self.layout}-{self.moment.name}-{self.step}-{self.victim.name}-{self.rank}-{self.number.name}"
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,8 @@ def strike(folder: Path, config: RunConfig, case: Case) -> int | None:
     Raises:
         AssertionError: the moment never came, or a checkpoint was lost or damaged.
     """
-    run_dir, struck = folder / "run", folder / f"struck-{case}"
-    life = Life(config, NUM_RANKS, folder / f"log-{case}", partial(_run_until, case=case, struck=struck))
-    life.end(LONGEST_SECONDS)
-    assert struck.exists(), f"{case}: the moment never came:\n{life.log.read_text()}"
+    run_dir = folder / "run"
+    life, _ = _run_into(folder, config, case)
     assert not life.has_finished
     if case.victim is Victim.launcher:
         return None
@@ -171,35 +172,86 @@ def strike(folder: Path, config: RunConfig, case: Case) -> int | None:
     return whole
 
 
+def draw_stops(num_stops: int, seed: int) -> list[Case]:
+    """One rank is told to stop: the layouts in turn; every other stop in a save or an evaluation."""
+    generator = random.Random(seed)
+    in_steps = [moment for moment in Moment if moment.place is Place.step]
+    in_saves = [moment for moment in Moment if moment.place in (Place.share, Place.save) and moment is not Moment.prune]
+    stops = []
+    for number in range(num_stops):
+        moment = generator.choice(in_saves if number // len(LAYOUTS) % 2 else in_steps)
+        # Steps go on beside a save: the first leaves most of them.
+        step = SAVE_EVERY if moment in in_saves else generator.randint(1, 2 * SAVE_EVERY)
+        rank = generator.randrange(NUM_RANKS)
+        stops.append(Case(LAYOUTS[number % len(LAYOUTS)], moment, Victim.rank, step, rank, signal.SIGTERM))
+    return stops
+
+
+def run_stop(folder: Path, case: Case, reference: Reference, *more: str) -> None:
+    """Tell a run to stop, and let it go on.
+
+    Raises:
+        AssertionError: it did not stop cleanly, or did not become the run that nobody stopped.
+    """
+    run_dir = folder / "run"
+    config = make_config(run_dir, case.layout, *more)
+    life, said = _run_into(folder, config, case)
+    codes = {int(path.read_text()) for path in folder.glob("code-*")}
+    last = read_metrics(run_dir / METRICS)[-1]["step"]
+    # During a step the others hear of it at its end or at that of the next, wherever they were. Steps go on beside a
+    # save, and may come to their end before it.
+    is_beside_steps = case.moment.place in (Place.share, Place.save)
+    if is_beside_steps and last == MAX_STEPS:
+        assert life.has_finished or codes == {PreemptedError.exit_code}, f"{case}: {codes}\n{said}"
+    else:
+        assert codes == {PreemptedError.exit_code}, f"{case}: {codes}\n{said}"
+        assert f"{case.number.name}: saving after step {last}, and stopping" in said
+        latest = MAX_STEPS if is_beside_steps else case.step + 1
+        assert case.step <= last <= latest, f"{case}: stopped after step {last}"
+    assert newest_whole(run_dir) == f"step-{last:08d}"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+    assert go_on(folder, config) == (last, 0)
+    assert read_run(run_dir) == reference
+
+
+def _run_into(folder: Path, config: RunConfig, case: Case) -> tuple[Life, str]:
+    """Start a run, signal someone at the moment, and give what has ended and what it said."""
+    struck = folder / f"struck-{case}"
+    life = Life(config, NUM_RANKS, folder / f"log-{case}", partial(_run_until, case=case, struck=struck))
+    life.end(LONGEST_SECONDS)
+    said = life.log.read_text()
+    assert struck.exists(), f"{case}: the moment never came:\n{said}"
+    return life, said
+
+
 def _run_until(config: RunConfig, *, case: Case, struck: Path) -> None:
     """What a rank of the life runs that is struck."""
     rank = read_launcher().rank
     (struck.parent / f"rank-{rank}").write_text(str(os.getpid()))
-    if rank != case.observer:
+    watch = Watch(case.moment, case.step, lambda: _signal(case, struck)) if rank == case.observer else None
+    try:
         main.__wrapped__(config)
-        return
-    watch = Watch(case.moment, case.step, lambda: _kill(case, struck))
-    main.__wrapped__(config)
-    watch.reach(Moment.shutdown)
+    except HfdistError as error:
+        (struck.parent / f"code-{rank}").write_text(str(error.exit_code))
+        raise
+    if watch is not None:
+        watch.reach(Moment.shutdown)
 
 
-def _kill(case: Case, struck: Path) -> None:
+def _signal(case: Case, struck: Path) -> None:
     struck.touch()
+    # Of the life that was begun last.
+    victim = psutil.Process(int((struck.parent / f"rank-{case.rank}").read_text()))
     match case.victim:
         case Victim.rank:
-            os.kill(pid_of(case.rank, struck.parent), signal.SIGKILL)
+            victim.send_signal(case.number)
         case Victim.everyone:
-            os.killpg(0, signal.SIGKILL)
+            os.killpg(0, case.number)
         case Victim.launcher:
             # With the store at which the ranks met: torchrun serves it in the launcher. The ranks live on.
             launcher = psutil.Process(os.getppid())
             min(launcher.children(), key=lambda child: child.pid).kill()
             launcher.kill()
-
-
-def pid_of(rank: int, folder: Path) -> int:
-    """Of the rank of the life that was begun last."""
-    return int((folder / f"rank-{rank}").read_text())
 
 
 def go_on(folder: Path, config: RunConfig) -> tuple[int, int]:

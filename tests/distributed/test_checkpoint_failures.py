@@ -1,8 +1,13 @@
-"""Several ranks save together: one that fails or dies takes nothing with it, and all ranks hear the same."""
+"""Several ranks save together: one that fails or dies takes nothing with it, and all ranks hear the same.
 
+Saves in the background do not meet the collectives of the training, and their failures end all ranks alike.
+"""
+
+import errno
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, restore_random_state, verify
+from hfdist.checkpoint import Keep, Saver, find_newest, prune, read_checkpoint, restore_random_state, verify
+from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece
 from hfdist.collectives import gather_json, on_all_ranks
+from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.testing import RankFailed, run_ranks
+from recipes.pretrain import main
+from tests.distributed.runs import SMALL, losses, pretrain
 from tests.unit.checkpoint.pieces import write_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -215,3 +224,72 @@ def test_values_of_any_length_are_exchanged():
     for gathered, ranks in run_ranks(exchange, 3, sizes):
         assert [value["rank"] for value in gathered] == ranks == [0, 1, 2]
         assert [len(value["text"]) for value in gathered] == sizes
+
+
+# ---- in the background ----
+
+NUM_ELEMENTS = 300_000
+
+
+def train_and_save(folder):
+    """Twelve saves of a cut tensor, with collectives of the training between and during them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.arange(float(NUM_ELEMENTS)).chunk(size)[rank].clone()
+    saver, start = Saver(), sum(len(part) for part in torch.arange(NUM_ELEMENTS).chunk(size)[:rank])
+    for step in range(1, 13):
+        piece = Piece(name="w", key=WEIGHT, shape=(NUM_ELEMENTS,), start=start, view=own)
+        saver.save(
+            folder / step_name(step),
+            step=step,
+            pieces=[piece],
+            state={},
+            write_model_files=lambda path: None,
+            keep=Keep(newest=2),
+            begin_seconds=time.monotonic(),
+        )
+        for _ in range(5):
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full((1000,), float(size)))
+            own += 1
+    saver.wait()
+    dist.barrier()
+    return sorted(os.listdir(folder))
+
+
+def test_saves_and_collectives_of_the_training_do_not_meet(tmp_path):
+    assert run_ranks(train_and_save, 3, tmp_path) == [["step-00000011", "step-00000012"]] * 3
+    for step in (11, 12):
+        verify(tmp_path / f"step-000000{step}")
+    saved = (tmp_path / "step-00000012" / "model.safetensors").read_bytes()
+    elements = torch.frombuffer(bytearray(saved), dtype=torch.float32)[-NUM_ELEMENTS:]
+    assert torch.equal(elements, torch.arange(float(NUM_ELEMENTS)) + 55)
+
+
+def fill_the_disk_of_rank_1(config):
+    """Runs the recipe; the disk is full for rank 1 from its second save on. Gives the message."""
+    real = os.pwrite
+
+    def write(descriptor, data, offset):
+        if "step-00000008" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    if dist.get_rank() == 1:
+        os.pwrite = write
+    with pytest.raises(ResourceError) as caught:
+        main.__wrapped__(config)
+    return str(caught.value)
+
+
+def test_a_failed_save_ends_all_ranks_and_the_run_goes_on_from_the_last_good_one(tmp_path):
+    settings = ("strategy=zero2", "train.max_steps=9", "checkpoint=default", "checkpoint.every=4", "checkpoint.keep=1")
+    config = compose_config([*SMALL, *settings, f"run.dir={tmp_path / 'run'}"])
+    for message in run_ranks(fill_the_disk_of_rank_1, 2, config):
+        assert "the disk has no room for the checkpoint" in message
+        assert "bytes needed" in message
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000004"]
+    pretrain(tmp_path / "run", 2, *settings)
+    whole = pretrain(tmp_path / "whole", 2, *settings[:2])
+    assert losses(tmp_path / "run") == losses(whole)
+    verify(tmp_path / "run" / "checkpoints" / "step-00000009")

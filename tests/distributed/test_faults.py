@@ -1,11 +1,32 @@
 """Killed at every named moment, told to stop at any, short of disk: the run goes on as if nothing had been."""
 
+import signal
+
 import pytest
 
-from tests.distributed.disk_faults import ERRORS, STEP, every_fault, make_small_config, require_strace, run_fault
+from tests.distributed.disk_faults import (
+    ERRORS,
+    STEP,
+    every_fault,
+    make_small_config,
+    require_strace,
+    run_fault,
+)
 from tests.distributed.fault_points import Moment
-from tests.distributed.faults import LAYOUTS, Case, Victim, go_on, make_config, read_run, run_case, run_whole, strike
-from tests.distributed.signalled import draw_stops, run_stop
+from tests.distributed.faults import (
+    LAYOUTS,
+    Case,
+    Victim,
+    draw_stops,
+    go_on,
+    make_config,
+    read_run,
+    run_case,
+    run_stop,
+    run_whole,
+    strike,
+)
+from tests.distributed.kills import BOUND, run_both
 from tests.distributed.small_disk import require_mount, run_on_tmpfs, run_with_short_files
 
 pytestmark = pytest.mark.distributed
@@ -105,7 +126,23 @@ def test_a_disk_of_any_size(small_reference, tmp_path):
     assert "free" in outcomes[0].message
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("stop", draw_stops(20, seed=0), ids=str)
-def test_one_rank_is_told_to_stop(references, tmp_path, stop):
+STOPS = [
+    Case("ddp", Moment.backward, Victim.rank, 1, 1, signal.SIGINT),
+    Case("pipeline", Moment.after_step, Victim.rank, 2, 0, signal.SIGUSR1),
+]
+
+
+@pytest.mark.parametrize(
+    "stop", [*STOPS, *(pytest.param(stop, marks=pytest.mark.faults) for stop in draw_stops(20, seed=0))], ids=str
+)
+def test_one_process_is_told_to_stop(references, tmp_path, stop):
+    """All ranks save the same step and end, and the run goes on as if nothing had been."""
     run_stop(tmp_path, stop, references(stop.layout))
+
+
+def test_a_run_that_is_killed_again_and_again_goes_on_with_other_numbers_of_ranks(tmp_path, cache_dir):
+    comparison = run_both(tmp_path, num_kills=3, report=lambda outcome: None)
+    assert comparison.loss <= BOUND
+    assert comparison.held_out_loss <= BOUND
+    assert comparison.audit[-1] == "AUDIT: passed: every document was seen exactly as often as planned"
+    assert comparison.epochs > 1

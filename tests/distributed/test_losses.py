@@ -4,19 +4,13 @@ import deepspeed
 import pytest
 import torch
 import transformers
-import transformers.models.bert.modeling_bert  # inherited by every rank, which else takes seconds
-import transformers.models.t5.modeling_t5  # as above
 from torch import nn
 from transformers import AutoConfig, TrainerCallback, TrainingArguments
 
 import hfdist
-from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import Sharding, StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
-from hfdist.strategies.select import select_strategy
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -124,16 +118,8 @@ def make_trainer(folder, kind, trainer_class, *, strategy=None, train_batch_size
 
 
 def make_strategy(sharding, pipeline=1):
-    topology = Topology.from_environment(Degrees(pipeline=pipeline))
-    batch = plan_batch(
-        global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=1,
-        data_size=topology.data_size,
-        sequence_length=LENGTH,
-        lanes=6,
-    )
-    layout = StrategyConfig(sharding=sharding, pipeline=pipeline)
-    return select_strategy(layout, TrainConfig(max_grad_norm=1.0), topology=topology, batch=batch)
+    sizes = {"global_batch_size": GLOBAL_BATCH, "sequence_length": LENGTH}
+    return hfdist.make_strategy(sharding=sharding, pipeline=pipeline, **sizes)
 
 
 def run(folder, kind, trainer_class, **named):

@@ -26,9 +26,7 @@ def uninterrupted(tmp_path_factory, cache_dir):
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "number", "to_loader"),
     [
-        ("single", 1, signal.SIGINT, False),
         ("zero2", 2, signal.SIGTERM, True),
-        ("pipeline", 2, signal.SIGUSR1, False),
     ],
 )
 def test_all_ranks_stop_at_one_step_and_go_on(tmp_path, uninterrupted, strategy, num_ranks, number, to_loader):

@@ -6,11 +6,6 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import TrainingArguments
 
 import hfdist
-from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import TrainConfig
-from hfdist.strategies.select import select_strategy
-from hfdist.topology import Topology
 from tests.zoo.models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.zoo
@@ -55,8 +50,7 @@ def whole(model_type):
 
 def in_parts(model_type, folder):
     """The same from a Trainer, which trains row by row, and evaluates three rows and one."""
-    batch = plan_batch(global_batch_size=NUM_ROWS, micro_batch_size=1, data_size=1, sequence_length=16, lanes=4)
-    strategy = select_strategy(StrategyConfig(), TrainConfig(), topology=Topology(), batch=batch)
+    strategy = hfdist.make_strategy(global_batch_size=NUM_ROWS, sequence_length=16)
     arguments = TrainingArguments(
         str(folder), max_steps=1, learning_rate=0.0, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True, use_cpu=True, per_device_eval_batch_size=3, **strategy.training_arguments(),
