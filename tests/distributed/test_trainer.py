@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import hfdist
 from hfdist.config.batch import plan_batch
@@ -14,6 +15,7 @@ from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.build import initialize_by_name
+from hfdist.models.partitioning import Partitioning
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.topology import Degrees, Topology
@@ -59,7 +61,8 @@ def make_model(kind="llama"):
     if kind == "plain":
         return NoLossKwargs()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TINY))
-    initialize_by_name(model, 0)
+    layout = make_strategy(Sharding.zero3) if is_deepspeed_zero3_enabled() else Partitioning()
+    initialize_by_name(model, 0, layout)
     return model
 
 

@@ -252,6 +252,8 @@ def _checked(column: pa.Array) -> pa.Array:
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 4 << 20, 64 << 20
+# Arrow adds values that the file holds without a dictionary to the one in memory, and copies it for each batch.
+_LARGEST_DICTIONARY_BYTES = 16 << 20
 
 
 class _Recent:
@@ -296,19 +298,15 @@ class ParquetShard(FileShard):
             raise damage("not a whole parquet file", error, where=file.url) from error
         self._columns = check_schema(schema, rows, where=file.url)
         leaves = _leaves(metadata, self._columns)
-        # As dictionaries, because one value of a small file can stand for a million. Other types have none in Arrow.
-        self._dictionaries = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        group_bytes = _column_bytes(metadata, leaves)
-        packed_bytes, text_bytes = sum(size for size, _ in group_bytes), sum(size for _, size in group_bytes)
+        # Other types have no dictionaries in Arrow.
+        self._byte_arrays = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        self._groups = [_group_of(metadata.row_group(index), leaves) for index in range(metadata.num_row_groups)]
+        packed_bytes = sum(group.packed_bytes for group in self._groups)
+        text_bytes = sum(group.decoded_bytes for group in self._groups)
         if expands_too_much(packed_bytes, text_bytes):
-            raise ContentError(
-                "what is read of it expands beyond reason",
-                where=f"{file.url}, column {', '.join(self._columns)}",
-                found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
-            )
+            raise self._too_large(packed_bytes, text_bytes)
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
-        self._decoded_bytes = [in_memory for _, in_memory in group_bytes]
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
 
     def read(self, rows: Sequence[int]) -> Iterable[str | BadRow]:
@@ -330,6 +328,9 @@ class ParquetShard(FileShard):
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
             for column in self._arrays(path, group):
+                if start + len(column) <= wanted[0]:
+                    start += len(column)
+                    continue
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
                 found = (inside + first + start).tolist()
                 read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
@@ -339,26 +340,41 @@ class ParquetShard(FileShard):
                     break
         except (pa.ArrowException, OSError) as error:
             missing = damage("the file is damaged", error, where=where)
+        except ContentError as error:
+            missing = error
         return texts, BadRow(missing)
 
+    def _too_large(self, packed_bytes: int, decoded_bytes: int) -> ContentError:
+        where = f"{self._file.url}, column {', '.join(self._columns)}"
+        found = f"{packed_bytes:,} bytes that become {decoded_bytes:,} or more"
+        return ContentError("what is read of it expands beyond reason", where=where, found=found)
+
     def _arrays(self, path: Path, group: int) -> Iterator[pa.Array]:
-        kept = recent.get(self, group)
-        if kept is None and self._decoded_bytes[group] <= _LARGEST_KEPT_BYTES:
+        kept, sizes = recent.get(self, group), self._groups[group]
+        if kept is None and sizes.decoded_bytes <= _LARGEST_KEPT_BYTES:
             # A damaged one is decoded row by row below, up to the damage.
             with contextlib.suppress(pa.ArrowException, OSError):
                 # Together: each batch would hold a dictionary of its own.
                 kept = list(self._decode(path, group, num_rows=self.runs[group]))
                 recent.put(self, group, kept)
-        yield from self._decode(path, group, num_rows=self.rows_at_once) if kept is None else kept
+        num_rows = self.rows_at_once
+        if sizes.has_values_apart:
+            # Each row may be the largest value of its dictionary.
+            num_rows = max(1, min(num_rows, _MOST_KEPT_BYTES // sizes.decoded_bytes))
+        yield from self._decode(path, group, num_rows=num_rows) if kept is None else kept
 
     def _decode(self, path: Path, group: int, *, num_rows: int) -> Iterator[pa.Array]:
+        sizes, decoded_bytes = self._groups[group], 0
         options = {
-            "read_dictionary": self._dictionaries,
+            "read_dictionary": [] if sizes.has_values_apart else self._byte_arrays,
             "buffer_size": _BUFFER_BYTES,
             "page_checksum_verification": True,
         }
         with pq.ParquetFile(path, **options) as file:
             for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
+                decoded_bytes += batch.nbytes if sizes.has_values_apart else 0
+                if expands_too_much(sizes.packed_bytes, decoded_bytes):
+                    raise self._too_large(sizes.packed_bytes, decoded_bytes)
                 yield one_array(batch, self._rows)
 
 
@@ -382,15 +398,23 @@ def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> list[_Leaf]:
     return [leaf for leaf in leaves if leaf.path in columns or leaf.path.split(".")[0] in columns]
 
 
-def _column_bytes(metadata: pq.FileMetaData, leaves: list[_Leaf]) -> list[tuple[int, int]]:
-    """Size of leaves in the file and in memory, of each row group, as the footer tells."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    chunks = [[group.column(leaf.number) for leaf in leaves] for group in groups]
-    return [
-        (
-            sum(chunk.total_compressed_size for chunk in own),
-            # Each value has its place in memory, also where a million equal ones take a few bytes in the file.
-            sum(chunk.total_uncompressed_size + _VALUE_BYTES * chunk.num_values for chunk in own),
-        )
-        for own in chunks
-    ]
+class _Group(NamedTuple):
+    """What the footer tells of the leaves of a row group."""
+
+    packed_bytes: int
+    decoded_bytes: int
+    """In memory, a value of a dictionary once."""
+
+    @property
+    def has_values_apart(self) -> bool:
+        """Whether each row gets a value of its own: elsewhere one value of a small file can stand for a million."""
+        return self.decoded_bytes > _LARGEST_DICTIONARY_BYTES
+
+
+def _group_of(group: pq.RowGroupMetaData, leaves: list[_Leaf]) -> _Group:
+    chunks = [group.column(leaf.number) for leaf in leaves]
+    return _Group(
+        sum(chunk.total_compressed_size for chunk in chunks),
+        # Each value has its place in memory, also where a million equal ones take a few bytes in the file.
+        sum(chunk.total_uncompressed_size + _VALUE_BYTES * chunk.num_values for chunk in chunks),
+    )

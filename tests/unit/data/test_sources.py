@@ -405,6 +405,20 @@ def test_what_is_kept_decoded_is_bounded_whatever_the_dictionaries(data, cache, 
     assert pa.total_allocated_bytes() - before < 100 << 20
 
 
+def test_a_large_row_group_is_not_held_whole(data, cache):
+    """Most writers begin a column with a dictionary and go on without one."""
+    rows = [f"{number} " * 20_000 for number in range(240)]
+    pq.write_table(pa.table({"text": rows}), data / "a.parquet", write_batch_size=1, row_group_size=240)
+    (shard,) = open_shards(str(data), cache)
+    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        assert shard.read([3, 230]) == [rows[3], rows[230]]
+    finally:
+        pa.set_memory_pool(usual)
+    assert 0 < pool.max_memory() < 8 << 20
+
+
 def test_large_row_groups_are_not_kept(data, cache, monkeypatch):
     rows = numbered(data, 60, row_group_size=60, size=100_000)
     (shard,) = open_shards(str(data), cache)

@@ -178,6 +178,19 @@ class TestBombs:
         assert texts[0] == value
         assert len({id(text) for text in texts}) <= 2
 
+    def test_a_long_dictionary_whose_values_repeat(self, data, cache):
+        """Values before the damage are read; a value of megabytes for each row would be the bomb."""
+        values = ["x" * (4 << 20) + str(n) for n in range(5)]
+        indices = pa.array([n % 5 for n in range(400)], pa.int32())
+        table = pa.table({"text": pa.DictionaryArray.from_arrays(indices, values)})
+        pq.write_table(
+            table, data / "a.parquet", compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30
+        )
+        (shard,) = open_shards(str(data), cache)
+        assert shard.read([7]) == [values[2]]
+        (bad,) = shard.read([399])
+        assert bad.error.what == "what is read of it expands beyond reason"
+
     def test_conversations_that_share_values_are_made_one_by_one(self, data, cache, monkeypatch):
         monkeypatch.setattr(base, "MOST_ROW_BYTES", 4 << 20)
         value, num_rows = "x" * (1 << 18), 200
