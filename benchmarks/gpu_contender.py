@@ -156,13 +156,13 @@ def _hfdist(
     config = compose_config(["strategy=single", f"train.precision={precision}", *overrides])
     strategy = hfdist.make_strategy(global_batch_size=shape.sequences, micro_batch_size=shape.sequences,
                                     sequence_length=shape.sequence_tokens, precision=precision)  # fmt: skip
-    if compiles_blocks(config, model):
+    if compiles_blocks(config, model, strategy):
         compile_blocks(model)
     optimizer = "adamw_torch_fused" if config.optimizer.fused else "adamw_torch"
     is_selective = config.train.recompute.value == "cheap" and config.train.gradient_checkpointing
     whole = {"activation_checkpointing": config.train.gradient_checkpointing and not is_selective}
     arguments: Any = fields | strategy.training_arguments() | whole | {"optim": optimizer}
-    options = RunOptions(loss_head=choose_loss(config, model))
+    options = RunOptions(loss_head=choose_loss(config, model, strategy))
     trainer = hfdist.Trainer(model, TrainingArguments(**arguments), strategy=strategy, options=options, **given)
     if is_selective:
         keep_expensive(model)

@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any
 
 _MOVED = {
+    "hfdist.config.adapter": "hfdist.config.model",
     "hfdist.config.command": "hfdist.config.cli.command",
     "hfdist.config.compose": "hfdist.config.composition.compose",
+    "hfdist.config.pipeline": "hfdist.config.strategy",
     "hfdist.trainer.arguments": "hfdist.trainer.run.training_arguments",
     "hfdist.trainer.callbacks": "hfdist.trainer.reporting.callbacks",
     "hfdist.trainer.evaluation.metrics": "hfdist.trainer.evaluation.generation",

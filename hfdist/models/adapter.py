@@ -231,7 +231,7 @@ def add_adapter(
         _check_targets(model, config)
     _check_tied(model, peft_config)
     needed = [] if peft_config.peft_type.value in _GATHERING else list(model.parameters())
-    with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed):
+    with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed, writes=False):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)

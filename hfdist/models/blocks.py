@@ -17,16 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.flops import num_parameters
+from hfdist.models.partitioning import Partitioning
 
 logger = logging.getLogger(__name__)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Give the list of blocks: of the lists as long as the model is deep, or else of all, the one with most parameters.
+    """Give the list of blocks: of the lists as long as the model is deep, or else of all, the one with most modules.
 
     Raises:
         ConfigError: there is no list of modules.
@@ -42,7 +41,9 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
             allowed="a model that keeps its blocks in a torch.nn.ModuleList",
             hint="train.compile=none or model, and a strategy without a pipeline",
         )
-    return max([blocks for blocks in lists if len(blocks) in depths] or lists, key=num_parameters)
+    candidates = [blocks for blocks in lists if len(blocks) in depths] or lists
+    # Not with most parameters: under ZeRO-3 this rank holds none of them.
+    return max(candidates, key=lambda blocks: sum(1 for _ in blocks.modules()))
 
 
 def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
@@ -57,13 +58,13 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
     return list(zip(*beside, strict=True))
 
 
-def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
+def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:
     """Whether a run compiles its blocks: as `train.compile` says."""
     if config.train.compile is not Compile.auto:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
     # breaks its graph. Without triton, torch compiles nothing for a GPU.
-    is_simple = config.strategy.pipeline == 1 and config.strategy.sharding is not Sharding.zero3
+    is_simple = config.strategy.pipeline == 1 and not layout.partitions_in_constructor
     if not is_simple or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     return can_compile_blocks(model, torch.device("cuda"))

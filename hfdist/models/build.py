@@ -142,7 +142,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning =
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
         if is_tied_alias or _is_elsewhere(module):
             continue
-        with layout.gathered(reachable), _on_cpu_in_float32(reachable), torch.random.fork_rng():
+        with layout.gathered(reachable, writes=True), _on_cpu_in_float32(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
             owner._init_weights(module)
         initialized.update(id(parameter) for parameter in own)

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
 from hfdist.models.lazy_logits import Head, Rows, Step, deferring
+from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,13 @@ class LossHead:
         return self._chunked[device](rows)
 
 
-def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
+def choose_loss(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> LossHead | None:
     """Find what computes the loss; None: the model by itself, from all logits.
 
     Args:
         config: of the run.
         model: whole or partitioned.
+        layout: that of the run.
 
     Raises:
         ConfigError: what the config asks for does not work here.
@@ -91,7 +92,7 @@ def choose_loss(config: RunConfig, model: PreTrainedModel) -> LossHead | None:
         return None
     choice = Loss.chunked if asked is Loss.auto else asked
     try:
-        reason = _refuse_package(choice) or _refuse_run(config, model) or refuse_model(model, choice)
+        reason = _refuse_package(choice) or _refuse_run(config, model, layout) or refuse_model(model, choice)
     except UntriedError as error:
         reason = str(error)
         if asked is not Loss.auto:
@@ -115,7 +116,7 @@ def _refuse_package(choice: Loss) -> str | None:
     return None if find_spec(_PACKAGES[choice]) is not None else f"{_PACKAGES[choice]} is not installed"
 
 
-def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
+def _refuse_run(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> str | None:
     if config.train.compile is Compile.model:
         return "train.compile=model compiles the head with the rest"
     if config.train.precision is Precision.fp16:
@@ -125,7 +126,7 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel) -> str | None:
         return "the model's output embedding is no linear layer"
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules()):
         return "dropout in the head would draw other masks for each chunk"
-    if config.strategy.sharding is Sharding.zero3 and type(head) is not nn.Linear:
+    if layout.partitions_in_constructor and type(head) is not nn.Linear:
         return "ZeRO-3 gathers the layers of an adapted head one by one"
     return None
 

@@ -18,8 +18,8 @@ class Partitioning:
     def partition(self, model: nn.Module) -> None:
         """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-        """Make partitioned parameters whole for a while, on all ranks; of what they write, rank 0's values stay."""
+    def gathered(self, parameters: Iterable[nn.Parameter], *, writes: bool) -> AbstractContextManager[object]:
+        """Make partitioned parameters whole for a while, on all ranks. `writes`: rank 0's values stay."""
         return nullcontext()
 
     def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:

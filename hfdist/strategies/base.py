@@ -76,7 +76,7 @@ class Engine:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._optimizer: Any = None
-        """As accelerate wrapped it; None before `setup`."""
+        """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
 
     @property
     def size(self) -> ModelSize:

@@ -57,13 +57,13 @@ class ZeroStrategy(Strategy):
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
         start_deepspeed()
 
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-        """All-gather under ZeRO-3, and partition rank 0's values again."""
+    def gathered(self, parameters: Iterable[nn.Parameter], *, writes: bool) -> AbstractContextManager[object]:
+        """All-gather under ZeRO-3."""
         if not self.partitions_in_constructor or not (listed := list(parameters)):
             return nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters(listed, modifier_rank=0)
+        return deepspeed.zero.GatheredParameters(listed, modifier_rank=0 if writes else None)
 
     @contextmanager
     def without_partitioning(self, arguments: TrainingArguments) -> Iterator[None]:

@@ -87,7 +87,13 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "num_processes", "precision"),
-    [("single", 1, "bf16"), ("ddp", 2, "fp16"), ("zero3", 2, "bf16"), ("pipeline_zero1", 4, "fp16")],
+    [
+        ("single", 1, "bf16"),
+        ("ddp", 2, "fp16"),
+        ("zero3", 2, "bf16"),
+        ("pipeline", 2, "bf16"),
+        ("pipeline_zero1", 4, "fp16"),
+    ],
 )
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):
     run = train(tmp_path, num_processes, strategy, f"train.precision={precision}")

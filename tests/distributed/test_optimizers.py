@@ -191,13 +191,13 @@ PLAIN = "keeps nothing, given by class"
 NUMBER = "keeps a number in its state"
 SCHEDULE = "momentum and a schedule of one's own"
 FROM_THE_START = "keeps a state from its construction on, made by a subclass"
-# Every optimizer under one of DeepSpeed's two, and in a pipeline or with replicas.
+# Every optimizer under one of DeepSpeed's two; every layout with those that it could get wrong.
 CHOSEN = {
     "ddp": ["schedule-free", *OF_WHOLE_MATRICES],
     "zero1": [PLAIN, "schedule-free"],
     "zero2": [SCHEDULE, FROM_THE_START],
-    "zero3": [NUMBER, "stepped before"],
-    "pipeline": [NUMBER, "stepped before", *OF_WHOLE_MATRICES],
+    "zero3": [SCHEDULE, NUMBER, FROM_THE_START, "stepped before"],
+    "pipeline": [PLAIN, NUMBER, "stepped before", *OF_WHOLE_MATRICES],
     "pipeline_zero1": [SCHEDULE, FROM_THE_START],
 }
 

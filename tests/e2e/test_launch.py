@@ -64,8 +64,8 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_processes_train_and_resume(tmp_path, cache_dir, forked_ranks):
-    """The second start is by `launch.processes`."""
+def test_two_processes_train_and_resume(tmp_path, cache_dir):
+    """The second start is by `launch.processes`: its ranks are new processes, which get the command pickled."""
     config = ROOT / "conf" / "launch" / "cpu_2.yaml"
     settings = ("strategy=zero2", "run.name=first", *SMALL)
     code, output = run([*LAUNCH, "--config_file", config, RECIPE, *settings], tmp_path)
@@ -79,7 +79,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir, forked_ranks):
     assert (run_dir / "config.yaml").is_file()
 
     more = ("launch.processes=2", "train.max_steps=6", "checkpoint.allow_changes=true")
-    code, output = forked(tmp_path, *settings, *more)
+    code, output = run([sys.executable, "-m", "hfdist", "pretrain", *settings, *more], tmp_path)
     assert code == 0, output
     assert "resuming from" in output
     assert output.count("changed: train.max_steps: 4 -> 6") == 1

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -44,14 +45,31 @@ class Launched:
         named = [child for child in children if str(RECIPE) in child.cmdline()]
         return [child for child in named if child.ppid() not in {other.pid for other in named}]
 
+    def kill(self):
+        """Leave nothing of a test that failed: the run has no end of its own."""
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            for process in (*launcher.children(recursive=True), launcher):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.join()
+
     def check_stopped(self):
         """The last step is saved, and no step is done twice."""
         assert newest_whole(self.run_dir) == f"step-{len(self.steps):08d}"
         assert self.steps == list(range(1, len(self.steps) + 1))
 
 
-def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir, forked_ranks):  # noqa: F811
-    run = Launched(tmp_path, command.__file__, "pretrain", "launch.processes=2", "strategy=zero1", *ENDLESS)
+@pytest.fixture
+def launch(tmp_path, cache_dir):
+    started = []
+    yield lambda *arguments: started.append(Launched(tmp_path, *arguments)) or started[-1]
+    for run in started:
+        run.kill()
+
+
+def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(launch, forked_ranks):  # noqa: F811
+    run = launch(command.__file__, "pretrain", "launch.processes=2", "strategy=zero1", *ENDLESS)
     run.wait_for_steps(3)
     os.kill(run.process.pid, signal.SIGTERM)
     assert end(run.process) == 75, run.said
@@ -62,10 +80,10 @@ def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(tmp_path, cache_dir,
     assert "elastic" not in run.said
 
 
-def test_ranks_save_and_a_launcher_with_restarts_goes_on(tmp_path, cache_dir):
+def test_ranks_save_and_a_launcher_with_restarts_goes_on(launch):
     """First a rank is told to stop, then the launcher."""
     options = ("--config_file", ROOT / "conf" / "launch" / "cpu_2.yaml", "--max_restarts", 1)
-    run = Launched(tmp_path, LAUNCHER, *options, RECIPE, "strategy=ddp", *ENDLESS)
+    run = launch(LAUNCHER, *options, RECIPE, "strategy=ddp", *ENDLESS)
     run.wait_for_steps(3)
     run.ranks()[1].send_signal(signal.SIGTERM)
     while "resuming from" not in run.said:

@@ -5,14 +5,14 @@
 
 import shlex
 import subprocess
+import sys
 
 import pytest
 
 from hfdist import __main__ as command
 from hfdist import launch
-from hfdist.testing import run_ranks
 from tests.e2e.follow_readme import pages, script_for, shown_commands, shown_programs
-from tests.e2e.forked import run_forked, run_script
+from tests.e2e.forked import end, run_forked, run_script, start_forked
 from tests.unit.config.shipped import CONF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(280)]
@@ -60,9 +60,14 @@ def test_the_commands_run_in_order(page, tmp_path, cache_dir, monkeypatch):
         assert done.returncode == 0, (words, done.stderr)
 
 
+def start_two(script):
+    sys.exit(launch.start_ranks(run_script, script, processes=2, max_restarts=0))
+
+
 def test_the_program_of_the_page_on_python_trains(tmp_path, cache_dir, monkeypatch):
     ((name, program),) = shown_programs(ROOT / "docs" / "python.md").items()
     (tmp_path / name).write_text(program)
-    monkeypatch.chdir(tmp_path)
-    run_ranks(run_script, 2, tmp_path / name)
+    monkeypatch.setattr(launch, "START_METHOD", "fork")
+    log = tmp_path / "log"
+    assert end(start_forked(start_two, tmp_path / name, cwd=tmp_path, said=(log, log))) == 0, log.read_text()
     assert (tmp_path / "out" / "checkpoint-10" / "manifest.json").is_file()

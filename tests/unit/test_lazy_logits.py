@@ -16,6 +16,7 @@ from hfdist.config.model import Loss
 from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
 from hfdist.models.lazy_logits import Step, _DeferredLogits, cast, deferring
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
 from tests.unit.tiny import llama
 
@@ -349,8 +350,8 @@ def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
     with pytest.raises(UntriedError, match="only this width"):
         refuse_model(model)
     with caplog.at_level(logging.INFO, "hfdist"):
-        assert choose_loss(config("auto"), model) is None
-        assert choose_loss(config("chunked"), model).choice is Loss.chunked
+        assert choose_loss(config("auto"), model, Partitioning()) is None
+        assert choose_loss(config("chunked"), model, Partitioning()).choice is Loss.chunked
     said = [record for record in caplog.records if "only this width" in record.message]
     assert [record.levelno for record in said] == [logging.INFO, logging.WARNING]
 

@@ -63,13 +63,13 @@ def train_one_stage(kind: str, expected: Run) -> Share:
     blocks = find_block_parts(model)
     cut = split_at_blocks(model, blocks, even_stages(len(blocks), num_ranks), [topology.pipeline_rank])
     rank_of_stage = tuple(range(num_ranks))
-    settled = infer_stage_io(cut, rank_of_stage, topology, build_mesh(topology))
-    losses = run_stages(cut, settled.carry, rank_of_stage, batches, schedule=ONE_F_ONE_B)
-    for group, names in settled.shared.groups:
+    stage_io = infer_stage_io(cut, rank_of_stage, topology, build_mesh(topology))
+    losses = run_stages(cut, stage_io.carry, rank_of_stage, batches, schedule=ONE_F_ONE_B)
+    for group, names in stage_io.shared:
         sum_gradients([model.get_parameter(name) for name in names], group)
     gradients = take_gradients(model)
     difference, worst = compare_gradients(gradients, expected.gradients)
-    return Share(settled.carry.describe(), frozenset(gradients), losses, difference, worst)
+    return Share(stage_io.carry.describe(), frozenset(gradients), losses, difference, worst)
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), KINDS.items())

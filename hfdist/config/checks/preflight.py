@@ -55,7 +55,7 @@ def check_run(
 def plan_run(
     config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[Topology, BatchPlan]:
-    """Find a process and its batch arithmetic, as `check_run` does; ConfigError: sizes that do not divide."""
+    """Give this process's place and batch arithmetic; ConfigError: sizes that do not divide, or too few processes."""
     degrees = config.strategy.degrees
     if world_size is None:
         topology = Topology.from_environment(degrees, environment)

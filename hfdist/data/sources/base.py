@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hfdist.data.cache import cached_array, write_atomically
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
-from hfdist.errors import DataError, ResourceError
+from hfdist.errors import DataError, ResourceError, first_line
 
 MOST_ROW_BYTES = 64 << 20
 # What each lane may hold of its block. Lanes take turns in runs of their own, and those of many writers hold a million
@@ -27,7 +27,7 @@ MOST_ROW_BYTES = 64 << 20
 HELD_BYTES = 2 << 20
 MOST_ROWS_AT_ONCE = 1024
 _SHOWN_BYTES = 80
-_MOST_EXPANSION, _LEAST_BOMB_BYTES = 1000, 256 << 20
+_MOST_EXPANSION = 1000
 
 
 class ContentError(DataError):
@@ -160,9 +160,9 @@ def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
     return min(max(HELD_BYTES * num_rows // max(num_bytes, 1), 1), MOST_ROWS_AT_ONCE)
 
 
-def expands_too_much(packed_bytes: int, unpacked_bytes: int) -> bool:
-    """Whether no text would do so: such files are made to fill memories and disks."""
-    return unpacked_bytes > max(_MOST_EXPANSION * packed_bytes, _LEAST_BOMB_BYTES)
+def expands_too_much(packed_bytes: int, unpacked_bytes: int, *, allowed_bytes: int) -> bool:
+    """Whether it is more than that, and more than texts do: such files are made to fill memories and disks."""
+    return unpacked_bytes > max(_MOST_EXPANSION * packed_bytes, allowed_bytes)
 
 
 def missing_column(column: str, present: Sequence[str], *, where: str, section: str) -> ContentError:
@@ -213,8 +213,3 @@ def damage(what: str, error: Exception, *, where: str) -> ContentError:
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         raise DataError(f"cannot be read: {error.strerror}", where=where) from error
     return ContentError(f"{what}: {first_line(error)}", where=where)
-
-
-def first_line(error: Exception) -> str:
-    """What a library says, without its traceback."""
-    return (str(error) or type(error).__name__).splitlines()[0]

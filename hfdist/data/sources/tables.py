@@ -28,12 +28,12 @@ from hfdist.data.sources.base import (
     damage,
     decode_text,
     expands_too_much,
-    first_line,
     rows_held_at_once,
 )
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
+from hfdist.errors import first_line
 
 _VALUE_BYTES = 8
 
@@ -252,8 +252,10 @@ def _checked(column: pa.Array) -> pa.Array:
 _BUFFER_BYTES = 1 << 20
 # A small corpus is read in blocks that are much smaller than its row groups, in a mixed order.
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 4 << 20, 64 << 20
-# Arrow adds values that the file holds without a dictionary to the one in memory, and copies it for each batch.
-_LARGEST_DICTIONARY_BYTES = 16 << 20
+# What repeated values may take of the rows that are read together.
+_MOST_REPEATED_BYTES = 64 << 20
+# A page may be as large as its row group, and is decoded whole.
+_MOST_DECODED_BYTES = 256 << 20
 
 
 class _Recent:
@@ -300,11 +302,17 @@ class ParquetShard(FileShard):
         leaves = _leaves(metadata, self._columns)
         # Other types have no dictionaries in Arrow.
         self._byte_arrays = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        self._has_lists = any(metadata.schema.column(leaf.number).max_repetition_level for leaf in leaves)
+        self._dictionaries_of: dict[int, list[str]] = {}
         self._groups = [_group_of(metadata.row_group(index), leaves) for index in range(metadata.num_row_groups)]
         packed_bytes = sum(group.packed_bytes for group in self._groups)
         text_bytes = sum(group.decoded_bytes for group in self._groups)
-        if expands_too_much(packed_bytes, text_bytes):
-            raise self._too_large(packed_bytes, text_bytes)
+        if expands_too_much(packed_bytes, text_bytes, allowed_bytes=_MOST_DECODED_BYTES):
+            raise ContentError(
+                "what is read of it expands beyond reason",
+                where=f"{file.url}, column {', '.join(self._columns)}",
+                found=f"{packed_bytes:,} bytes that become {text_bytes:,}",
+            )
         self.runs: Sequence[int] = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         self._starts = np.array([_first_byte(metadata.row_group(index)) for index in range(metadata.num_row_groups)])
         self.rows_at_once = rows_held_at_once(text_bytes, metadata.num_rows)
@@ -328,54 +336,62 @@ class ParquetShard(FileShard):
         missing = ContentError("the file is damaged: it ends before its last row", where=where)
         try:
             for column in self._arrays(path, group):
-                if start + len(column) <= wanted[0]:
-                    start += len(column)
-                    continue
                 inside = wanted[(wanted >= start) & (wanted < start + len(column))] - start
-                found = (inside + first + start).tolist()
-                read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
-                texts.update(zip(found, read, strict=True))
+                if len(inside):
+                    found = (inside + first + start).tolist()
+                    read = texts_at(column, inside.tolist(), found, self._rows, where=self._file.url)
+                    texts.update(zip(found, read, strict=True))
                 start += len(column)
                 if start > wanted[-1]:
                     break
         except (pa.ArrowException, OSError) as error:
             missing = damage("the file is damaged", error, where=where)
-        except ContentError as error:
-            missing = error
         return texts, BadRow(missing)
 
-    def _too_large(self, packed_bytes: int, decoded_bytes: int) -> ContentError:
-        where = f"{self._file.url}, column {', '.join(self._columns)}"
-        found = f"{packed_bytes:,} bytes that become {decoded_bytes:,} or more"
-        return ContentError("what is read of it expands beyond reason", where=where, found=found)
-
     def _arrays(self, path: Path, group: int) -> Iterator[pa.Array]:
-        kept, sizes = recent.get(self, group), self._groups[group]
-        if kept is None and sizes.decoded_bytes <= _LARGEST_KEPT_BYTES:
+        kept = recent.get(self, group)
+        if kept is None and self._groups[group].decoded_bytes <= _LARGEST_KEPT_BYTES:
             # A damaged one is decoded row by row below, up to the damage.
             with contextlib.suppress(pa.ArrowException, OSError):
                 # Together: each batch would hold a dictionary of its own.
-                kept = list(self._decode(path, group, num_rows=self.runs[group]))
+                kept = list(self._decode(path, group, num_rows=self.runs[group], dictionaries=self._byte_arrays))
                 recent.put(self, group, kept)
-        num_rows = self.rows_at_once
-        if sizes.has_values_apart:
-            # Each row may be the largest value of its dictionary.
-            num_rows = max(1, min(num_rows, _MOST_KEPT_BYTES // sizes.decoded_bytes))
-        yield from self._decode(path, group, num_rows=num_rows) if kept is None else kept
+        if kept is None:
+            dictionaries = self._dictionaries(path, group)
+            yield from self._decode(path, group, num_rows=self.rows_at_once, dictionaries=dictionaries)
+        else:
+            yield from kept
 
-    def _decode(self, path: Path, group: int, *, num_rows: int) -> Iterator[pa.Array]:
-        sizes, decoded_bytes = self._groups[group], 0
-        options = {
-            "read_dictionary": [] if sizes.has_values_apart else self._byte_arrays,
-            "buffer_size": _BUFFER_BYTES,
-            "page_checksum_verification": True,
-        }
+    def _dictionaries(self, path: Path, group: int) -> list[str]:
+        """Of a large row group, give the columns that are read as dictionaries.
+
+        One value of a small file can stand for a million. But of a column that goes on without its dictionary, as most
+        do, Arrow adds each value to the one in memory, and copies that for each batch.
+        """
+        if group not in self._dictionaries_of:
+            sizes, columns = self._groups[group], self._byte_arrays
+            if not self._has_lists:
+                column = next(self._decode(path, group, num_rows=1, dictionaries=columns))
+                largest_bytes = _largest_row(column)
+                is_small = largest_bytes * self.rows_at_once <= _MOST_REPEATED_BYTES
+                all_bytes, allowed_bytes = largest_bytes * self.runs[group], _MOST_DECODED_BYTES
+                if is_small and not expands_too_much(sizes.packed_bytes, all_bytes, allowed_bytes=allowed_bytes):
+                    columns = []
+            self._dictionaries_of[group] = columns
+        return self._dictionaries_of[group]
+
+    def _decode(self, path: Path, group: int, *, num_rows: int, dictionaries: list[str]) -> Iterator[pa.Array]:
+        options = {"read_dictionary": dictionaries, "buffer_size": _BUFFER_BYTES, "page_checksum_verification": True}
         with pq.ParquetFile(path, **options) as file:
             for batch in file.iter_batches(num_rows, [group], self._columns, use_threads=False):
-                decoded_bytes += batch.nbytes if sizes.has_values_apart else 0
-                if expands_too_much(sizes.packed_bytes, decoded_bytes):
-                    raise self._too_large(sizes.packed_bytes, decoded_bytes)
                 yield one_array(batch, self._rows)
+
+
+def _largest_row(column: pa.Array) -> int:
+    """Bytes of a row that has the largest value of each dictionary. Args: column: texts, or structs without lists."""
+    children = column.flatten() if pa.types.is_struct(column.type) else [column]
+    dictionaries = [child.dictionary for child in children if isinstance(child, pa.DictionaryArray)]
+    return sum(int(_decoded_bytes(values).max(initial=0)) for values in dictionaries)
 
 
 def _first_byte(group: pq.RowGroupMetaData) -> int:
@@ -404,11 +420,6 @@ class _Group(NamedTuple):
     packed_bytes: int
     decoded_bytes: int
     """In memory, a value of a dictionary once."""
-
-    @property
-    def has_values_apart(self) -> bool:
-        """Whether each row gets a value of its own: elsewhere one value of a small file can stand for a million."""
-        return self.decoded_bytes > _LARGEST_DICTIONARY_BYTES
 
 
 def _group_of(group: pq.RowGroupMetaData, leaves: list[_Leaf]) -> _Group:

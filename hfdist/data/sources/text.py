@@ -46,6 +46,8 @@ _PIECE_BYTES = 1 << 20
 _SAMPLED_ROWS, _SAMPLED_BYTES = 16, 1 << 20
 _SHOWN_BYTES = 80
 
+_MOST_UNPACKED_BYTES = 1 << 30  # unless it is small beside the packed ones
+
 
 class _IndexedShard(FileShard):
     """A file whose rows are read one by one; `_starts` has the first byte of each and the end, shape [rows + 1]."""
@@ -242,7 +244,7 @@ class _Unpacking(io.RawIOBase):
         except (pa.ArrowException, OSError) as error:
             raise damage("the compressed file is damaged or cut off", error, where=self._file.url) from error
         self._num_bytes += count
-        if expands_too_much(self._file.size_bytes, self._num_bytes):
+        if expands_too_much(self._file.size_bytes, self._num_bytes, allowed_bytes=_MOST_UNPACKED_BYTES):
             raise ContentError(
                 "the compressed file expands beyond reason",
                 where=self._file.url,

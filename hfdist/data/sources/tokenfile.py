@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hfdist.data.cache import load_array
-from hfdist.data.sources.base import BadRow, TokenRow, first_line, spans_of_part
+from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import MOST_BYTES, LocalFile, digests_of, read_contents
-from hfdist.errors import ConfigError, DataError
+from hfdist.errors import ConfigError, DataError, first_line
 
 VERSION = 1
 META = "meta.json"

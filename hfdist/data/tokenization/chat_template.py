@@ -26,8 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfdist.config.data import ChatConfig
-from hfdist.data.sources.base import first_line
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None

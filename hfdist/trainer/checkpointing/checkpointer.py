@@ -31,7 +31,8 @@ from hfdist.checkpoint.folder import HELD_OUT_LOSS, by_held_out_loss, original_n
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.data import LEDGER, Cursor, PoolReport, report
+from hfdist.data import LEDGER, Cursor, PoolReport, TokenStream, report
+from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter, read_files, write_model_files
 
@@ -250,15 +251,19 @@ class Checkpointer:
         stream = self._trainer.token_stream
         return 0 if stream is None else int(stream.state_dict()["samples"])
 
+    @property
+    def _ledger(self) -> Ledger | None:
+        stream: TokenStream | None = self._trainer.token_stream
+        return None if stream is None else stream.ledger
+
     def write_ledger(self) -> None:
         """Write down what was read so far."""
-        ledger = getattr(self._trainer.token_stream, "ledger", None)
+        ledger = self._ledger
         on_all_ranks(lambda: None if ledger is None else ledger.flush())
 
     def _write_counted(self) -> None:
         # What the checkpoint counts, before there is one; a resume cuts off what lies behind the last checkpoint.
-        ledger = getattr(self._trainer.token_stream, "ledger", None)
-        if ledger is not None:
+        if (ledger := self._ledger) is not None:
             ledger.write_counted()
 
     def _merged_cursor(self) -> Cursor | None:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 2.0
 
 
-@runtime_checkable
 class RankFlag(Protocol):
     """Something that one rank notices and that concerns all ranks."""
 
@@ -41,7 +40,7 @@ class RankFlag(Protocol):
 class RankFlags(TrainerCallback):
     """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags.
 
-    They are `flags`, and those of a Trainer's `callbacks` that are a `RankFlag`, too.
+    They are `flags`, and a `Preemption` among a Trainer's `callbacks`.
     """
 
     def __init__(self, flags: Sequence[RankFlag], callbacks: Sequence[object] = ()) -> None:
@@ -53,7 +52,7 @@ class RankFlags(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the flags, and make the group. A collective."""
-        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
+        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, Preemption))]
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo")
 

@@ -178,7 +178,7 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
-        if compiles_blocks(config, model):
+        if compiles_blocks(config, model, self.strategy):
             compile_blocks(model)
         measures, evaluators = make_evaluators(
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
@@ -198,7 +198,7 @@ class Run:
                 run_values=to_values(config),
                 keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
                 save_in_background=checkpoint.background,
-                loss_head=choose_loss(config, model),
+                loss_head=choose_loss(config, model, self.strategy),
                 limits=Limits(
                     skipped_steps=train.max_skipped_steps,
                     rollbacks=train.max_rollbacks,

@@ -76,6 +76,11 @@ def packing(request, set_config):
     return request.param
 
 
+def test_another_seed_is_another_order(corpus, config, reference, set_config):
+    set_config(seed=1)
+    assert not torch.equal(Run(corpus, config, 1).step()["input_ids"], reference[Packing.concat][0]["input_ids"])
+
+
 @pytest.mark.parametrize(("data_size", "workers"), [(3, 0), (4, 0), (2, 2)])
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     corpus, config, reference, packing, data_size, workers, set_config

@@ -259,6 +259,13 @@ def test_each_stage_computes_each_micro_batch_once_and_no_rank_waits_for_ever(
         assert walk(ranks, placement, sends_wait=sends_wait) == [[]] * num_ranks
 
 
+def test_ranks_that_wait_for_each_other_are_noticed():
+    placement, ranks = make(ONE_F_ONE_B, 1, 2, 4)
+    receive, forward, *rest = ranks[1]
+    assert [receive.operation, forward.operation] == [Operation.receive_input, Operation.forward]
+    assert walk([ranks[0], [forward, receive, *rest]], placement, sends_wait=False) != [[], []]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_1f1b_keeps_no_more_in_flight_than_there_are_ranks_to_the_end(num_ranks):
     _, ranks = make(ONE_F_ONE_B, 1, num_ranks, 12)

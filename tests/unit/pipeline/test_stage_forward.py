@@ -148,3 +148,7 @@ def test_entries_are_there_when_the_first_own_block_runs():
     assert list(onward["history"]) == [1, 2]
     # What was received is not changed: another forward may need it.
     assert entries == {"1": {"keys": SENT}, "history": {1: SENT}}
+
+
+def test_models_cannot_catch_the_end_of_a_stage():
+    assert not issubclass(StageEnd, Exception)
