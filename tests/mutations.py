@@ -136,7 +136,7 @@ MUTATIONS = [
         "the learning rate is one step behind after a resume",
         "        scheduler.last_epoch = steps\n",
         "        scheduler.last_epoch = steps - 1\n",
-        f"{DISTRIBUTED}/test_drop_in.py -k without_a_config",
+        f"{DISTRIBUTED}/test_resume.py -k test_the_same_layout_goes_on",
     ),
     Mutation(
         "the ledger keeps a record more than the checkpoint counts",

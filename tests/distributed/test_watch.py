@@ -1,4 +1,4 @@
-"""Real ranks that die, hang, loop or go astray are found in time and told in one line; slow ones are left alone."""
+"""Real ranks that die, hang, loop or take other steps are found in time, in one line; slow ones are left alone."""
 
 import signal
 

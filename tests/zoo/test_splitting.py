@@ -62,8 +62,8 @@ def test_a_split_model_trains_as_the_whole(model_type):
         assert outcome.verdict == "exact", outcome
     if model_type not in NEEDS_MORE_THAN_TEXT:
         cut = split_at_blocks(model, find_block_parts(model), HALVES, range(len(HALVES)))
-        settled = infer_stage_io(cut, (0, 0), Topology(), build_mesh(Topology()))
-        assert settled.carry.describe() == halves.travels
+        found = infer_stage_io(cut, (0, 0), Topology(), build_mesh(Topology()))
+        assert found.carry.describe() == halves.travels
     if model._supports_sdpa:
         fused = tiny_model(model_type, attention="sdpa")
         assert fused.config._attn_implementation == "sdpa"

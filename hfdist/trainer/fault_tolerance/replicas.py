@@ -62,8 +62,8 @@ def vote(held: Sequence[Mapping[str, int]]) -> list[Difference]:
         holders = sorted(rank for ranks in groups.values() for rank in ranks)
         most = max(groups.values(), key=len)
         has_majority = 2 * len(most) > len(holders)
-        suspects = sorted(set(holders) - set(most)) if has_majority else holders
-        found[tuple(suspects), has_majority].append(name)
+        differing = sorted(set(holders) - set(most)) if has_majority else holders
+        found[tuple(differing), has_majority].append(name)
     return [Difference(tuple(names), ranks, has_majority) for (ranks, has_majority), names in found.items()]
 
 

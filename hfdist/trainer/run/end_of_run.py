@@ -53,9 +53,10 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             *(pool.name, 100 * pool.share, f"{pool.tokens:,}", pool.epochs, 100 * pool.filled),
         )
     if trainer.is_world_process_zero():
-        lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
-        if (losses := describe_losses(lanes, run.data)) is not None:
-            logger.info("data: %s", losses)
+        with warning_of_failure("report of the documents that were read"):
+            lanes = [read_records(run_dir / LEDGER, lane) for lane in range(run.data.lanes)]
+            if (losses := describe_losses(lanes, run.data)) is not None:
+                logger.info("data: %s", losses)
     loss, step = None, trainer.state.global_step
     assert trainer.strategy is not None
     if held_out is not None:
@@ -98,7 +99,7 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
 
 @contextmanager
 def warning_of_failure(what: str) -> Iterator[None]:
-    """Log an error in place of raising it: the model is exported, and what fails now must not fail the run."""
+    """Log an error in place of raising it: the model is trained, and what fails now must not fail the run."""
     try:
         yield
     except Exception as error:
