@@ -5,6 +5,8 @@ usually share a machine and tensor parallelism talks the most:
 
     rank = ((pipeline_index * data + data_index) * context + context_index) * tensor + tensor_index
 
+The data ranks are `replicate` groups of `shard` neighbours (HSDP): what is sharded lies once in each group.
+
 Expert parallelism takes no axis of its own: experts are spread over `expert` neighbouring data ranks.
 """
 
@@ -23,12 +25,19 @@ _OF_A_LAUNCHER = re.compile(
 )
 
 
+_WITHIN_DATA = {
+    "replicate": "the data ranks are divided into replicas, so their number must divide the data degree",
+    "expert": "experts are spread over data ranks, so the expert degree must divide the data degree",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
     """How many ways each axis is split. `data=None`: whatever is left of the processes, `min_data` at least."""
 
     data: int | None = None
     min_data: int = 1
+    replicate: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
@@ -48,12 +57,13 @@ class Topology:
     rank: int = 0
     local_rank: int = 0
     data: int = 1
+    replicate: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
     expert: int = 1
 
-    AXES = ("pipeline", "data", "context", "tensor")
+    AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
     @classmethod
     def of(cls, degrees: Degrees, *, world_size: int, rank: int = 0, local_rank: int | None = None) -> Topology:
@@ -65,16 +75,17 @@ class Topology:
         data = degrees.data if degrees.data is not None else max(1, world_size // degrees.model)
         if data * degrees.model != world_size or data < degrees.min_data:
             raise _wrong_world_size(degrees, world_size)
-        if data % degrees.expert != 0:
-            what = "experts are spread over data ranks, so the expert degree must divide the data degree"
-            found = f"{degrees.expert} with {data} data ranks"
-            allowed = ", ".join(str(d) for d in range(1, data + 1) if data % d == 0)
-            raise ConfigError(what, where="strategy.expert", found=found, allowed=allowed)
+        for axis, what in _WITHIN_DATA.items():
+            if data % getattr(degrees, axis) != 0:
+                found = f"{getattr(degrees, axis)} with {data} data ranks"
+                allowed = ", ".join(str(d) for d in range(1, data + 1) if data % d == 0)
+                raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed)
         return cls(
             world_size=world_size,
             rank=rank,
             local_rank=rank if local_rank is None else local_rank,
             data=data,
+            replicate=degrees.replicate,
             pipeline=degrees.pipeline,
             context=degrees.context,
             tensor=degrees.tensor,
@@ -86,6 +97,11 @@ class Topology:
         """Read the place that the launcher gave this process. No launcher: one process."""
         place = read_launcher(environment)
         return cls.of(degrees, world_size=place.world_size, rank=place.rank, local_rank=place.local_rank)
+
+    @property
+    def shard(self) -> int:
+        """Number of ranks over which state is sharded."""
+        return self.data // self.replicate
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -119,7 +135,10 @@ class Topology:
 
     def describe(self) -> str:
         """One line for people, for example `8 processes: pipeline 2 x data 4`."""
-        axes = [f"{axis} {size}" for axis, size in self.mesh_shape.items() if size > 1]
+        shape = self.mesh_shape
+        if self.replicate == 1:
+            shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
+        axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
         if self.expert > 1:
             axes.append(f"expert {self.expert} (within data)")
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"

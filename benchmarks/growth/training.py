@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
@@ -191,7 +192,11 @@ def _save_twice(trainer: Any, costs: Costs) -> None:
 def _held_bytes(parameter: Any) -> int:
     """What of a parameter is on this rank between steps; ZeRO-3 keeps small ones whole beside their shares."""
     share = getattr(parameter, "ds_tensor", None)
-    return int(parameter.nbytes + (0 if share is None else share.nbytes))
+    return int(_local(parameter).nbytes + (0 if share is None else share.nbytes))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _optimizer_bytes(trainer: Any) -> int:
@@ -202,10 +207,11 @@ def _optimizer_bytes(trainer: Any) -> int:
         # ZeRO-3 gives its masters to the optimizer for the time of a step only.
         masters = getattr(optimizer, "fp32_partitioned_groups_flat", masters)
         optimizer = optimizer.optimizer
-    of_model = {parameter.untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    of_model = {_local(parameter).untyped_storage().data_ptr() for parameter in trainer.model.parameters()}
+    stepped = [_local(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     masters = masters or [p for p in stepped if p.numel() and p.untyped_storage().data_ptr() not in of_model]
-    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    moments = [_local(value) for value in values if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in [*masters, *moments])
 
 

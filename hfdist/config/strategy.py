@@ -26,12 +26,18 @@ ONE_F_ONE_B = Schedule["1f1b"]
 
 
 class Sharding(Enum):
-    """What is sharded over the data ranks: nothing, optimizer state, and gradients, and parameters."""
+    """What is sharded over the data ranks: nothing, optimizer state, + gradients, + parameters (FSDP2 too)."""
 
     none = "none"
     zero1 = "zero1"
     zero2 = "zero2"
     zero3 = "zero3"
+    fsdp2 = "fsdp2"
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed does it."""
+        return self in (Sharding.zero1, Sharding.zero2, Sharding.zero3)
 
 
 class Offload(Enum):
@@ -57,6 +63,8 @@ class StrategyConfig:
     data: int | None = limited(None, at_least=1)
     """Data-parallel degree; null: all processes that are left. A number makes another count an error."""
     min_data: int = limited(1, at_least=1)
+    replicate: int = limited(1, at_least=1)
+    """Groups of data ranks that each hold all of the state. With more than one, FSDP2 is called HSDP."""
     pipeline: int = limited(1, at_least=1)
     context: int = limited(1, at_least=1)
     tensor: int = limited(1, at_least=1)
@@ -67,6 +75,10 @@ class StrategyConfig:
     balance: Balance = Balance.flops
     blocks_per_stage: list[int] | None = None
     offload: Offload = Offload.none
+    reshard: bool = True
+    """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward."""
+    prefetch: int = limited(0, at_least=0)
+    """Blocks whose parameters FSDP2 asks for ahead of the one that computes; 0: it asks for the next one by itself."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 
@@ -81,6 +93,7 @@ class StrategyConfig:
         return Degrees(
             data=self.data,
             min_data=self.min_data,
+            replicate=self.replicate,
             pipeline=self.pipeline,
             context=self.context,
             tensor=self.tensor,

@@ -20,6 +20,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.probing import run_small, small_model
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,24 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
     parent = next(module for module in model.modules() if blocks in module.children())
     beside = [m for m in parent.children() if isinstance(m, nn.ModuleList) and len(m) == len(blocks)]
     return list(zip(*beside, strict=True))
+
+
+def calls_blocks(model: PreTrainedModel) -> bool:
+    """Whether a forward calls each block, and not only modules inside of it, as reversible layers do.
+
+    Tried on a small model of the same class; True also where that cannot be made.
+    """
+    called = set()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_model(model)
+            parts = [part for parts in find_block_parts(small) for part in parts]
+            for part in parts:
+                part.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+            run_small(small)
+        except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
+            return True
+    return len(called) == len(parts)
 
 
 def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
+from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
@@ -104,6 +106,10 @@ class Engine:
         """
         return hooks.training_step(hooks.model, batch, num_items)
 
+    def accumulating(self) -> AbstractContextManager[object]:
+        """Hold for each micro batch of a step but the last, where the engine itself reduces gradients."""
+        return nullcontext()
+
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
         """Run forwards without gradients. Call it on all ranks of a model replica, under ZeRO-3 on all ranks.
 
@@ -182,7 +188,25 @@ class Strategy(Partitioning):
 
 
 def build_mesh(topology: Topology) -> DeviceMesh:
-    """Give the device mesh of the layout: `mesh.get_group("data")` and so on. A collective over all ranks."""
+    """Give the device mesh of the layout: `mesh.get_group("pipeline")` and so on. A collective over all ranks.
+
+    Besides its own axes it has `data`: replicate and shard together.
+    """
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
-    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    # Not public yet, and the way that torch's own documentation shows.
+    mesh["replicate", "shard"]._flatten("data")
+    return mesh
+
+
+def check_no_scalars(model: nn.Module, by: str) -> None:
+    """Raise a ConfigError for a parameter without a dimension, which neither DeepSpeed nor FSDP2 takes."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"{by} cannot shard a parameter that is a single number without a dimension",
+                where=name,
+                found="shape []",
+                hint="torch.zeros(1) in place of torch.tensor(0.0), or a strategy without sharding",
+            )

@@ -147,7 +147,8 @@ class StateReader:
 def _zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """What it keeps for this parameter, learned from a smaller one where there is one number for each element."""
     largest = _LARGEST_SAMPLE.get(parameter.dim(), _LARGEST_SIDE)
-    sample = parameter.detach().new_empty([min(side, largest) for side in parameter.shape])
+    sides = [min(side, largest) for side in parameter.shape]
+    sample = torch.empty(sides, dtype=parameter.dtype, device=parameter.device)
     state = state_after_step(optimizer, group, sample)
     tensors = [value for value in state.values() if torch.is_tensor(value)]
     if sample.shape == parameter.shape or any(t.numel() != 1 and t.shape != sample.shape for t in tensors):

@@ -20,7 +20,7 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
 from hfdist.strategies import pieces_zero
-from hfdist.strategies.base import Engine, ShardFractions, Strategy
+from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed_config import STAGE, generate
 from hfdist.topology import Topology
 
@@ -80,14 +80,7 @@ class ZeroStrategy(Strategy):
         Raises:
             ConfigError: a parameter that DeepSpeed cannot send.
         """
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 0:
-                raise ConfigError(
-                    "DeepSpeed cannot partition a parameter that is a single number without a dimension",
-                    where=name,
-                    found="shape []",
-                    hint="torch.zeros(1) in place of torch.tensor(0.0), or a strategy without sharding",
-                )
+        check_no_scalars(model, "DeepSpeed")
         return ZeroEngine(model)
 
 

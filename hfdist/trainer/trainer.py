@@ -307,6 +307,9 @@ class DistributedTrainerMixin(_Trainer):
             num_items = self.accelerator.gather(num_items).sum() // num_alike
         return num_items
 
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        return super()._defer_fsdp_gradient_reduction() if self.engine is None else self.engine.accumulating()
+
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         if self.engine is None:
             super()._sync_replicated_trainable_parameters(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,11 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hfdist.config.batch import plan_batch
+from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.strategies import pieces, pieces_zero
+from hfdist.strategies.fsdp import FsdpStrategy
+from hfdist.topology import Degrees, Topology
 
 SEQUENCES, TOKENS, VOCABULARY = 12, 9, 61
 
@@ -124,6 +129,45 @@ class Zero:
         self.engine.destroy()
 
 
+class Sharded:
+    """FSDP2: sizes that the ranks do not divide, down to ranks with no row of a tensor."""
+
+    def __init__(self, *, seed=0, **options):
+        topology = Topology.of(Degrees(), world_size=dist.get_world_size(), rank=dist.get_rank())
+        batch = plan_batch(
+            global_batch_size=SEQUENCES,
+            micro_batch_size=SEQUENCES // topology.data_size,
+            data_size=topology.data_size,
+            sequence_length=TOKENS,
+            lanes=SEQUENCES,
+        )
+        config = StrategyConfig(sharding=Sharding.fsdp2)
+        self.engine = FsdpStrategy(topology, batch, config).build(tiny_model(seed))
+        self.model = self.engine.model
+        self.optimizer = make_optimizer(self.model, **options)
+        self.engine.setup(self.model, SimpleNamespace(optimizer=self.optimizer), None)
+
+    def step(self, step):
+        loss = mean_loss(self.model, batch_share(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return global_mean(loss)
+
+    def pieces(self):
+        return self.engine.pieces()
+
+    def after_load(self):
+        self.engine.after_load()
+
+    def states(self):
+        return list(self.optimizer.state.values())
+
+    def close(self):
+        pass
+
+
 LAYOUTS = {
     "single": (1, Replicated),
     "ddp2": (2, Replicated),
@@ -131,7 +175,9 @@ LAYOUTS = {
     "zero2x2": (2, partial(Zero, 2)),
     "zero3x2": (2, partial(Zero, 3)),
     "zero3x3": (3, partial(Zero, 3)),
+    "fsdp2x3": (3, Sharded),
     "zero2x4": (4, partial(Zero, 2)),
+    "fsdp2x4": (4, Sharded),
 }
 
 

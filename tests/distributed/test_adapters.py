@@ -35,11 +35,11 @@ LAYOUTS = {
 }
 MORE = [
     *(("ddp", 2, choice) for choice in (LORA, LOKR, FROZEN)),
-    *((layout, 2, LORA) for layout in ("zero1", "zero2", "pipeline", "zbv")),
-    *((layout, 2, DORA) for layout in ("ddp", "zero1", "zero3")),
-    *((layout, 2, LOKR) for layout in ("zbv", "zero2")),
+    *((layout, 2, LORA) for layout in ("zero1", "zero2", "fsdp2", "pipeline", "zbv")),
+    *((layout, 2, DORA) for layout in ("ddp", "zero1", "zero3", "fsdp2")),
+    *((layout, 2, LOKR) for layout in ("zbv", "zero2", "fsdp2")),
     *((layout, 2, HEAD) for layout in ("zero3", "pipeline")),
-    *((layout, 2, FROZEN) for layout in ("zero2", "zero3", "pipeline")),
+    *((layout, 2, FROZEN) for layout in ("zero2", "zero3", "fsdp2", "pipeline")),
     *((layout, 2, (*LORA, "train.gradient_checkpointing=true")) for layout in ("ddp", "zero3")),
     ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
     ("pipeline", 2, ("adapter.type=ia3",)),
@@ -80,6 +80,7 @@ def single(run, tmp_path_factory):
     ("strategy", "num_processes", "choice"),
     [
         ("zero3", 2, LORA),
+        ("fsdp2", 2, HEAD),
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
         ("pipeline_zero1", 4, LORA),
         ("pipeline", 2, DORA),

@@ -26,6 +26,7 @@ LAYOUTS = {
     "zero1": (2, {"sharding": "zero1"}),
     "zero2": (2, {"sharding": "zero2"}),
     "zero3": (2, {"sharding": "zero3"}),
+    "fsdp2": (2, {"sharding": "fsdp2"}),
     "pipeline": (2, {"pipeline": 2}),
     "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
 }

@@ -13,7 +13,7 @@ def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest():
     places = [Topology.of(Degrees(pipeline=2, tensor=2), world_size=8, rank=rank) for rank in range(8)]
     assert [place.pipeline_rank for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.data_rank for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert places[0].mesh_shape == {"pipeline": 2, "data": 2, "context": 1, "tensor": 2}
+    assert places[0].mesh_shape == {"pipeline": 2, "replicate": 1, "shard": 2, "context": 1, "tensor": 2}
 
 
 @pytest.mark.parametrize(("pipeline", "context", "tensor", "data"), itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))

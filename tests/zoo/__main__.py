@@ -1,23 +1,28 @@
-"""Write the table of all types: `python -m tests.zoo docs/zoo.md`. Takes two minutes."""
+"""Write the table of all types: `python -m tests.zoo docs/zoo.md`. Takes six minutes."""
 
 import argparse
 import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
 
 from hfdist.models.blocks import find_block_parts
+from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
+from tests.zoo.sharding import Sharded, shard_types
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
 
 NUM_STAGES = (2, 3)
+NUM_RANKS = 2
+"""That shard."""
 
 HEADER = """\
-# The zoo: every causal language model of transformers, split
+# The zoo: every causal language model of transformers, split and sharded
 
 ```
 make zoo
@@ -28,6 +33,9 @@ its kinds of blocks (float32, CPU, torch {torch}), split at its blocks into {sta
 micro batches under a pipeline schedule. The losses and all gradients are compared with those of the whole model.
 *Exact*: no relative difference above {tolerance:g}. *Refused*: hfdist says before training that the model cannot be
 split, and why. The splitter has no code for single models.
+
+Each is also sharded by FSDP2 over two ranks, of which each runs two micro batches, and is compared with the whole model
+on all four: {sharded}.
 
 `make zoo` writes this page, and runs the same as tests.
 
@@ -45,11 +53,11 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences at {stages} stages; of gradients, relative to the largest element of the parameter's, but at least
-to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2; of gradients, relative to the largest
+element of the parameter's, but at least to a thousandth of the model's largest.
 
-| type | blocks | outcome | what travels | loss | gradients |
-|---|---|---|---|---|---|
+| type | blocks | outcome | what travels | loss | gradients | fsdp2 | loss | gradients |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -63,19 +71,22 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    sharded = run_ranks(shard_types, NUM_RANKS, TYPES, timeout_seconds=1800)
     outcomes = {}
     with group_of_one():
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes), encoding="utf-8")
-    return int(any(worst_of(tried).verdict == "wrong" for tried in outcomes.values()))
+    path.write_text(page(outcomes, sharded), encoding="utf-8")
+    is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
+    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded for one in of_rank.values()))
 
 
-def page(outcomes: dict[str, list[Outcome]]) -> str:
+def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]]) -> str:
     """The whole page as Markdown."""
     worst = [worst_of(tried) for tried in outcomes.values()]
     counts = Counter(f"{outcome.verdict} with {outcome.travels}" for outcome in worst if outcome.travels)
+    verdicts = Counter(outcome.verdict for outcome in sharded[0].values())
     refused = {outcome.model_type: outcome.reason for outcome in worst if outcome.reason}
     rows = [*counts.most_common(), ("refused", len(refused)), ("not built", len(NOT_BUILDABLE))]
     return HEADER.format(
@@ -87,19 +98,28 @@ def page(outcomes: dict[str, list[Outcome]]) -> str:
         all=len(outcomes) + len(NOT_BUILDABLE),
         reasons="\n".join(f"* `{name}`: {reason}" for name, reason in (refused | NOT_BUILDABLE).items()),
         more=", ".join(f"`{name}`" for name in NEEDS_MORE_THAN_TEXT),
-        rows="\n".join(row(model_type, tried) for model_type, tried in outcomes.items()),
+        sharded=", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()),
+        rows="\n".join(
+            row(model_type, tried, [of_rank[model_type] for of_rank in sharded])
+            for model_type, tried in outcomes.items()
+        ),
     )
 
 
-def row(model_type: str, tried: list[Outcome]) -> str:
+def row(model_type: str, tried: list[Outcome], sharded: list[Sharded]) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
     classes = " and ".join(dict.fromkeys(f"`{type(part).__name__}`" for block in blocks for part in block))
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
-    for differences in zip(*((one.loss_difference, one.gradient_difference) for one in tried), strict=True):
-        cells.append("" if outcome.reason else f"{max(differences):.1g}")
+    cells += _differences(tried)
+    cells += [sharded[0].verdict, *_differences(sharded)]
     return f"| {' | '.join(cells)} |"
+
+
+def _differences(tried: Sequence[Outcome | Sharded]) -> list[str]:
+    columns = zip(*((one.loss_difference, one.gradient_difference) for one in tried), strict=True)
+    return ["" if tried[0].reason else f"{max(differences):.1g}" for differences in columns]
 
 
 def worst_of(tried: list[Outcome]) -> Outcome:

@@ -112,11 +112,11 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
     for name, hint in _OTHER_LAYOUTS.items():
         if is_true(name):
             refuse(name, "strategy.sharding", sharding.value, hint)
-    if is_true("ACCELERATE_USE_CPU") and sharding is not Sharding.none:
+    if is_true("ACCELERATE_USE_CPU") and sharding.is_deepspeed:
         # With it, accelerate prepares no DeepSpeed engine.
         refuse("ACCELERATE_USE_CPU", "strategy.sharding", sharding.value, None)
-    if is_true("ACCELERATE_USE_DEEPSPEED") and sharding is Sharding.none:
-        refuse("ACCELERATE_USE_DEEPSPEED", "strategy.sharding", "none", None)
+    if is_true("ACCELERATE_USE_DEEPSPEED") and not sharding.is_deepspeed:
+        refuse("ACCELERATE_USE_DEEPSPEED", "strategy.sharding", sharding.value, None)
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
     if stage is not None and f"zero{stage}" != sharding.value:
         hint = f"strategy=zero{stage}" if f"zero{stage}" in Sharding.__members__ else None

@@ -153,13 +153,20 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what, hint = "there are fewer data ranks than strategy.min_data", f"strategy.min_data={strategy.data}"
         raise _conflict(config, "strategy.data strategy.min_data", what, hint=hint)
     if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
-        what = "ZeRO does the offloading, and without sharding there is no ZeRO"
+        what = "what is offloaded is sharded state, and nothing is sharded"
         hint = "strategy=zero3_offload, or strategy.offload=none"
         raise _conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
-    if strategy.sharding is Sharding.none and strategy.deepspeed:
-        what = "these keys are DeepSpeed's, and without sharding DeepSpeed is not used"
+    if strategy.deepspeed and not strategy.sharding.is_deepspeed:
+        what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
         hint = "strategy=zero1, or leave strategy.deepspeed empty"
         raise _conflict(config, "strategy.deepspeed", what, hint=hint)
+    for key, default in (("replicate", 1), ("reshard", True), ("prefetch", 0)):
+        if getattr(strategy, key) != default and strategy.sharding is not Sharding.fsdp2:
+            what, keys = "this key belongs to FSDP2", f"strategy.{key} strategy.sharding"
+            raise _conflict(config, keys, what, allowed=str(default).lower(), hint="strategy=fsdp2")
+    if strategy.sharding is Sharding.fsdp2 and strategy.pipeline > 1:
+        what, keys = "FSDP2 within a pipeline is not built yet in this version", "strategy.sharding strategy.pipeline"
+        raise _conflict(config, keys, what, allowed="none, zero1", hint="strategy.sharding=zero1")
     if strategy.sharding in (Sharding.zero2, Sharding.zero3) and strategy.pipeline > 1:
         what = (
             f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 shard the gradients after each "
