@@ -18,7 +18,7 @@ HOOKS = {
     "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_num_items_in_batch",
     "_init_training_state", "_load_best_model", "_load_from_checkpoint", "_load_rng_state",
     "_maybe_log_save_evaluate", "_prepare_for_training", "_run_epoch", "_save_checkpoint",
-    "_sync_replicated_trainable_parameters", "call_model_init", "compute_loss",
+    "_sync_replicated_trainable_parameters", "_defer_fsdp_gradient_reduction", "call_model_init", "compute_loss",
     "create_accelerator_and_postprocess", "floating_point_ops", "get_batch_samples",
     "get_decay_parameter_names", "get_eval_dataloader", "get_total_train_batch_size", "get_train_dataloader",
     "hyperparameter_search", "log", "predict", "save_model", "train", "training_step",
