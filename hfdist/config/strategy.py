@@ -78,7 +78,7 @@ class StrategyConfig:
     reshard: bool = True
     """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward."""
     prefetch: int = limited(0, at_least=0)
-    """Blocks whose parameters FSDP2 asks for ahead of the one that computes; 0: it asks for the next one by itself."""
+    """Blocks whose parameters FSDP2 gathers ahead of the one that computes; 0: one, and only in the backward."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 

@@ -72,6 +72,9 @@ class Engine:
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
+    clips_stepped = False
+    """Whether gradients are clipped by the norm of what the optimizer steps, and not of all trained parameters."""
+
     schedule_trace: Recorder | None = None
     """The measured times of a step, in layouts with a schedule. `setup` makes it."""
 

@@ -15,17 +15,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import Offload, StrategyConfig
-from hfdist.errors import ConfigError
+from hfdist.config.strategy import StrategyConfig
+from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
-from hfdist.optim.probe import Reach
-from hfdist.strategies.base import Batch, Engine, ShardFractions, Strategy, TrainerHooks, build_mesh, check_no_scalars
+from hfdist.models.probing import uses_all_parameters
+from hfdist.optim.probe import Reach, describe, state_after_step
+from hfdist.strategies.base import Engine, ShardFractions, Strategy, build_mesh, check_no_scalars
 from hfdist.topology import Topology
 
 
@@ -47,20 +48,26 @@ class FsdpStrategy(Strategy):
         if self.topology.world_size == 1:
             return Engine(model)
         check_no_scalars(model, "FSDP2")
+        uses_all = uses_all_parameters(cast(PreTrainedModel, model))
+        units = list(_list_units(cast(PreTrainedModel, model)))
         mesh = build_mesh(self.topology)
         mesh = mesh["replicate", "shard"] if self.topology.replicate > 1 else mesh["shard"]
-        offload = OffloadPolicy()
-        if self.config.offload is Offload.cpu:
-            offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        units = list(_list_units(cast(PreTrainedModel, model)))
         for unit in units:
-            _broadcast(unit, mesh.device_type)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=self.config.reshard, offload_policy=offload)
-        if self.config.prefetch > 0:
-            _prefetch(cast(list[FSDPModule], units), self.config.prefetch)
-        _broadcast(model, mesh.device_type)
+            _prepare(unit, mesh.device_type)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=self.config.reshard)
+        _prefetch(cast(list[FSDPModule], units), self.config.prefetch)
+        _prepare(model, mesh.device_type)
+        name = type(model).__name__
         # The backward begins with what the forward ends with.
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        # Exported configs name the class, and the Trainer knows causal models by it.
+        type(model).__name__ = name
+        root = cast(Any, model)
+        # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
+        root._is_fsdp_managed_module = True
+        if not uses_all:
+            # Else ranks that use other parameters would reduce buffers of other sizes.
+            root.set_reduce_scatter_unused_params(True)
         return FsdpEngine(model, self.topology)
 
 
@@ -72,29 +79,43 @@ def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
         return
     if not calls_blocks(model):
         return
-    holders = Counter(id(parameter) for block in blocks for parameter in set(block.parameters()))
+    num_names = _count_names(model)
     for block in blocks:
-        if all(holders[id(parameter)] == 1 for parameter in block.parameters()):
+        if all(num_names[parameter] == count for parameter, count in _count_names(block).items()):
             yield block
 
 
-def _broadcast(unit: nn.Module, device_type: str) -> None:
-    """Start from rank 0's weights, as DDP does: ranks may have drawn their own. One unit at a time is on the device."""
-    unit.to(device_type)
-    for tensor in (*unit.parameters(), *unit.buffers()):
-        if not isinstance(tensor, DTensor):
-            # Not each backend knows truth values.
-            dist.broadcast(tensor.detach().view(torch.uint8) if tensor.dtype is torch.bool else tensor.detach(), 0)
+def _count_names(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _prefetch(units: list[FSDPModule], count: int) -> None:
-    for place, unit in enumerate(units):
+    for place, unit in enumerate(units if count > 0 else []):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + count])
         unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
 
 
+def _prepare(unit: nn.Module, device_type: str) -> None:
+    """Start from rank 0's weights, as DDP does: ranks may have drawn their own. One unit at a time is on the device."""
+    unit.to(device_type)
+    own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
+    trained = {p.dtype: name for name, p in own if p.requires_grad}
+    if len(trained) > 1:
+        what = "FSDP2 reduces the gradients of a block together, so its trained parameters must be of one type"
+        found = ", ".join(f"{name}: {dtype}" for dtype, name in trained.items())
+        hint = "model.dtype=float32, with train.precision=bf16 for its arithmetic"
+        raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
+    for tensor in (*(p for _, p in own), *unit.buffers()):
+        tensor.data = tensor.data.contiguous()
+        # Not each backend knows truth values.
+        dist.broadcast(tensor.data.view(torch.uint8) if tensor.dtype is torch.bool else tensor.data, 0)
+
+
 class FsdpEngine(Engine):
-    """The Trainer's own step over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards."""
+    """The Trainer's own step over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards.
+
+    Every forward is a collective, in evaluation too.
+    """
 
     reduces_gradients = True
     optimizer_sees = Reach.element
@@ -104,6 +125,39 @@ class FsdpEngine(Engine):
         self._topology = topology
         self._root = cast(FSDPModule, model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # Behind FSDP's own hook.
+        model.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, *_: Any) -> None:
+        # No backward follows, which would do it.
+        if not torch.is_grad_enabled():
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Free what is gathered: what is gathered of a parameter hides its shard from all that look at the model."""
+        for unit in self._units:
+            unit.reshard()
+
+    def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
+        """Keep the optimizer, if it can step DTensors.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        inner = optimizer.optimizer
+        for group in inner.param_groups:
+            smallest = min(group["params"], key=torch.Tensor.numel, default=None)
+            try:
+                if smallest is not None:
+                    state_after_step(inner, group, smallest.detach())
+            except Exception as error:  # of the user's class: any
+                raise ConfigError(
+                    "this optimizer cannot step sharded parameters (DTensors)",
+                    where="optimizer.name, optim or optimizers",
+                    found=f"{describe(inner)}: {first_line(error)}",
+                    hint="strategy=zero3, which gives it plain tensors, or adamw",
+                ) from error
+        return super().setup(prepared, optimizer, scaler)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -114,31 +168,32 @@ class FsdpEngine(Engine):
         finally:
             self._root.set_requires_all_reduce(True)
 
-    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
-        """As without sharding. All ranks call it equally often: parameters are gathered."""
-        try:
-            return super().forward(batch, function, hooks)
-        finally:
-            # Where no backward follows, some stay whole, and what looks at the model would not see the shards.
-            for unit in self._units:
-                unit.reshard()
-
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """As the Trainer does; the norm is that of the whole model."""
         norm = default()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """None: all are sharded."""
-        return [(name, p) for name, p in self.model.named_parameters() if not isinstance(p, DTensor)]
+        """This rank's rows, by name and first element: each group of ranks holds the same."""
+        self._reshard()
+        return [
+            (f"{name}[{self._start(p)}:]", p.to_local())
+            for name, p in self.model.named_parameters()
+            if isinstance(p, DTensor)
+        ]
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's rows of each tensor."""
+        self._reshard()
         for piece in super().pieces():
-            yield self._rows(piece, piece.view) if isinstance(piece.view, DTensor) else piece
+            view = piece.view
+            yield replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
 
-    def _rows(self, piece: Piece, tensor: DTensor) -> Piece:
-        # As torch.chunk divides them: equally many for each rank, the last ones with fewer or none.
+    def after_load(self) -> None:
+        """Let the next forward gather what was read."""
+        self._reshard()
+
+    def _start(self, tensor: torch.Tensor) -> int:
+        # As torch.chunk divides rows: equally many for each rank, the last ones with fewer or none.
         num_rows, rank = tensor.shape[0], self._topology.data_rank % self._topology.shard
-        first = min(rank * -(-num_rows // self._topology.shard), num_rows)
-        return replace(piece, start=first * math.prod(tensor.shape[1:]), view=tensor.to_local())
+        return min(rank * -(-num_rows // self._topology.shard), num_rows) * math.prod(tensor.shape[1:])

@@ -31,6 +31,7 @@ class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
     optimizer_sees = Reach.element
+    clips_stepped = True
     _strategy: PipelineZeroStrategy
 
     def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:

@@ -121,6 +121,7 @@ class ZeroEngine(Engine):
     """
 
     optimizer_sees = Reach.element
+    clips_stepped = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

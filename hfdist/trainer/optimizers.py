@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import Joined
@@ -95,9 +96,11 @@ class Optimizers:
         if engine.optimizer_sees is not Reach.element:
             return optimizer
         names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
-        check_steps_all(optimizer, self._trainer.model)
+        if engine.clips_stepped:
+            check_steps_all(optimizer, self._trainer.model)
         for parameter, state in list(optimizer.state.items()):
-            self._kept |= {(names.get(id(parameter), ""), key): value for key, value in state.items()}
+            whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+            self._kept |= {(names.get(id(parameter), ""), key): value for key, value in whole.items()}
         optimizer.state.clear()
         # DeepSpeed would replace torch's Adagrad by one without groups.
         return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer

@@ -1,18 +1,20 @@
 """FSDP2 beyond the numbers of test_layouts.py: what each rank starts from, holds between steps, and refuses."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hfdist
 from benchmarks.growth import training
 from hfdist.errors import ConfigError
 from hfdist.strategies.fsdp import FsdpEngine
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.test_optimizers import saved
 from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, make_model, uneven_items
 
 pytestmark = pytest.mark.distributed
@@ -42,28 +44,60 @@ def test_all_ranks_start_from_the_weights_of_rank_0(replicate):
     assert not all(np.array_equal(found[1][0][name], tensor) for name, tensor in drawn.items())
 
 
-def held_between_steps(folder, spoil):
-    """The share of the model's elements that a rank holds after an evaluation and a step; counted in its storages."""
-    model = make_model()
-    total = sum(parameter.numel() for parameter in model.parameters())
-    strategy = make_strategy()
-    args = TrainingArguments(
-        str(folder), max_steps=STEPS, use_cpu=True, report_to=[], save_strategy="no", **strategy.training_arguments()
-    )
-    if spoil:
-        FsdpEngine.forward = FsdpEngine.__mro__[1].forward
+def make_trainer(folder, **more):
+    strategy = make_strategy(**more.pop("layout", {}))
+    fields = {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "steps", "save_steps": 1}
+    fields |= more.pop("arguments", {})
+    args = TrainingArguments(str(folder), **fields, **strategy.training_arguments())
     items = uneven_items()
-    trainer = hfdist.Trainer(model, args, strategy=strategy, train_dataset=items, eval_dataset=items)
+    return hfdist.Trainer(make_model(), args, strategy=strategy, train_dataset=items, eval_dataset=items[:4], **more)
+
+
+def evaluated_by_the_original(folder):
+    """Its loop calls the model by itself, for predictions, before each save."""
+    make_trainer(folder / "plain").train()
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(folder / "with", arguments=evaluating, compute_metrics=lambda predictions: {})
     trainer.train()
-    trainer.evaluate()
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
-    return sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in held) / total
+    held = [parameter.to_local() for parameter in trainer.model.parameters()]
+    num_held = sum(tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in held)
+    return num_held / sum(parameter.numel() for parameter in make_model().parameters())
 
 
-def test_a_rank_holds_its_share_also_after_an_evaluation(tmp_path):
-    assert max(run_ranks(held_between_steps, 2, tmp_path, False)) < 0.52
-    # The test of the test: without the last line of `FsdpEngine.forward` the root stays whole.
-    assert min(run_ranks(held_between_steps, 2, tmp_path, True)) > 0.55
+def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeypatch):
+    assert max(run_ranks(evaluated_by_the_original, 2, tmp_path)) < 0.52
+    plain, evaluated = (saved(tmp_path / name) for name in ("plain", "with"))
+    assert evaluated.keys() == plain.keys()
+    assert all(torch.equal(evaluated[name], tensor) for name, tensor in plain.items())
+    path = tmp_path / "with" / f"checkpoint-{STEPS}"
+    # By its class a Hub folder is opened, and the Trainer shifts labels.
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    # The test of the test: without the hook the root stays whole.
+    monkeypatch.setattr(FsdpEngine, "_after_forward", lambda *_: None)
+    monkeypatch.setattr(FsdpEngine, "_reshard", lambda *_: None)
+    with pytest.raises(RankFailed):
+        run_ranks(evaluated_by_the_original, 2, tmp_path / "spoilt")
+
+
+def reductions_of_replicas(folder):
+    count = 0
+    accumulating = FsdpEngine.accumulating
+
+    def counted(engine):
+        nonlocal count
+        count += 1
+        return accumulating(engine)
+
+    FsdpEngine.accumulating = counted
+    trainer = make_trainer(folder, layout={"replicate": 2})
+    trainer.train()
+    return count, trainer.strategy.batch.num_microbatches
+
+
+def test_replicas_are_reduced_once_a_step(tmp_path):
+    for count, num_microbatches in run_ranks(reductions_of_replicas, 4, tmp_path):
+        assert num_microbatches > 1
+        assert count == STEPS * (num_microbatches - 1)
 
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,

@@ -68,7 +68,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("zero3", 2, ["train.gradient_checkpointing=true"]),
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", "model.config.num_hidden_layers=4"]),
-        ("fsdp2", 2, ["train.gradient_checkpointing=true", "strategy.offload=cpu", "model.loss=chunked"]),
+        ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("single", 1, ["model.attention=eager"]),
     ],

@@ -198,6 +198,7 @@ CHOSEN = {
     "zero1": [PLAIN, "schedule-free"],
     "zero2": [SCHEDULE, FROM_THE_START],
     "zero3": [SCHEDULE, NUMBER, FROM_THE_START, "stepped before"],
+    "fsdp2": [SCHEDULE, FROM_THE_START, "schedule-free", "stepped before"],
     "pipeline": [PLAIN, NUMBER, "stepped before", *OF_WHOLE_MATRICES],
     "pipeline_zero1": [SCHEDULE, FROM_THE_START],
 }

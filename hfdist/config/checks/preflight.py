@@ -24,7 +24,7 @@ from hfdist.topology import Topology
 OFFLINE_FLAG = "--offline"
 _LOCAL_TRACKERS = ("tensorboard", "wandb")
 _OTHER_LAYOUTS = {
-    "ACCELERATE_USE_FSDP": "strategy=zero3",
+    "ACCELERATE_USE_FSDP": "strategy=fsdp2",
     "ACCELERATE_USE_MEGATRON_LM": "strategy=pipeline",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "strategy=pipeline",
     "ACCELERATE_USE_SAGEMAKER": None,

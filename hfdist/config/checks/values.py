@@ -152,8 +152,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     if strategy.data is not None and strategy.data < strategy.min_data:
         what, hint = "there are fewer data ranks than strategy.min_data", f"strategy.min_data={strategy.data}"
         raise _conflict(config, "strategy.data strategy.min_data", what, hint=hint)
-    if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
-        what = "what is offloaded is sharded state, and nothing is sharded"
+    if not strategy.sharding.is_deepspeed and strategy.offload is not Offload.none:
+        what = "ZeRO does the offloading, and this layout has none"
         hint = "strategy=zero3_offload, or strategy.offload=none"
         raise _conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
@@ -177,7 +177,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     for axis in UNBUILT_AXES:
         if getattr(strategy, axis) > 1:
             what = f"{axis} parallelism is not built yet in this version"
-            allowed = "1; available are data parallelism, ZeRO-1, 2 and 3 over the data ranks, and a pipeline"
+            allowed = "1; available are data parallelism, ZeRO-1, 2, 3 and FSDP2 over the data ranks, and a pipeline"
             hint = "strategy=zero3 or strategy=pipeline where one device cannot hold the model"
             raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):

@@ -100,7 +100,7 @@ CONTRADICTIONS = [
     (["~data.sources.stdlib"], "data.sources", "nothing to read", "data=stdlib"),
     (["~data"], "data.sources", "nothing to read", "data=stdlib"),
     (["strategy=ddp", "strategy.data=1"], "strategy.data", "fewer data ranks", "strategy.min_data=1"),
-    (["strategy.offload=cpu"], "strategy.offload", "nothing is sharded", "strategy=zero3_offload"),
+    (["strategy.offload=cpu"], "strategy.offload", "ZeRO does", "strategy=zero3_offload"),
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without ZeRO", "strategy=zero1"),
     (["strategy=ddp", "strategy.replicate=2"], "strategy.replicate", "belongs to FSDP2", "strategy=fsdp2"),
     (["strategy=zero3", "strategy.prefetch=1"], "strategy.prefetch", "belongs to FSDP2", "strategy=fsdp2"),
