@@ -18,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TCP_INFO_BYTES, _BYTES_SENT = 256, 200
-"""Size of the kernel's `struct tcp_info`, and where `tcpi_bytes_sent` is in it; `tcpi_bytes_retrans` follows it."""
+_TCP_INFO_BYTES, _NOT_SENT, _BYTES_SENT = 256, 144, 200
+"""Size of the kernel's `struct tcp_info`, and where `tcpi_notsent_bytes` and `tcpi_bytes_sent` are in it.
+
+`tcpi_bytes_retrans` follows the latter.
+"""
 
 
 class CountCollectives(TorchDispatchMode):
@@ -59,7 +62,7 @@ def ring_bytes(kind: str, whole_bytes: int, num_ranks: int) -> int:
 
 
 def socket_bytes() -> int:
-    """What this process has sent over all its open TCP sockets, by the kernel's count: no headers, each byte once."""
+    """What this process has written to all its open TCP sockets, by the kernel's count: no headers, each byte once."""
     return sum(map(_sent_bytes, list(_sockets())))
 
 
@@ -78,8 +81,10 @@ def _sent_bytes(descriptor: int) -> int:
             return 0
         info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         sent, sent_again = struct.unpack_from("<QQ", info, _BYTES_SENT)
+        (waiting,) = struct.unpack_from("<I", info, _NOT_SENT)
         # A busy machine acknowledges late, and the kernel then sends again, even on the loopback: no rank asked for it.
-        return int(sent - sent_again)
+        # A collective is over for a rank once the kernel has its bytes: a peer that reads late leaves some unsent.
+        return int(sent - sent_again + waiting)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

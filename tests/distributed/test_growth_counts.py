@@ -1,5 +1,8 @@
 """How the benchmark of growth counts bytes: in two ways that agree, and as theory has it."""
 
+import contextlib
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +38,19 @@ def test_both_counts_are_those_of_a_ring(num_ranks):
         for kind, times in (("allreduce", 2), ("allgather", 1)):
             expected = times * share * 4 * NUM_ELEMENTS
             assert counts[kind] == (pytest.approx(expected), pytest.approx(expected, rel=0.01))
+
+
+def test_bytes_that_wait_for_a_slow_reader_are_counted():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as writer:
+        reader, _ = server.accept()
+        with reader:
+            before = socket_bytes()
+            writer.setblocking(False)
+            num_written = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    num_written += writer.send(bytes(1 << 16))
+            assert socket_bytes() - before == num_written
 
 
 def test_the_exponent_is_that_of_a_power():
