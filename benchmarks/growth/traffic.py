@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _TCP_INFO_BYTES, _NOT_SENT, _BYTES_SENT = 256, 144, 200
@@ -44,6 +45,12 @@ class CountCollectives(TorchDispatchMode):
             if name == "allgather_":
                 largest_bytes *= num_ranks  # a list of shares; the others have the whole in one tensor
             self.sent_bytes[kind] += ring_bytes(kind, largest_bytes, num_ranks)
+            self.calls[kind] += 1
+        elif func.namespace == "_c10d_functional" and isinstance(args[-1], str):
+            kind = func.name().partition("::")[2]
+            num_ranks = distributed_c10d._resolve_process_group(args[-1]).size()
+            whole_bytes = args[0].nbytes * (num_ranks if kind.startswith("all_gather") else 1)
+            self.sent_bytes[kind] += ring_bytes(kind, whole_bytes, num_ranks)
             self.calls[kind] += 1
         return func(*args, **(kwargs or {}))
 

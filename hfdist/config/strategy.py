@@ -55,6 +55,15 @@ class Balance(Enum):
     measured = "measured"
 
 
+class ContextMethod(Enum):
+    """How attention sees the tokens of all ranks that share a sequence."""
+
+    auto = "auto"
+    """ulysses where its degree divides all numbers of heads, else gather."""
+    ulysses = "ulysses"
+    gather = "gather"
+
+
 @dataclass(kw_only=True)
 class StrategyConfig:
     """A degree that is not given is 1; the data degree is what is left of the processes."""
@@ -67,6 +76,8 @@ class StrategyConfig:
     """Groups of data ranks that each hold all of the state. With more than one, FSDP2 is called HSDP."""
     pipeline: int = limited(1, at_least=1)
     context: int = limited(1, at_least=1)
+    """Ranks that share each sequence."""
+    context_method: ContextMethod = ContextMethod.auto
     tensor: int = limited(1, at_least=1)
     expert: int = limited(1, at_least=1)
     schedule: Schedule = ONE_F_ONE_B

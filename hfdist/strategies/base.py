@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
@@ -27,6 +29,9 @@ from hfdist.optim.probe import Reach
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from hfdist.strategies.context import ContextParallel
 
 Batch = dict[str, torch.Tensor]
 Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
@@ -64,7 +69,7 @@ class Engine:
     """Whether the engine itself adds up gradients over ranks, so that accelerate must not wrap the model in DDP."""
 
     runs_whole_model = True
-    """Whether calling `model` gives logits on this rank (perhaps with the other ranks)."""
+    """Whether calling `model` gives the logits of whole sequences on this rank (perhaps with the other ranks)."""
 
     loss_group: dist.ProcessGroup | None = None
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
@@ -78,10 +83,13 @@ class Engine:
     schedule_trace: Recorder | None = None
     """The measured times of a step, in layouts with a schedule. `setup` makes it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
         self.model = model
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
+        self.context = context
+        """Which part of each sequence this rank computes; None: all of it."""
+        self.runs_whole_model = self.runs_whole_model and context is None
 
     @property
     def size(self) -> ModelSize:
@@ -107,7 +115,12 @@ class Engine:
             num_items: number of target tokens in the whole global batch.
             hooks: how the Trainer does it.
         """
-        return hooks.training_step(hooks.model, batch, num_items)
+        with self._sharing(batch) as own:
+            return hooks.training_step(hooks.model, own, num_items)
+
+    def _sharing(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Give this rank's part of the sequences that its model replica reads."""
+        return nullcontext(batch) if self.context is None else self.context.sharing(batch)
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Hold for each micro batch of a step but the last, where the engine itself reduces gradients."""
@@ -123,10 +136,11 @@ class Engine:
 
         Returns:
             On the one rank of each model replica that has logits: what `function` gave for each part, in order. A part
-            may end with copies of the batch's first row, without targets. On the other ranks: an empty list.
+            may end with copies of the batch's first row, without targets. On the other ranks: an empty list. Ranks that
+            share sequences: of each its part of a batch with labels, and of the whole batch without.
         """
-        with torch.no_grad():
-            return [function(hooks.model, batch)]
+        with torch.no_grad(), self._sharing(batch) as own:
+            return [function(hooks.model, own)]
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
@@ -167,9 +181,10 @@ class Strategy(Partitioning):
 
     fractions = ShardFractions()
 
-    def __init__(self, topology: Topology, batch: BatchPlan) -> None:
+    def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig) -> None:
         self.topology = topology
         self.batch = batch
+        self.config = config
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
@@ -186,20 +201,39 @@ class Strategy(Partitioning):
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
 
     def build(self, model: nn.Module) -> Engine:
-        """Make the engine of a model that is whole or partitioned."""
-        return Engine(model)
+        """Make the engine of a model that is whole or partitioned.
+
+        Raises:
+            ConfigError: a model whose ranks cannot share sequences.
+        """
+        return Engine(model, self._share_sequences(model))
+
+    def _share_sequences(self, model: nn.Module) -> ContextParallel | None:
+        if self.topology.context == 1:
+            return None
+        # It takes time that other layouts save.
+        from hfdist.strategies.context import make_context_parallel
+
+        return make_context_parallel(model, self.mesh.get_group("context"), self.config.context_method)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """See `build_mesh`: a collective the first time."""
+        return build_mesh(self.topology)
 
 
 def build_mesh(topology: Topology) -> DeviceMesh:
     """Give the device mesh of the layout: `mesh.get_group("pipeline")` and so on. A collective over all ranks.
 
-    Besides its own axes it has `data`: replicate and shard together.
+    Besides its own axes it has `data`: replicate and shard together, and `sharded`: shard and context together, over
+    which FSDP2 shards, as each rank of a context group has other gradients.
     """
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
     mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     # Not public yet, and the way that torch's own documentation shows.
     mesh["replicate", "shard"]._flatten("data")
+    mesh["shard", "context"]._flatten("sharded")
     return mesh
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,32 +26,34 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, state_after_step
-from hfdist.strategies.base import Engine, ShardFractions, Strategy, build_mesh, check_no_scalars
+from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from hfdist.strategies.context import ContextParallel
 
 
 class FsdpStrategy(Strategy):
     """`strategy.sharding=fsdp2`, by torch's `fully_shard`."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig) -> None:
-        super().__init__(topology, batch)
-        self.config = strategy
-        share = 1.0 / topology.shard
+        super().__init__(topology, batch, strategy)
+        share = 1.0 / (topology.shard * topology.context)
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def build(self, model: nn.Module) -> Engine:
         """Shard the model in place.
 
         Raises:
-            ConfigError: a parameter that FSDP2 cannot shard.
+            ConfigError: a parameter that FSDP2 cannot shard, or a model whose ranks cannot share sequences.
         """
         if self.topology.world_size == 1:
             return Engine(model)
         check_no_scalars(model, "FSDP2")
         uses_all = uses_all_parameters(cast(PreTrainedModel, model))
         units = list(_list_units(cast(PreTrainedModel, model)))
-        mesh = build_mesh(self.topology)
-        mesh = mesh["replicate", "shard"] if self.topology.replicate > 1 else mesh["shard"]
+        context = self._share_sequences(model)
+        mesh = self.mesh["replicate", "sharded"] if self.topology.replicate > 1 else self.mesh["sharded"]
         for unit in units:
             _prepare(unit, mesh.device_type)
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.config.reshard)
@@ -68,7 +70,7 @@ class FsdpStrategy(Strategy):
         if not uses_all:
             # Else ranks that use other parameters would reduce buffers of other sizes.
             root.set_reduce_scatter_unused_params(True)
-        return FsdpEngine(model, self.topology)
+        return FsdpEngine(model, context)
 
 
 def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -120,9 +122,8 @@ class FsdpEngine(Engine):
     reduces_gradients = True
     optimizer_sees = Reach.element
 
-    def __init__(self, model: nn.Module, topology: Topology) -> None:
-        super().__init__(model)
-        self._topology = topology
+    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
+        super().__init__(model, context)
         self._root = cast(FSDPModule, model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # Behind FSDP's own hook.
@@ -193,7 +194,8 @@ class FsdpEngine(Engine):
         """Let the next forward gather what was read."""
         self._reshard()
 
-    def _start(self, tensor: torch.Tensor) -> int:
+    def _start(self, tensor: DTensor) -> int:
         # As torch.chunk divides rows: equally many for each rank, the last ones with fewer or none.
-        num_rows, rank = tensor.shape[0], self._topology.data_rank % self._topology.shard
-        return min(rank * -(-num_rows // self._topology.shard), num_rows) * math.prod(tensor.shape[1:])
+        mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+        size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        return min(rank * -(-num_rows // size), num_rows) * math.prod(tensor.shape[1:])

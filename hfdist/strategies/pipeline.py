@@ -28,7 +28,7 @@ from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel, device_of
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks, build_mesh
+from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -191,8 +191,7 @@ class PipelineStrategy(Strategy):
     engine_class: type[PipelineEngine] = PipelineEngine
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
-        super().__init__(topology, batch)
-        self.config = strategy
+        super().__init__(topology, batch, strategy)
         self.train = train
         per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank)
         self.rank_of_stage = rank_of_stage(strategy.schedule, topology.pipeline, per_rank)
@@ -259,7 +258,7 @@ class PipelineStrategy(Strategy):
         assert self._split is not None
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)
-        mesh = build_mesh(self.topology)
+        mesh = self.mesh
         stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, mesh)
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         return self.engine_class(self, self._split, self._size, stage_io, mesh)

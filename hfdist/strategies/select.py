@@ -32,7 +32,7 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
 
             return PipelineStrategy(topology, batch, strategy, train)
         case Sharding.none:
-            return Strategy(topology, batch)
+            return Strategy(topology, batch, strategy)
         case Sharding.zero1 if has_pipeline:
             from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
 

@@ -31,7 +31,7 @@ class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
-        super().__init__(topology, batch)
+        super().__init__(topology, batch, strategy)
         self.stage = STAGE[strategy.sharding]
         self.partitions_in_constructor = self.stage == 3
         self._deepspeed = generate(strategy, train, batch)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
@@ -51,6 +52,8 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
             found=f"that of {owner_of_loss(kind).__name__}",
             hint="compute_loss_func=..., or a strategy without a pipeline, such as zero3",
         )
+    if strategy.topology.context > 1:
+        _check_loss_of_parts(kind, arguments)
     # A recipe has started it already; from Python nobody else would.
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments)
@@ -83,12 +86,30 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
             raise ConfigError(reason, where=f"args.{name}", found="True", allowed="False", hint=hint)
 
 
+def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:
+    """Refuse what must see whole sequences beside the model: each rank of a context group has a part."""
+    args = arguments.get("args")
+    if owner_of_loss(kind) is not transformers.Trainer:
+        where, found = f"{kind.__name__}.compute_loss", f"that of {owner_of_loss(kind).__name__}"
+    else:
+        values = {"compute_loss_func": arguments.get("compute_loss_func")}
+        names = ("label_smoothing_factor", "neftune_noise_alpha")
+        values |= {f"args.{name}": getattr(args, name, None) for name in names}
+        given = {name: value for name, value in values.items() if value}
+        if not given:
+            return
+        where, value = next(iter(given.items()))
+        found = getattr(value, "__name__", value)
+    what = "ranks that share sequences compute the loss of the model itself only: this one may look at whole sequences"
+    raise ConfigError(what, where=where, found=found, hint="without it, or strategy.context=1")
+
+
 def check_has_logits(engine: Engine, what: str) -> None:
-    """Raise a ConfigError under a pipeline, where no rank has whole logits."""
+    """Raise a ConfigError where no rank has the logits of whole sequences."""
     if not engine.runs_whole_model:
-        what = f"{what} needs logits, which only the last stage of a pipeline has, piece by piece"
+        what = f"{what} needs the logits of whole sequences, and each rank has a part of them"
         hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
-        raise ConfigError(what, where="strategy.pipeline", hint=hint)
+        raise ConfigError(what, where="strategy.pipeline, strategy.context", hint=hint)
 
 
 def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

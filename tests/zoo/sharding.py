@@ -1,7 +1,8 @@
-"""Shard a tiny model with FSDP2 over the ranks of a group, and compare an accumulated step with the whole model."""
+"""Shard a tiny model, or its sequences, over the ranks of a group, and compare an accumulated step with the whole."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.strategy import ContextMethod, Sharding, StrategyConfig
+from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.strategies.base import Strategy, TrainerHooks
 from hfdist.strategies.fsdp import FsdpStrategy
 from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_batch, tiny_model
@@ -80,6 +83,66 @@ def shard_type(model_type: str) -> Sharded:
         gradient_difference=gradient_difference,
         worst_parameter=worst_parameter,
     )
+
+
+def share_types(model_types: Iterable[str], method: ContextMethod) -> dict[str, Sharded]:
+    """Try types one after the other, with the sequences shared. All ranks of the group call it."""
+    torch.set_num_threads(1)
+    return {model_type: share_type(model_type, method) for model_type in model_types}
+
+
+def share_type(model_type: str, method: ContextMethod) -> Sharded:
+    """Run two micro batches of packed documents, of which each rank has a part of the tokens."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = tiny_model(model_type)
+    batches = [packed(tiny_batch(model, seed=seed)) for seed in range(NUM_MICROBATCHES)]
+    topology = Topology.of(Degrees(context=size), world_size=size, rank=rank)
+    plan = plan_batch(global_batch_size=2, micro_batch_size=1, data_size=1, sequence_length=16, lanes=2)
+    config = StrategyConfig(context=size, context_method=method)
+    try:
+        engine = Strategy(topology, plan, config).build(copy.deepcopy(model))
+    except ConfigError as error:
+        return Sharded(reason=f"{error.what}: {error.found}")
+    whole = run_whole(model, batches)
+    hooks = TrainerHooks(model=engine.model, training_step=_train_share, loss=_train_share)
+    losses = []
+    for batch in batches:
+        # A loss is a mean over targets.
+        num_items = (batch["labels"][:, 1:] != IGNORED).sum()
+        loss = engine.forward_backward(batch, num_items, hooks)
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    for parameter in engine.model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+    gradients = {
+        name: gradient
+        for name, gradient in take_gradients(engine.model).items()
+        if whole.gradients[name] is not None or gradient is None or gradient.any()
+    }
+    gradient_difference, worst_parameter = compare_gradients(gradients, whole.gradients)
+    return Sharded(
+        loss_difference=compare_losses(losses, whole.losses),
+        gradient_difference=gradient_difference,
+        worst_parameter=worst_parameter,
+    )
+
+
+def packed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tokens of a batch as two documents, whose first tokens are no targets."""
+    ids, labels = batch["input_ids"], batch["labels"].clone()
+    positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+    start = ids.shape[1] // 3
+    positions[:, start:] -= start
+    labels[:, start] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _train_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_items: torch.Tensor) -> torch.Tensor:
+    loss = model(**batch, num_items_in_batch=num_items).loss
+    loss.backward()
+    return loss.detach()
 
 
 def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:

@@ -17,11 +17,11 @@ from hfdist.config.optimizer import Schedule
 from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import find_key, plain
-from hfdist.config.strategy import Offload, Sharding, StrategyConfig
+from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
 
-UNBUILT_AXES = ("context", "tensor", "expert")
+UNBUILT_AXES = ("tensor", "expert")
 """Axes of the layout that this version does not build."""
 
 
@@ -174,10 +174,18 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         )
         keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1"
         raise _conflict(config, keys, what, allowed="none, zero1", hint=hint)
+    if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
+        other = "pipeline" if strategy.pipeline > 1 else "sharding"
+        what = "ranks that share sequences go with data parallelism and FSDP2 only in this version"
+        hint = "strategy=fsdp2, or strategy.context=1"
+        raise _conflict(config, f"strategy.context strategy.{other}", what, allowed="1", hint=hint)
+    if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
+        what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
+        raise _conflict(config, keys, what, allowed="auto", hint="strategy.context=2")
     for axis in UNBUILT_AXES:
         if getattr(strategy, axis) > 1:
             what = f"{axis} parallelism is not built yet in this version"
-            allowed = "1; available are data parallelism, ZeRO-1, 2, 3 and FSDP2 over the data ranks, and a pipeline"
+            allowed = "1; available are data and context parallelism, ZeRO-1, 2, 3, FSDP2, and a pipeline"
             hint = "strategy=zero3 or strategy=pipeline where one device cannot hold the model"
             raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):

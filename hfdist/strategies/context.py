@@ -1,0 +1,363 @@
+"""Context parallelism: the ranks of a group share each sequence, and attention sees all of it.
+
+ulysses   all-to-all before and behind attention: each rank has all tokens there, of its share of the heads
+gather    all-gather of keys and values: each rank's queries see all tokens before them
+
+Both stand in transformers' registries of attention and of masks, so that models need no change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfdist.config.strategy import ContextMethod
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import ConfigError, first_line
+from hfdist.models.probing import keeps_documents_apart, small_model
+
+# Not public; these collectives alone have a backward and can be compiled.
+_collectives: Any = torch.distributed._functional_collectives
+
+_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
+_GATHERABLE = ("sdpa", "eager")
+"""Implementations of attention that take a mask of some rows."""
+_HEADS = r"(num|n)_\w*heads?|n_head"
+_TOLERANCE, _CHECKED_TOKENS = 1e-4, 32
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sequence:
+    """The whole sequences whose shares are in the model."""
+
+    places: torch.Tensor
+    """Where in the sequence this rank's tokens are, [tokens of this rank]."""
+    order: torch.Tensor
+    """Where in the gathered tokens those of the sequence are, [tokens]."""
+    positions: torch.Tensor
+    """[sequences, tokens]."""
+    documents: torch.Tensor | None
+    """Number of each token's document, [sequences, tokens]; None: each token sees all before it."""
+    attention_mask: torch.Tensor | None
+    """Where there is no padding, [sequences, tokens]."""
+
+
+class ContextParallel:
+    """Attention of one model over the ranks of a group.
+
+    Args:
+        model: whole; its implementation of attention is replaced.
+        group: the ranks that read the same sequences.
+        method: not `auto`.
+        keeps_apart: whether the model keeps packed documents apart.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod, *, keeps_apart: bool
+    ) -> None:
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self._by_heads = method is ContextMethod.ulysses
+        self._keeps_apart = keeps_apart
+        self._base = model.config.get_text_config(decoder=True)._attn_implementation
+        self.description = f"{self._base} of sequences shared by {self._size} ranks ({method.value})"
+        self._sequence: _Sequence | None = None
+        name = f"context_parallel_{next(_numbers)}"
+        AttentionInterface.register(name, self._attention)
+        AttentionMaskInterface.register(name, self._mask)
+        model.set_attn_implementation(name)
+
+    @contextmanager
+    def sharing(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        """Give this rank's share of the tokens; in this context the model must be called on all ranks of the group.
+
+        Labels are shifted before they are shared out. Batches without labels stay whole: each rank computes them alone.
+
+        Raises:
+            ConfigError: a batch that holds other things than tokens.
+        """
+        if batch.get("labels") is None:
+            yield batch
+            return
+        unknown = [name for name in batch if name not in _KEYS]
+        if unknown:
+            what = "it is not known how the ranks of a context group share this part of a batch"
+            where, found = "data_collator", ", ".join(unknown)
+            raise ConfigError(what, where=where, found=found, allowed=", ".join(_KEYS), hint="strategy.context=1")
+        shared, self._sequence = self._share(batch)
+        try:
+            yield shared
+        finally:
+            self._sequence = None
+
+    def _share(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+        num_tokens = ids.shape[1]
+        positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
+        positions = positions.expand_as(ids)
+        # Padding is a document of its own behind all others.
+        num_added = -num_tokens % (2 * self._size)
+        if num_added:
+            ids, labels = functional.pad(ids, (0, num_added)), functional.pad(labels, (0, num_added), value=IGNORED)
+            added = torch.arange(num_added, device=ids.device).expand(len(ids), -1)
+            positions = torch.cat([positions, added], 1)
+            mask = None if mask is None else functional.pad(mask, (0, num_added))
+        sequence = self._describe(positions, mask)
+        targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        whole = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
+        shared = {name: tensor[:, sequence.places].contiguous() for name, tensor in whole.items()}
+        # With a mask of its own a model does not look for documents in the positions of this rank.
+        return shared | {"attention_mask": torch.ones_like(shared["input_ids"])}, sequence
+
+    def _describe(self, positions: torch.Tensor, mask: torch.Tensor | None) -> _Sequence:
+        # What comes late in a sequence sees more keys: by gathering, each rank has an early and a late part.
+        size, rank, device = self._size, self._rank, positions.device
+        parts = torch.arange(positions.shape[1], device=device).chunk(size if self._by_heads else 2 * size)
+        of_ranks = [[part] if self._by_heads else [part, parts[-1 - r]] for r, part in enumerate(parts[:size])]
+        documents = None
+        if self._keeps_apart and mask is None:
+            # As transformers finds them.
+            starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
+            documents = starts.cumsum(-1) if starts.any() else None
+        return _Sequence(
+            places=torch.cat(of_ranks[rank]),
+            order=torch.cat([part for own in of_ranks for part in own]).argsort(),
+            positions=positions,
+            documents=documents,
+            attention_mask=None if mask is None else mask.bool(),
+        )
+
+    def _mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
+        """The mask of the whole sequence, or its rows of this rank; called by transformers."""
+        base = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
+        sequence = self._sequence
+        if sequence is None:
+            return base(
+                batch_size,
+                q_length,
+                kv_length,
+                q_offset,
+                kv_offset,
+                mask_function,
+                attention_mask=attention_mask,
+                **more,
+            )
+        if sequence.documents is not None:
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequence.documents))
+        num_rows = num_tokens = sequence.positions.shape[1]
+        if not self._by_heads:
+            num_rows, mask_function = len(sequence.places), _of_rows(mask_function, sequence.places)
+        if not self._by_heads or sequence.documents is not None:
+            more["allow_is_causal_skip"] = False
+        mask = sequence.attention_mask
+        return base(batch_size, num_rows, num_tokens, 0, 0, mask_function, attention_mask=mask, **more)
+
+    def _attention(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of [sequences, heads, tokens, size]; gives [sequences, tokens, heads, size]."""
+        # Each model has an eager attention of its own.
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self._base, eager)
+        if self._sequence is None:
+            return attend(module, query, key, value, mask, **more)
+        if self._by_heads:
+            return self._attend_to_heads(attend, self._sequence, module, query, key, value, mask, **more), None
+        return self._attend_to_gathered(attend, self._sequence, module, query, key, value, mask, **more), None
+
+    def _attend_to_heads(
+        self, attend: Callable[..., Any], sequence: _Sequence, module: nn.Module, *args: Any, **more: Any
+    ) -> torch.Tensor:
+        *states, mask = args
+        if "position_ids" in more:
+            more["position_ids"] = sequence.positions
+        heads = [self._exchange(state) for state in states]
+        return self._exchange(attend(module, *heads, mask, **more)[0])
+
+    def _exchange(self, states: torch.Tensor) -> torch.Tensor:
+        """Send a share of dimension 1 to each rank, and join what comes along dimension 2."""
+        shares = torch.stack(states.chunk(self._size, 1))
+        received = _collectives.all_to_all_single(shares.flatten(), None, None, self._group)
+        return torch.cat(received.view(shares.shape).unbind(), 2)
+
+    def _attend_to_gathered(
+        self, attend: Callable[..., Any], sequence: _Sequence, module: nn.Module, *args: Any, **more: Any
+    ) -> torch.Tensor:
+        query, *states, mask = args
+        key, value = (self._gather(state).index_select(2, sequence.order) for state in states)
+        part = key.shape[2] // (2 * self._size)
+        found = []
+        # Behind the last of these queries there is nothing to see.
+        for place, last in enumerate((self._rank + 1, 2 * self._size - self._rank)):
+            rows, before = slice(place * part, (place + 1) * part), slice(0, last * part)
+            of_rows = mask[..., rows, before]
+            found.append(attend(module, query[:, :, rows], key[:, :, before], value[:, :, before], of_rows, **more)[0])
+        return torch.cat(found, 1)
+
+    def _gather(self, states: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = _collectives.all_gather_single_autograd(states.contiguous(), 2, self._group)
+        return gathered
+
+
+def _of_rows(mask_function: Callable[..., Any], places: torch.Tensor) -> Callable[..., Any]:
+    return lambda batch, head, row, column: mask_function(batch, head, places[row], column)
+
+
+def make_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: ContextMethod) -> ContextParallel:
+    """Let the ranks of `group` share the sequences of `model`, after a small one has shown that it trains alike.
+
+    A collective over the group.
+
+    Raises:
+        ConfigError: a model whose ranks would need more of a sequence than attention gives them, or a method that does
+            not fit it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise _refused(type(model).__name__, "a model that is not one of transformers")
+    _check_rope(model)
+    method = _choose_method(model, group.size(), method)
+    keeps_apart = _check_small(model, group, method)
+    return ContextParallel(model, group, method, keeps_apart=keeps_apart)
+
+
+def _check_rope(model: PreTrainedModel) -> None:
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if found := sorted(kinds & {"dynamic", "longrope"}):
+        raise ConfigError(
+            "the frequencies of these rotary embeddings depend on the sequence's length, and a rank has a part of it",
+            where="strategy.context",
+            found=f"rope_type: {', '.join(found)}",
+            allowed="1 for this model",
+            hint="strategy.context=1, or model.config.rope_parameters with a rope_type of fixed frequencies",
+        )
+
+
+def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
+    config = model.config.get_text_config(decoder=True)
+    heads = {name: n for name, n in config.to_dict().items() if re.fullmatch(_HEADS, name) and isinstance(n, int)}
+    uneven = {name: n for name, n in heads.items() if n % size}
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    can_gather = config._attn_implementation in _GATHERABLE
+    if method is ContextMethod.gather and not can_gather:
+        what = "keys and values can be gathered only for an attention that takes a mask of some rows"
+        found, allowed = config._attn_implementation, ", ".join(_GATHERABLE)
+        hint = "strategy.context_method=ulysses, or model.attention=sdpa"
+        raise ConfigError(what, where="strategy.context_method", found=found, allowed=allowed, hint=hint)
+    if method is ContextMethod.gather or (method is ContextMethod.auto and (uneven or has_sinks) and can_gather):
+        return ContextMethod.gather
+    if uneven or has_sinks:
+        what = "ulysses shares heads out to the ranks" + ("" if uneven else ", and these heads have parameters")
+        found = ", ".join(f"{name}: {n}" for name, n in uneven.items()) or "sinks"
+        raise ConfigError(
+            f"{what}: strategy.context={size} does not go with this model",
+            where="strategy.context, strategy.context_method",
+            found=found,
+            allowed="a degree that divides all numbers of heads, or strategy.context_method=gather",
+            hint="strategy.context_method=gather model.attention=sdpa",
+        )
+    return ContextMethod.ulysses
+
+
+def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod) -> bool:
+    """Compare a small model of the same class on the ranks of the group with itself in one process.
+
+    Returns:
+        Whether it keeps packed documents apart.
+    """
+    kind = type(model).__name__
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            small = small_model(model)
+        base = model.config.get_text_config(decoder=True)._attn_implementation
+        if base in _GATHERABLE:
+            small.set_attn_implementation(base)
+        nn.Module.to(small, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        keeps_apart = keeps_documents_apart(small) is not False
+        batches = [_packed_batch(small, group.size(), seed) for seed in range(2)]
+        whole = _accumulate(small, batches, nullcontext)
+        if method is ContextMethod.ulysses:
+            # It has fewer heads.
+            method = _choose_method(small, group.size(), ContextMethod.auto)
+        context = ContextParallel(small, group, method, keeps_apart=keeps_apart)
+        shared = _accumulate(small, batches, context.sharing)
+        for tensor in shared.values():
+            dist.all_reduce(tensor, group=group)
+    except Exception as error:  # of a model of any kind
+        raise _refused(kind, first_line(error)) from error
+    least = _TOLERANCE * max(tensor.norm() for tensor in whole.values())
+    for name, tensor in whole.items():
+        difference = (shared[name] - tensor).norm() / max(tensor.norm(), least)
+        if not difference < _TOLERANCE:
+            raise _refused(kind, f"{name} differs by {difference:.1e}")
+    return keeps_apart
+
+
+def _packed_batch(model: PreTrainedModel, size: int, seed: int) -> dict[str, torch.Tensor]:
+    """Two sequences of three documents, of which not all tokens are targets."""
+    num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)
+    labels, positions = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
+    labels[0, 4:7] = IGNORED
+    for row, starts in enumerate(((5, 19), (11, 14))):
+        for start in starts:
+            positions[row, start:] = torch.arange(num_tokens - start)
+            labels[row, start] = IGNORED
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
+def _accumulate(
+    model: PreTrainedModel,
+    batches: list[dict[str, torch.Tensor]],
+    sharing: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]],
+) -> dict[str, torch.Tensor]:
+    """Give the loss and all gradients of several micro batches, by name."""
+    num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
+    model.zero_grad()
+    total = torch.zeros((), device=model.device)
+    for batch in batches:
+        with sharing(batch) as own:
+            loss = model(**own, num_items_in_batch=num_items, use_cache=False).loss
+            loss.backward()
+        total += loss.detach()
+    # A rank may not use parameters that others use.
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return {"the loss": total} | {f"the gradient of {name}": gradient for name, gradient in gradients.items()}
+
+
+def _refused(kind: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"{kind} does not train alike where ranks share a sequence: not all that it needs of other tokens "
+        "comes through attention, or its loss does not count targets",
+        where="strategy.context",
+        found=found,
+        allowed="1 for this model",
+        hint="strategy.context=1, with strategy=fsdp2 train.gradient_checkpointing=true to save memory",
+    )

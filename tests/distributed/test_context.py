@@ -1,0 +1,176 @@
+"""Context parallelism beyond the numbers of test_layouts.py: shapes of batches, what ranks send, what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hfdist
+from benchmarks.growth import training
+from hfdist.config.strategy import ContextMethod
+from hfdist.errors import ConfigError
+from hfdist.strategies import context
+from hfdist.strategies.context import ContextParallel, make_context_parallel
+from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.test_trainer import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
+from tests.zoo.models import tiny_model
+from tests.zoo.sharding import share_types
+
+pytestmark = pytest.mark.distributed
+
+
+def make_strategy(**layout):
+    return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=2, **layout)
+
+
+def odd_items(num_items=GLOBAL_BATCH * 2):
+    """Sequences of many lengths, which no number of ranks divides."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 64, (3 + 5 * number % 17,), generator=generator) for number in range(num_items)]
+    return [{"input_ids": row, "labels": torch.where(row % 5 == 0, -100, row)} for row in rows]
+
+
+def collate(items, *, side, with_mask):
+    width = max(len(item["input_ids"]) for item in items)
+
+    def padded(row, filler):
+        sizes = (width - len(row), 0) if side == "left" else (0, width - len(row))
+        return nn.functional.pad(row, sizes, value=filler)
+
+    batch = {name: torch.stack([padded(item[name], -100 * (name == "labels")) for item in items]) for name in items[0]}
+    if with_mask:
+        batch["attention_mask"] = torch.stack([padded(torch.ones_like(item["input_ids"]), 0) for item in items])
+    return batch
+
+
+def train_padded(folder, layout, side, with_mask):
+    strategy = make_strategy(**layout)
+    arguments = make_arguments(folder, strategy, max_steps=2, per_device_eval_batch_size=3, remove_unused_columns=False)
+    items = odd_items()
+
+    def collator(rows):
+        return collate(rows, side=side, with_mask=with_mask)
+
+    trainer = hfdist.Trainer(
+        make_model(), arguments, strategy=strategy, train_dataset=items, eval_dataset=items[:7], data_collator=collator
+    )
+    trainer.train()
+    return history(trainer), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "side", "with_mask"),
+    [({"context_method": "gather"}, "left", True), ({"sharding": "fsdp2"}, "right", False)],
+)
+def test_rows_of_any_length_and_padding(tmp_path, layout, side, with_mask):
+    expected, expected_eval = run_ranks(train_padded, 1, tmp_path, {}, side, with_mask)[0]
+    for steps, eval_loss in run_ranks(train_padded, 2, tmp_path, {"context": 2} | layout, side, with_mask):
+        assert torch.tensor(steps) == pytest.approx(torch.tensor(expected), rel=1e-5)
+        assert eval_loss == pytest.approx(expected_eval, rel=1e-6)
+
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "mixtral", "cohere2", "phi3")
+
+
+@pytest.mark.parametrize(("method", "num_ranks"), [("auto", 2), ("gather", 3)])
+def test_families_train_as_on_one_process(method, num_ranks):
+    for tried in run_ranks(share_types, num_ranks, FAMILIES, ContextMethod[method]):
+        assert {name: one for name, one in tried.items() if one.verdict != "exact"} == {}
+
+
+def refusals():
+    found = {}
+    for name in ("mamba2", "bloom", "rwkv"):
+        with pytest.raises(ConfigError) as error:
+            make_context_parallel(tiny_model(name), dist.group.WORLD, ContextMethod.auto)
+        found[name] = error.value.found
+    stretched = tiny_model("llama")
+    stretched.config.rope_parameters["rope_type"] = "dynamic"
+    for model, method in (
+        (stretched, ContextMethod.auto),
+        (tiny_model("gpt_oss"), ContextMethod.ulysses),
+        (make_model(), ContextMethod.ulysses),
+        (NoLossKwargs(), ContextMethod.auto),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make_context_parallel(model, dist.group.WORLD, method)
+        found[f"{type(model).__name__} {method.value}"] = error.value.found
+    return found
+
+
+def test_what_needs_more_than_attention_gives_is_refused():
+    found = run_ranks(refusals, 2)
+    assert found[0] == found[1]
+    assert all("differs by" in found[0].pop(name) for name in ("mamba2", "bloom", "rwkv"))
+    assert found[0] == {
+        "LlamaForCausalLM auto": "rope_type: dynamic",
+        "GptOssForCausalLM ulysses": "sinks",
+        "LlamaForCausalLM ulysses": "num_key_value_heads: 1",
+        "NoLossKwargs auto": "a model that is not one of transformers",
+    }
+
+
+def losses_of(folder, given):
+    given = dict(given)
+    strategy = make_strategy(context=2)
+    arguments = make_arguments(folder, strategy, **given.pop("arguments", {}))
+    trainer = hfdist.Trainer(make_model(), arguments, strategy=strategy, train_dataset=odd_items(), **given)
+    trainer.predict(odd_items(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"compute_loss_func": print}, "compute_loss_func"),
+        ({"arguments": {"label_smoothing_factor": 0.1}}, "args.label_smoothing_factor"),
+        ({"compute_metrics": print}, "strategy.pipeline, strategy.context"),
+        ({}, "strategy.pipeline, strategy.context"),
+    ],
+)
+def test_what_looks_at_whole_sequences_is_refused(tmp_path, given, where):
+    with pytest.raises(RankFailed, match=f"where: +{where}"):
+        run_ranks(losses_of, 2, tmp_path, given)
+
+
+def see_through(model_type):
+    """The model's mask without its documents."""
+    context.keeps_documents_apart = lambda model: False
+    return share_types([model_type], ContextMethod.auto)[model_type]
+
+
+def without_shift(model_type):
+    share = ContextParallel._share
+
+    def unshifted(self, batch):
+        shared, sequence = share(self, batch)
+        return shared | {"shift_labels": shared["labels"]}, sequence
+
+    ContextParallel._share = unshifted
+    return share_types([model_type], ContextMethod.gather)[model_type]
+
+
+@pytest.mark.parametrize("spoil", [see_through, without_shift])
+def test_the_check_of_a_small_model_finds_mistakes(spoil):
+    for outcome in run_ranks(spoil, 2, "llama"):
+        assert "differs by" in outcome.reason
+
+
+SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
+NUM_RANKS, NUM_TOKENS, ITEM_BYTES = 2, 64, 4
+
+
+@pytest.mark.parametrize("method", ["ulysses", "gather"])
+def test_a_rank_sends_what_the_formulas_say(method):
+    layout = {"context": NUM_RANKS, "context_method": method}
+    work = training.Work(layout=layout, sizes=SIZES, global_batch_size=2, sequence_tokens=NUM_TOKENS, num_steps=1)
+    sent = run_ranks(training.train, NUM_RANKS, work)[0].ring_bytes
+    state = 2 * NUM_TOKENS * SIZES["hidden_size"] * SIZES["num_hidden_layers"] * ITEM_BYTES
+    share = (NUM_RANKS - 1) / NUM_RANKS
+    if method == "ulysses":
+        # Queries, keys, values and what attention gives, of a rank's tokens; forward and backward.
+        assert sent["all_to_all_single"] == pytest.approx(share * 2 * 4 * state / NUM_RANKS, rel=0.02)
+    else:
+        # Keys and values; their gradients are reduced to the rank's tokens.
+        assert sent["all_gather_into_tensor"] == pytest.approx(share * 2 * state, rel=0.02)
+        assert sent["reduce_scatter_tensor"] == pytest.approx(share * 2 * state, rel=0.02)
