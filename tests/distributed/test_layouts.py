@@ -41,7 +41,16 @@ def train(folder, num_processes, strategy, *overrides):
 
 @pytest.mark.parametrize(
     ("strategy", "num_processes"),
-    [("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4), ("pipeline_zero1", 4)],
+    [
+        ("ddp", 4),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("zero3_offload", 2),
+        ("hsdp", 4),
+        ("long_context", 2),
+        ("pipeline_zero1", 4),
+    ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
     run = train(tmp_path, num_processes, strategy, "train.eval_every=4")
@@ -70,6 +79,8 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", "model.config.num_hidden_layers=4"]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
+        ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
+        ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
         ("single", 1, ["model.attention=eager"]),
     ],
 )
@@ -94,6 +105,7 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("ddp", 2, "fp16"),
         ("zero3", 2, "bf16"),
         ("fsdp2", 2, "fp16"),
+        ("long_context", 2, "bf16"),
         ("pipeline", 2, "bf16"),
         ("pipeline_zero1", 4, "fp16"),
     ],

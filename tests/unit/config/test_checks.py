@@ -161,6 +161,9 @@ CONTRADICTIONS = [
     (["data.quarantine=[stdlb:abc.py:5]"], "data.quarantine", "no source 'stdlb'", "[stdlib:abc.py:5]"),
     (["data.quarantine=[abc.py:5]"], "data.quarantine", "SOURCE:FILE:ROW", "[stdlib:part-0.parquet:17]"),
     (["data.quarantine=['stdlib:abc.py:-5']"], "data.quarantine", "SOURCE:FILE:ROW", None),
+    (["strategy=pipeline", "strategy.context=2"], "strategy.context", "FSDP2 only", "strategy=fsdp2"),
+    (["strategy=zero2", "strategy.context=2"], "strategy.context", "FSDP2 only", "strategy=fsdp2"),
+    (["strategy.context_method=gather"], "strategy.context_method", "no ranks share", "strategy.context=2"),
     *(
         (["strategy=ddp", f"strategy.{axis}=2"], f"strategy.{axis}", "1; available are", "zero3")
         for axis in UNBUILT_AXES
