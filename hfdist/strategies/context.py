@@ -108,10 +108,11 @@ class ContextParallel:
         num_tokens = ids.shape[1]
         positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
         positions = positions.expand_as(ids)
-        # Padding is a document of its own behind all others.
+        # Padding is a document of its own behind all others; of ordinary tokens, as gemma3n divides by embeddings.
         num_added = -num_tokens % (2 * self._size)
         if num_added:
-            ids, labels = functional.pad(ids, (0, num_added)), functional.pad(labels, (0, num_added), value=IGNORED)
+            ids = torch.cat([ids, ids[:, -1:].expand(-1, num_added)], 1)
+            labels = functional.pad(labels, (0, num_added), value=IGNORED)
             added = torch.arange(num_added, device=ids.device).expand(len(ids), -1)
             positions = torch.cat([positions, added], 1)
             mask = None if mask is None else functional.pad(mask, (0, num_added))
