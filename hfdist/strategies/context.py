@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,6 +36,8 @@ _collectives: Any = torch.distributed._functional_collectives
 _KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
 _GATHERABLE = ("sdpa", "eager")
 """Implementations of attention that take a mask of some rows."""
+_DEPENDENT_ON_LENGTH = {"dynamic", "longrope"}
+"""Types of rotary embeddings."""
 _HEADS = r"(num|n)_\w*heads?|n_head"
 _TOLERANCE, _CHECKED_TOKENS = 1e-4, 32
 _numbers = itertools.count()
@@ -79,6 +82,10 @@ class ContextParallel:
         AttentionInterface.register(name, self._attention)
         AttentionMaskInterface.register(name, self._mask)
         model.set_attn_implementation(name)
+        for module in model.modules():
+            if _DEPENDENT_ON_LENGTH & set(_values(getattr(module, "rope_type", None))):
+                module.register_forward_pre_hook(self._take_all_positions, with_kwargs=True)
+                module.register_forward_hook(self._keep_own_positions)
 
     @contextmanager
     def sharing(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
@@ -176,6 +183,18 @@ class ContextParallel:
         mask = sequence.attention_mask
         return base(batch_size, num_rows, num_tokens, 0, 0, mask_function, attention_mask=mask, **more)
 
+    def _take_all_positions(self, module: nn.Module, args: Any, named: Any) -> Any:
+        """Frequencies that depend on the longest position need those of the whole sequence."""
+        if self._sequence is None:
+            return None
+        positions, own_shape = self._sequence.positions, (len(self._sequence.positions), len(self._sequence.places))
+        return tree_map_only(
+            torch.Tensor, lambda value: positions if value.shape == own_shape else value, (args, named)
+        )
+
+    def _keep_own_positions(self, module: nn.Module, args: Any, waves: tuple[torch.Tensor, ...]) -> Any:
+        return waves if self._sequence is None else tuple(wave[:, self._sequence.places] for wave in waves)
+
     def _attention(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
     ) -> tuple[torch.Tensor, None]:
@@ -223,6 +242,11 @@ class ContextParallel:
         return gathered
 
 
+def _values(kinds: Any) -> Iterable[Any]:
+    """Of all kinds of blocks, where they differ."""
+    return kinds.values() if isinstance(kinds, dict) else (kinds,)
+
+
 def _of_rows(mask_function: Callable[..., Any], places: torch.Tensor) -> Callable[..., Any]:
     return lambda batch, head, row, column: mask_function(batch, head, places[row], column)
 
@@ -238,23 +262,9 @@ def make_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Co
     """
     if not isinstance(model, PreTrainedModel):
         raise _refused(type(model).__name__, "a model that is not one of transformers")
-    _check_rope(model)
     method = _choose_method(model, group.size(), method)
     keeps_apart = _check_small(model, group, method)
     return ContextParallel(model, group, method, keeps_apart=keeps_apart)
-
-
-def _check_rope(model: PreTrainedModel) -> None:
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if found := sorted(kinds & {"dynamic", "longrope"}):
-        raise ConfigError(
-            "the frequencies of these rotary embeddings depend on the sequence's length, and a rank has a part of it",
-            where="strategy.context",
-            found=f"rope_type: {', '.join(found)}",
-            allowed="1 for this model",
-            hint="strategy.context=1, or model.config.rope_parameters with a rope_type of fixed frequencies",
-        )
 
 
 def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:

@@ -13,8 +13,10 @@ from hfdist.strategies import context
 from hfdist.strategies.context import ContextParallel, make_context_parallel
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.test_trainer import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
-from tests.zoo.models import tiny_model
-from tests.zoo.sharding import share_types
+from tests.zoo import sharding
+from tests.zoo.models import make_model as make_small
+from tests.zoo.models import tiny_config, tiny_model
+from tests.zoo.sharding import share_type, share_types
 
 pytestmark = pytest.mark.distributed
 
@@ -78,16 +80,42 @@ def test_families_train_as_on_one_process(method, num_ranks):
         assert {name: one for name, one in tried.items() if one.verdict != "exact"} == {}
 
 
+ROPES = {
+    "dynamic": {"factor": 2.0, "rope_theta": 1e2},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e2, "factor": 4.0},
+}
+
+
+def stretched(rope_type):
+    """A model whose frequencies change at 12 positions, of which the first rank of two sees only 8 or so."""
+    config = tiny_config("llama")
+    config.max_position_embeddings = 12
+    config.rope_parameters = {"rope_type": rope_type, "original_max_position_embeddings": 12, **ROPES[rope_type]}
+    return make_small("llama", config).train()
+
+
+def train_stretched(rope_type):
+    sharding.tiny_model = lambda _: stretched(rope_type)
+    sharding.packed = lambda batch: {name: batch[name] for name in ("input_ids", "labels")}
+    return share_type("llama", ContextMethod.auto)
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_frequencies_depend_on_the_whole_sequence(rope_type, monkeypatch):
+    for outcome in run_ranks(train_stretched, 2, rope_type):
+        assert outcome.verdict == "exact", outcome
+    # The test of the test: from its own positions alone each rank would take other frequencies.
+    monkeypatch.setattr(context, "_DEPENDENT_ON_LENGTH", set())
+    assert run_ranks(train_stretched, 2, rope_type)[0].verdict != "exact"
+
+
 def refusals():
     found = {}
     for name in ("mamba2", "bloom", "rwkv"):
         with pytest.raises(ConfigError) as error:
             make_context_parallel(tiny_model(name), dist.group.WORLD, ContextMethod.auto)
         found[name] = error.value.found
-    stretched = tiny_model("llama")
-    stretched.config.rope_parameters["rope_type"] = "dynamic"
     for model, method in (
-        (stretched, ContextMethod.auto),
         (tiny_model("gpt_oss"), ContextMethod.ulysses),
         (make_model(), ContextMethod.ulysses),
         (NoLossKwargs(), ContextMethod.auto),
@@ -103,7 +131,6 @@ def test_what_needs_more_than_attention_gives_is_refused():
     assert found[0] == found[1]
     assert all("differs by" in found[0].pop(name) for name in ("mamba2", "bloom", "rwkv"))
     assert found[0] == {
-        "LlamaForCausalLM auto": "rope_type: dynamic",
         "GptOssForCausalLM ulysses": "sinks",
         "LlamaForCausalLM ulysses": "num_key_value_heads: 1",
         "NoLossKwargs auto": "a model that is not one of transformers",
