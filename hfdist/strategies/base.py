@@ -115,12 +115,12 @@ class Engine:
             num_items: number of target tokens in the whole global batch.
             hooks: how the Trainer does it.
         """
-        with self._sharing(batch) as own:
+        with self._sharded(batch) as own:
             return hooks.training_step(hooks.model, own, num_items)
 
-    def _sharing(self, batch: Batch) -> AbstractContextManager[Batch]:
+    def _sharded(self, batch: Batch) -> AbstractContextManager[Batch]:
         """Give this rank's part of the sequences that its model replica reads."""
-        return nullcontext(batch) if self.context is None else self.context.sharing(batch)
+        return nullcontext(batch) if self.context is None else self.context.sharded(batch)
 
     def accumulating(self) -> AbstractContextManager[object]:
         """Hold for each micro batch of a step but the last, where the engine itself reduces gradients."""
@@ -139,7 +139,7 @@ class Engine:
             may end with copies of the batch's first row, without targets. On the other ranks: an empty list. Ranks that
             share sequences: of each its part of a batch with labels, and of the whole batch without.
         """
-        with torch.no_grad(), self._sharing(batch) as own:
+        with torch.no_grad(), self._sharded(batch) as own:
             return [function(hooks.model, own)]
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
@@ -206,9 +206,9 @@ class Strategy(Partitioning):
         Raises:
             ConfigError: a model whose ranks cannot share sequences.
         """
-        return Engine(model, self._share_sequences(model))
+        return Engine(model, self._shard_sequences(model))
 
-    def _share_sequences(self, model: nn.Module) -> ContextParallel | None:
+    def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
             return None
         # It takes time that other layouts save.

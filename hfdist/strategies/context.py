@@ -88,7 +88,7 @@ class ContextParallel:
                 module.register_forward_hook(self._keep_own_positions)
 
     @contextmanager
-    def sharing(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def sharded(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Give this rank's share of the tokens; in this context the model must be called on all ranks of the group.
 
         Labels are shifted before they are shared out. Batches without labels stay whole: each rank computes them alone.
@@ -104,13 +104,13 @@ class ContextParallel:
             what = "it is not known how the ranks of a context group share this part of a batch"
             where, found = "data_collator", ", ".join(unknown)
             raise ConfigError(what, where=where, found=found, allowed=", ".join(_KEYS), hint="strategy.context=1")
-        shared, self._sequence = self._share(batch)
+        shared, self._sequence = self._shard(batch)
         try:
             yield shared
         finally:
             self._sequence = None
 
-    def _share(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:
+    def _shard(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
         num_tokens = ids.shape[1]
         positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
@@ -315,7 +315,7 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
             # It has fewer heads.
             method = _choose_method(small, group.size(), ContextMethod.auto)
         context = ContextParallel(small, group, method, keeps_apart=keeps_apart)
-        shared = _accumulate(small, batches, context.sharing)
+        shared = _accumulate(small, batches, context.sharded)
         for tensor in shared.values():
             dist.all_reduce(tensor, group=group)
     except Exception as error:  # of a model of any kind
@@ -347,14 +347,14 @@ def _packed_batch(model: PreTrainedModel, size: int, seed: int) -> dict[str, tor
 def _accumulate(
     model: PreTrainedModel,
     batches: list[dict[str, torch.Tensor]],
-    sharing: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]],
+    shard: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]],
 ) -> dict[str, torch.Tensor]:
     """Give the loss and all gradients of several micro batches, by name."""
     num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
     model.zero_grad()
     total = torch.zeros((), device=model.device)
     for batch in batches:
-        with sharing(batch) as own:
+        with shard(batch) as own:
             loss = model(**own, num_items_in_batch=num_items, use_cache=False).loss
             loss.backward()
         total += loss.detach()

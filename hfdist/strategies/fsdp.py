@@ -52,7 +52,7 @@ class FsdpStrategy(Strategy):
         check_no_scalars(model, "FSDP2")
         uses_all = uses_all_parameters(cast(PreTrainedModel, model))
         units = list(_list_units(cast(PreTrainedModel, model)))
-        context = self._share_sequences(model)
+        context = self._shard_sequences(model)
         mesh = self.mesh["replicate", "sharded"] if self.topology.replicate > 1 else self.mesh["sharded"]
         for unit in units:
             _prepare(unit, mesh.device_type)

@@ -166,13 +166,13 @@ def see_through(model_type):
 
 
 def without_shift(model_type):
-    share = ContextParallel._share
+    share = ContextParallel._shard
 
     def unshifted(self, batch):
         shared, sequence = share(self, batch)
         return shared | {"shift_labels": shared["labels"]}, sequence
 
-    ContextParallel._share = unshifted
+    ContextParallel._shard = unshifted
     return share_types([model_type], ContextMethod.gather)[model_type]
 
 
