@@ -86,8 +86,10 @@ class StrategyConfig:
     balance: Balance = Balance.flops
     blocks_per_stage: list[int] | None = None
     offload: Offload = Offload.none
-    reshard: bool = True
-    """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward."""
+    reshard: bool | None = None
+    """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward.
+
+    None: it does so, but a pipeline keeps them for a whole step."""
     prefetch: int = limited(0, at_least=0)
     """Blocks whose parameters FSDP2 gathers ahead of the one that computes; 0: one, and only in the backward."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +99,11 @@ class StrategyConfig:
     def shards_state(self) -> bool:
         """Whether the optimizer steps a share of the parameters on each rank."""
         return self.sharding is not Sharding.none
+
+    @property
+    def frees_behind_forward(self) -> bool:
+        """`reshard`, decided."""
+        return self.pipeline == 1 if self.reshard is None else self.reshard
 
     @property
     def degrees(self) -> Degrees:

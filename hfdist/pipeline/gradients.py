@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Add up gradients over the ranks of `group`, a few large messages at a time. In place.
+    """Add up gradients, or this rank's shards of them, over the ranks of `group`, a few large messages at a time. In place.
 
     A parameter that no rank has used keeps its gradient of None, and so is not stepped, as in one process.
 
     Args:
-        parameters: the same ones, in the same order, on every rank of the group.
+        parameters: the same ones (of DTensors the same shards), in the same order, on every rank of the group.
         group: data ranks, or the pipeline ranks that hold a tied parameter.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -39,7 +40,10 @@ def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dev
         device: of this rank, which may have no gradient at all.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2
+    norm = torch.nn.utils.get_total_norm(grads)
+    # Of shards, over their ranks.
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    squared = norm.to(device, torch.float32) ** 2
     # A reduction may add up in another order in each replica, whose weights would then part.
     every = [torch.empty_like(squared) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, squared, group=group)
@@ -54,7 +58,7 @@ def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            yield parameter.grad
+            yield parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

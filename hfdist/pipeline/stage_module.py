@@ -145,7 +145,9 @@ def refuse_call(model: nn.Module, inputs: Any) -> None:
 
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Copy a block's class and attributes; its hooks, checkpointing and compilation stay with the block itself."""
-    stand_in = copy.copy(block)
+    # Not `copy.copy`, which an FSDPModule does not allow.
+    stand_in = object.__new__(type(block))
+    vars(stand_in).update(vars(block))
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         setattr(stand_in, name, OrderedDict())
     stand_in._compiled_call_impl = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -50,27 +51,35 @@ class FsdpStrategy(Strategy):
         if self.topology.world_size == 1:
             return Engine(model)
         check_no_scalars(model, "FSDP2")
-        uses_all = uses_all_parameters(cast(PreTrainedModel, model))
-        units = list(_list_units(cast(PreTrainedModel, model)))
         context = self._shard_sequences(model)
-        mesh = self.mesh["replicate", "sharded"] if self.topology.replicate > 1 else self.mesh["sharded"]
-        for unit in units:
-            _prepare(unit, mesh.device_type)
-            fully_shard(unit, mesh=mesh, reshard_after_forward=self.config.reshard)
-        _prefetch(cast(list[FSDPModule], units), self.config.prefetch)
-        _prepare(model, mesh.device_type)
         name = type(model).__name__
-        # The backward begins with what the forward ends with.
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        shard_by_blocks(model, model, self.mesh, self.config)
         # Exported configs name the class, and the Trainer knows causal models by it.
         type(model).__name__ = name
-        root = cast(Any, model)
-        # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
-        root._is_fsdp_managed_module = True
-        if not uses_all:
-            # Else ranks that use other parameters would reduce buffers of other sizes.
-            root.set_reduce_scatter_unused_params(True)
         return FsdpEngine(model, context)
+
+
+def shard_by_blocks(model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
+    """Shard a model over the data ranks in place: a unit a block, and the rest with `root`, which is or has the model.
+
+    Raises:
+        ConfigError: a parameter that FSDP2 cannot shard.
+    """
+    uses_all = uses_all_parameters(cast(PreTrainedModel, model))
+    units = list(_list_units(cast(PreTrainedModel, model)))
+    axes = mesh["replicate", "sharded"] if mesh["replicate"].size() > 1 else mesh["sharded"]
+    for unit in units:
+        _prepare(unit, mesh)
+        fully_shard(unit, mesh=axes, reshard_after_forward=config.frees_behind_forward)
+    _prefetch(cast(list[FSDPModule], units), config.prefetch)
+    _prepare(root, mesh)
+    # The backward begins with what the forward ends with.
+    fully_shard(root, mesh=axes, reshard_after_forward=False)
+    # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
+    cast(Any, model)._is_fsdp_managed_module = True
+    if not uses_all:
+        # Else ranks that use other parameters would reduce buffers of other sizes.
+        cast(Any, root).set_reduce_scatter_unused_params(True)
 
 
 def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -83,7 +92,9 @@ def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
         return
     num_names = _count_names(model)
     for block in blocks:
-        if all(num_names[parameter] == count for parameter, count in _count_names(block).items()):
+        # Another stage of a pipeline has those without parameters.
+        own = _count_names(block)
+        if own and all(num_names[parameter] == count for parameter, count in own.items()):
             yield block
 
 
@@ -97,9 +108,9 @@ def _prefetch(units: list[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
 
 
-def _prepare(unit: nn.Module, device_type: str) -> None:
-    """Start from rank 0's weights, as DDP does: ranks may have drawn their own. One unit at a time is on the device."""
-    unit.to(device_type)
+def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
+    """Start from one data rank's weights, as DDP does: ranks may have drawn their own. It is on the device by itself."""
+    unit.to(mesh.device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}
     if len(trained) > 1:
@@ -110,29 +121,21 @@ def _prepare(unit: nn.Module, device_type: str) -> None:
     for tensor in (*(p for _, p in own), *unit.buffers()):
         tensor.data = tensor.data.contiguous()
         # Not each backend knows truth values.
-        dist.broadcast(tensor.data.view(torch.uint8) if tensor.dtype is torch.bool else tensor.data, 0)
+        known = tensor.data.view(torch.uint8) if tensor.dtype is torch.bool else tensor.data
+        for axis in ("context", "data"):
+            dist.broadcast(known, group=mesh.get_group(axis), group_src=0)
 
 
-class FsdpEngine(Engine):
-    """The Trainer's own step over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards.
-
-    Every forward is a collective, in evaluation too.
-    """
+class ShardedEngine(Engine):
+    """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
 
     reduces_gradients = True
     optimizer_sees = Reach.element
 
-    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
-        super().__init__(model, context)
-        self._root = cast(FSDPModule, model)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # Behind FSDP's own hook.
-        model.register_forward_hook(self._after_forward)
-
-    def _after_forward(self, *_: Any) -> None:
-        # No backward follows, which would do it.
-        if not torch.is_grad_enabled():
-            self._reshard()
+    def _use(self, root: nn.Module) -> None:
+        """Take the module that FSDP knows as its root."""
+        self._root: Any = root
+        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
 
     def _reshard(self) -> None:
         """Free what is gathered: what is gathered of a parameter hides its shard from all that look at the model."""
@@ -160,20 +163,6 @@ class FsdpEngine(Engine):
                 ) from error
         return super().setup(prepared, optimizer, scaler)
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Leave the all-reduce over replicas to the last micro batch; shards are reduced at each."""
-        self._root.set_requires_all_reduce(False)
-        try:
-            yield
-        finally:
-            self._root.set_requires_all_reduce(True)
-
-    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
-        """As the Trainer does; the norm is that of the whole model."""
-        norm = default()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's rows, by name and first element: each group of ranks holds the same."""
         self._reshard()
@@ -199,3 +188,35 @@ class FsdpEngine(Engine):
         mesh, num_rows = tensor.device_mesh, tensor.shape[0]
         size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         return min(rank * -(-num_rows // size), num_rows) * math.prod(tensor.shape[1:])
+
+
+class FsdpEngine(ShardedEngine):
+    """The Trainer's own step over DTensors; FSDP's hooks gather parameters, and reduce gradients to shards.
+
+    Every forward is a collective, in evaluation too.
+    """
+
+    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
+        super().__init__(model, context)
+        self._use(model)
+        # Behind FSDP's own hook.
+        model.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, *_: Any) -> None:
+        # No backward follows, which would do it.
+        if not torch.is_grad_enabled():
+            self._reshard()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leave the all-reduce over replicas to the last micro batch; shards are reduced at each."""
+        self._root.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_all_reduce(True)
+
+    def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
+        """As the Trainer does; the norm is that of the whole model."""
+        norm = default()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm

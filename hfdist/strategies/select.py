@@ -41,6 +41,10 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
             from hfdist.strategies.zero import ZeroStrategy
 
             return ZeroStrategy(topology, batch, strategy, train)
+        case Sharding.fsdp2 if has_pipeline:
+            from hfdist.strategies.pipeline_fsdp import PipelineFsdpStrategy
+
+            return PipelineFsdpStrategy(topology, batch, strategy, train)
         case Sharding.fsdp2:
             from hfdist.strategies.fsdp import FsdpStrategy
 

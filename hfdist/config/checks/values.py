@@ -160,20 +160,18 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
         hint = "strategy=zero1, or leave strategy.deepspeed empty"
         raise _conflict(config, "strategy.deepspeed", what, hint=hint)
-    for key, default in (("replicate", 1), ("reshard", True), ("prefetch", 0)):
+    for key, default in (("replicate", 1), ("reshard", None), ("prefetch", 0)):
         if getattr(strategy, key) != default and strategy.sharding is not Sharding.fsdp2:
             what, keys = "this key belongs to FSDP2", f"strategy.{key} strategy.sharding"
-            raise _conflict(config, keys, what, allowed=str(default).lower(), hint="strategy=fsdp2")
-    if strategy.sharding is Sharding.fsdp2 and strategy.pipeline > 1:
-        what, keys = "FSDP2 within a pipeline is not built yet in this version", "strategy.sharding strategy.pipeline"
-        raise _conflict(config, keys, what, allowed="none, zero1", hint="strategy.sharding=zero1")
+            allowed = "null" if default is None else str(default)
+            raise _conflict(config, keys, what, allowed=allowed, hint="strategy=fsdp2")
     if strategy.sharding in (Sharding.zero2, Sharding.zero3) and strategy.pipeline > 1:
         what = (
             f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 shard the gradients after each "
             "micro batch, a pipeline needs those of all micro batches until it is flushed"
         )
-        keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1"
-        raise _conflict(config, keys, what, allowed="none, zero1", hint=hint)
+        keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=fsdp2, or zero1"
+        raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
     if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
         other = "pipeline" if strategy.pipeline > 1 else "sharding"
         what = "ranks that share sequences go with data parallelism and FSDP2 only in this version"

@@ -1,0 +1,105 @@
+"""A pipeline whose stages are sharded over the data ranks by FSDP2.
+
+Parameters are gathered as the first micro batch reaches them, and kept until all micro batches are through: their
+gradients are whole until then, too. Then gradients are reduced to shards, once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hfdist.models.flops import ModelSize
+from hfdist.pipeline.infer_stage_io import StageIO
+from hfdist.pipeline.pipeline import Pipeline
+from hfdist.pipeline.split import SplitModel
+from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no_scalars
+from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
+from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
+
+
+class _Step(nn.Module):
+    """Has all that a rank holds; FSDP takes its forward for that of a step, and its backward for the end of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, begin: torch.Tensor) -> torch.Tensor:
+        return begin.clone()
+
+
+class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
+    """FSDP's hooks gather blocks. What is around them is gathered for the whole step, since each stage has it."""
+
+    def __init__(
+        self, strategy: PipelineStrategy, split: SplitModel, size: ModelSize, stage_io: StageIO, mesh: DeviceMesh
+    ) -> None:
+        super().__init__(strategy, split, size, stage_io, mesh)
+        step = _Step(split.model)
+        shard_by_blocks(split.model, step, mesh, strategy.config)
+        self._use(step)
+
+    def _make_pipeline(self) -> Pipeline:
+        self._begin_step()
+        for unit in self._units:
+            unit.unshard()
+        # Its stages share what is gathered, which has the same tensors each time.
+        pipeline = super()._make_pipeline()
+        self._reshard()
+        return pipeline
+
+    def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
+        """Run the schedule over gathered parameters; gradients are whole until its end."""
+        self._is_last_backward(False)
+        self._end = self._begin_step()
+        return super().forward_backward(batch, num_items, hooks)
+
+    def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
+        """Run forwards through the stages, and free what is gathered."""
+        with torch.no_grad():
+            if self._pipeline is None:
+                self._pipeline = self._make_pipeline()
+            self._begin_step()
+            values = super().forward(batch, function, hooks)
+        self._reshard()
+        return values
+
+    def _begin_step(self) -> torch.Tensor:
+        end: torch.Tensor = self._root(torch.zeros((), device=self._device, requires_grad=True))
+        return end
+
+    def _is_last_backward(self, is_last: bool) -> None:
+        self._root.set_is_last_backward(is_last)
+        self._root.set_requires_gradient_sync(is_last)
+        self._root.set_reshard_after_backward(is_last)
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        # FSDP averages over data ranks.
+        return super()._scale(loss) * self._strategy.topology.data_size
+
+    def _reduce_gradients(self) -> None:
+        self._is_last_backward(True)
+        # Behind a backward FSDP reduces all gradients that are left.
+        self._end.backward()  # type: ignore[no-untyped-call]
+        self._sum_shared()
+
+
+class PipelineFsdpStrategy(PipelineStrategy):
+    """`strategy.pipeline=N strategy.sharding=fsdp2`."""
+
+    engine_class = PipelineFsdpEngine
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        share = 1.0 / self.topology.shard
+        self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
+
+    def partition(self, model: nn.Module) -> None:
+        """As without FSDP2, which takes no parameter without a dimension."""
+        check_no_scalars(model, "FSDP2")
+        super().partition(model)
