@@ -13,7 +13,7 @@ _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Add up gradients, or this rank's shards of them, over the ranks of `group`, a few large messages at a time. In place.
+    """Add up gradients, or their shards, over the ranks of `group`, a few large messages at a time. In place.
 
     A parameter that no rank has used keeps its gradient of None, and so is not stepped, as in one process.
 

@@ -109,7 +109,10 @@ def _prefetch(units: list[FSDPModule], count: int) -> None:
 
 
 def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Start from one data rank's weights, as DDP does: ranks may have drawn their own. It is on the device by itself."""
+    """Start from the weights of data rank 0, as DDP does: ranks may have drawn their own.
+
+    Called for one unit at a time, so that no more is whole on the device.
+    """
     unit.to(mesh.device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}

@@ -75,6 +75,7 @@ LAYOUTS = {
     "pp2": Layout(2, ("strategy=pipeline",)),
     "pp2 x zero1 x2": Layout(4, ("strategy=pipeline_zero1",)),
     "pp4 interleaved": _interleaved(),
+    "pp2 x fsdp2 x2": Layout(4, ("strategy=fsdp2", "strategy.pipeline=2")),
 }
 SINGLE = "single"
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
 
 # In so few steps the model learns what the comparison needs only at a high rate.
 STEPS = ("train.max_steps=8", "optimizer.lr=1e-2")
+DEEPER = ("model.config.num_hidden_layers=4",)
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +43,13 @@ def train(folder, num_processes, strategy, *overrides):
 @pytest.mark.parametrize(
     ("strategy", "num_processes"),
     [
-        ("ddp", 4),
-        ("zero1", 2),
-        ("zero2", 2),
-        ("zero3", 2),
-        ("zero3_offload", 2),
-        ("hsdp", 4),
+        *(("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
         ("long_context", 2),
-        ("pipeline_zero1", 4),
+        *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
-    run = train(tmp_path, num_processes, strategy, "train.eval_every=4")
+    run = train(tmp_path, num_processes, *strategy.split(), "train.eval_every=4")
     assert len(losses(run)) == 8
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
     assert losses(single)[-1] < losses(single)[0] - 0.3
@@ -76,11 +72,12 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("ddp", 2, ["train.micro_batch_size=4", "train.eval_micro_batch_size=3"]),
         ("zero3", 2, ["train.gradient_checkpointing=true"]),
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
-        ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", "model.config.num_hidden_layers=4"]),
+        ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
         ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
+        ("fsdp2", 4, ["train.compile=blocks", "strategy.pipeline=2", "strategy.schedule=dualpipev", *DEEPER]),
         ("single", 1, ["model.attention=eager"]),
     ],
 )
@@ -108,10 +105,11 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("long_context", 2, "bf16"),
         ("pipeline", 2, "bf16"),
         ("pipeline_zero1", 4, "fp16"),
+        ("fsdp2 strategy.pipeline=2", 4, "fp16"),
     ],
 )
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):
-    run = train(tmp_path, num_processes, strategy, f"train.precision={precision}")
+    run = train(tmp_path, num_processes, *strategy.split(), f"train.precision={precision}")
     ours, reference = losses(run), losses(single)
     assert ours[-1] < ours[0] - 0.3
     assert ours == pytest.approx(reference, rel=0.02)
