@@ -1,7 +1,7 @@
 """A pipeline whose stages are sharded over the data ranks by FSDP2.
 
-Parameters are gathered as the first micro batch reaches them, and kept until all micro batches are through: their
-gradients are whole until then, too. Then gradients are reduced to shards, once a step.
+Parameters are gathered at the start of a step and kept to its end, since gradients of all micro batches are whole until
+then, too. Then gradients are reduced to shards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Step(nn.Module):
 
 
 class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
-    """FSDP's hooks gather blocks. What is around them is gathered for the whole step, since each stage has it."""
+    """The stages compute with gathered parameters, the optimizer and checkpoints see shards."""
 
     def __init__(
         self, strategy: PipelineStrategy, split: SplitModel, size: ModelSize, stage_io: StageIO, mesh: DeviceMesh
@@ -46,9 +46,8 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
-        for unit in self._units:
-            unit.unshard()
-        # Its stages share what is gathered, which has the same tensors each time.
+        self._wait_for_gathered()
+        # Its stages share what is gathered: the same tensors each time, with memory for a step.
         pipeline = super()._make_pipeline()
         self._reshard()
         return pipeline
@@ -66,12 +65,21 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
                 self._pipeline = self._make_pipeline()
             self._begin_step()
             values = super().forward(batch, function, hooks)
+        # Of a block that has not run, too.
+        self._wait_for_gathered()
         self._reshard()
         return values
 
     def _begin_step(self) -> torch.Tensor:
         end: torch.Tensor = self._root(torch.zeros((), device=self._device, requires_grad=True))
+        for unit in self._units:
+            # Its first forward waits for it.
+            unit.unshard(async_op=True)
         return end
+
+    def _wait_for_gathered(self) -> None:
+        for unit in self._units:
+            unit.unshard()
 
     def _is_last_backward(self, is_last: bool) -> None:
         self._root.set_is_last_backward(is_last)

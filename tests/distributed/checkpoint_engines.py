@@ -13,9 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfdist.config.batch import plan_batch
 from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.train import TrainConfig
 from hfdist.strategies import pieces, pieces_zero
-from hfdist.strategies.fsdp import FsdpStrategy
-from hfdist.topology import Degrees, Topology
+from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.select import select_strategy
+from hfdist.topology import Topology
 
 SEQUENCES, TOKENS, VOCABULARY = 12, 9, 61
 
@@ -49,12 +51,13 @@ def make_optimizer(model, **options):
     return torch.optim.AdamW(groups, lr=1e-2, **options)
 
 
-def batch_share(step):
-    """This rank's share of the global batch of a step."""
+def batch_share(step, num_shares=None, share=None):
+    """This rank's share of the global batch of a step; by default each rank has another one."""
     generator = torch.Generator().manual_seed(1000 + step)
     batch = torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=generator)
-    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return batch.chunk(size)[rank]
+    if num_shares is None:
+        num_shares, share = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return batch.chunk(num_shares)[share]
 
 
 class Replicated:
@@ -130,27 +133,30 @@ class Zero:
 
 
 class Sharded:
-    """FSDP2: sizes that the ranks do not divide, down to ranks with no row of a tensor."""
+    """FSDP2, in a pipeline too: sizes that the ranks do not divide, down to ranks with no row of a tensor."""
 
-    def __init__(self, *, seed=0, **options):
-        topology = Topology.of(Degrees(), world_size=dist.get_world_size(), rank=dist.get_rank())
+    def __init__(self, pipeline=1, *, seed=0, **options):
+        config = StrategyConfig(sharding=Sharding.fsdp2, pipeline=pipeline)
+        self.topology = Topology.of(config.degrees, world_size=dist.get_world_size(), rank=dist.get_rank())
         batch = plan_batch(
             global_batch_size=SEQUENCES,
-            micro_batch_size=SEQUENCES // topology.data_size,
-            data_size=topology.data_size,
+            micro_batch_size=SEQUENCES // dist.get_world_size(),
+            data_size=self.topology.data_size,
             sequence_length=TOKENS,
             lanes=SEQUENCES,
         )
-        config = StrategyConfig(sharding=Sharding.fsdp2)
-        self.engine = FsdpStrategy(topology, batch, config).build(tiny_model(seed))
+        strategy = select_strategy(config, TrainConfig(), topology=self.topology, batch=batch)
+        self.engine = strategy.build(tiny_model(seed))
         self.model = self.engine.model
         self.optimizer = make_optimizer(self.model, **options)
         self.engine.setup(self.model, SimpleNamespace(optimizer=self.optimizer), None)
 
     def step(self, step):
-        loss = mean_loss(self.model, batch_share(step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        batch = {"input_ids": batch_share(step, self.topology.data_size, self.topology.data_rank)}
+        # A pipeline has as many micro batches as ranks, so their mean losses need no factor.
+        hooks = TrainerHooks(model=self.model, training_step=train_on, loss=loss_on)
+        loss = self.engine.forward_backward(batch, None, hooks)
+        self.engine.clip_grad_norm(1.0, partial(torch.nn.utils.clip_grad_norm_, self.model.parameters(), 1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return global_mean(loss)
@@ -168,6 +174,16 @@ class Sharded:
         pass
 
 
+def loss_on(model, batch, num_items):
+    return mean_loss(model, batch["input_ids"])
+
+
+def train_on(model, batch, num_items):
+    loss = loss_on(model, batch, num_items)
+    loss.backward()
+    return loss.detach()
+
+
 LAYOUTS = {
     "single": (1, Replicated),
     "ddp2": (2, Replicated),
@@ -178,6 +194,7 @@ LAYOUTS = {
     "fsdp2x3": (3, Sharded),
     "zero2x4": (4, partial(Zero, 2)),
     "fsdp2x4": (4, Sharded),
+    "pp2 fsdp2x2": (4, partial(Sharded, 2)),
 }
 
 

@@ -32,6 +32,7 @@ FROZEN = ("train.freeze=['model.embed_tokens.*','model.layers.0.*']",)
 LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
     "pipeline_zero1": ("strategy=pipeline_zero1", "strategy.pipeline=2"),
+    "pipeline_fsdp2": ("strategy=fsdp2", "strategy.pipeline=2", "strategy.schedule=zbv"),
 }
 MORE = [
     *(("ddp", 2, choice) for choice in (LORA, LOKR, FROZEN)),
@@ -43,6 +44,7 @@ MORE = [
     *((layout, 2, (*LORA, "train.gradient_checkpointing=true")) for layout in ("ddp", "zero3")),
     ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
     ("pipeline", 2, ("adapter.type=ia3",)),
+    ("pipeline_fsdp2", 4, FROZEN),
 ]
 
 
@@ -83,6 +85,7 @@ def single(run, tmp_path_factory):
         ("fsdp2", 2, HEAD),
         ("pipeline", 2, (*LORA, "train.gradient_checkpointing=true")),
         ("pipeline_zero1", 4, LORA),
+        ("pipeline_fsdp2", 4, LORA),
         ("pipeline", 2, DORA),
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),

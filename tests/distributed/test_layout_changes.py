@@ -21,7 +21,7 @@ from tests.distributed.runs import SMALL, losses, pretrain
 pytestmark = pytest.mark.distributed
 
 # Each layout goes on from one that keeps its state in another way. test_optimizers.py goes from one process to others.
-CHAIN = ("single", "zero3 x4", "hsdp x4", "pp4 interleaved", "zero2 x2", "fsdp2 x2", "pp2 x zero1 x2", "pp2 x fsdp2 x2")
+CHAIN = ("single", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2", "pp4 interleaved", "zero2 x2", "fsdp2 x2", "pp2 x zero1 x2")
 STEPS = 2  # of each
 SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=9")
 BOUND = 1e-5

@@ -48,7 +48,6 @@ CASES = {
     "uneven stages, recomputed": Case("llama", "gpipe", {"blocks_per_stage": [5, 1]}, checkpointing=True),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
     "the pipeline alone": Case("llama", layout={"pipeline": 4}),
-    "gathered ahead": Case("gpt2", layout={"prefetch": 2}),
 }
 
 
@@ -166,4 +165,4 @@ def refused(layout):
 
 def test_what_cannot_be_sharded_is_refused_on_all_ranks():
     assert run_ranks(refused, NUM_RANKS, {}) == ["scale"] * NUM_RANKS
-    assert run_ranks(refused, NUM_RANKS, {"reshard": True}) == ["strategy.reshard"] * NUM_RANKS
+    assert run_ranks(refused, NUM_RANKS, {"prefetch": 1}) == ["strategy.prefetch"] * NUM_RANKS

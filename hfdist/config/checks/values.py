@@ -190,10 +190,11 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         if strategy.pipeline == 1 and _shown(config, key) != "null":
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
             raise _conflict(config, f"{key} strategy.pipeline", what, hint=hint)
-    if strategy.pipeline > 1 and strategy.reshard:
-        what = "a pipeline keeps gathered parameters for a step, as it keeps the gradients of all micro batches"
-        keys, hint = "strategy.reshard strategy.pipeline", "strategy.reshard=null"
-        raise _conflict(config, keys, what, allowed="null, false", hint=hint)
+    for key, allowed in (("reshard", "null, false"), ("prefetch", "0")):
+        if strategy.pipeline > 1 and getattr(strategy, key):
+            what = "a pipeline gathers what its stages need at the start of a step, and keeps it to the end"
+            keys, hint = f"strategy.{key} strategy.pipeline", f"strategy.{key}={allowed.partition(',')[0]}"
+            raise _conflict(config, keys, what, allowed=allowed, hint=hint)
     if strategy.pipeline > 1 and strategy.offload is not Offload.none:
         what = "a pipeline cannot offload its optimizer state"
         hint = "strategy.offload=none; strategy.sharding=zero1 shards the state over the data ranks"
