@@ -92,7 +92,7 @@ def run_case(case):
         if values:
             differences.append(compare_losses(values, whole.losses[own]))
         check_sharded(engine)
-    return max(differences)
+    return float(max(differences))
 
 
 def check_sharded(engine):
@@ -108,7 +108,7 @@ def run_cases(cases):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(run_cases, NUM_RANKS, CASES)
+    return run_ranks(run_cases, NUM_RANKS, CASES, timeout_seconds=300)
 
 
 @pytest.mark.parametrize("name", CASES)
