@@ -93,7 +93,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _reduce_gradients(self) -> None:
         self._is_last_backward(True)
         # Behind a backward FSDP reduces all gradients that are left.
-        self._end.backward()  # type: ignore[no-untyped-call]
+        self._end.backward()
         self._sum_shared()
 
 

@@ -170,7 +170,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
             f"{strategy.sharding.value} and a pipeline exclude each other: ZeRO-2 and 3 shard the gradients after each "
             "micro batch, a pipeline needs those of all micro batches until it is flushed"
         )
-        keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=fsdp2, or zero1"
+        keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1, or strategy.sharding=fsdp2"
         raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
     if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
         other = "pipeline" if strategy.pipeline > 1 else "sharding"

@@ -80,6 +80,7 @@ UNEVEN = ["data=mixture", "+data.sources.a={path: x, epochs: 1}", "+data.sources
 ASKED = ["evaluate.at_start=true", "evaluate.prompts=[a]", "evaluate.metrics=[exact_match]"]
 TOKENS = ["data=tokens", "data.sources.tokens.path=x"]
 BEST = ["checkpoint.keep_best=true", "train.eval_every=1"]
+PIPED = ["strategy=fsdp2", "strategy.pipeline=2"]
 
 # overrides -> (where, what or allowed contains, hint contains)
 CONTRADICTIONS = [
@@ -104,7 +105,8 @@ CONTRADICTIONS = [
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without ZeRO", "strategy=zero1"),
     (["strategy=ddp", "strategy.replicate=2"], "strategy.replicate", "belongs to FSDP2", "strategy=fsdp2"),
     (["strategy=zero3", "strategy.prefetch=1"], "strategy.prefetch", "belongs to FSDP2", "strategy=fsdp2"),
-    (["strategy=fsdp2", "strategy.pipeline=2"], "strategy.sharding", "not built yet", "strategy.sharding=zero1"),
+    ([*PIPED, "strategy.reshard=true"], "strategy.reshard", "keeps it to the end", "strategy.reshard=null"),
+    ([*PIPED, "strategy.prefetch=1"], "strategy.prefetch", "keeps it to the end", "strategy.prefetch=0"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
