@@ -16,7 +16,7 @@ from tests.distributed.test_trainer import GLOBAL_BATCH, NoLossKwargs, history, 
 from tests.zoo import sharding
 from tests.zoo.models import make_model as make_small
 from tests.zoo.models import tiny_config, tiny_model
-from tests.zoo.sharding import share_type, share_types
+from tests.zoo.sharding import share_types
 
 pytestmark = pytest.mark.distributed
 
@@ -97,7 +97,7 @@ def stretched(rope_type):
 def train_stretched(rope_type):
     sharding.tiny_model = lambda _: stretched(rope_type)
     sharding.packed = lambda batch: {name: batch[name] for name in ("input_ids", "labels")}
-    return share_type("llama", ContextMethod.auto)
+    return share_types(["llama"], ContextMethod.auto)["llama"]
 
 
 @pytest.mark.parametrize("rope_type", ROPES)

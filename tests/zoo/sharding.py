@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import ContextMethod, Sharding, StrategyConfig
+from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy, TrainerHooks
-from hfdist.strategies.fsdp import FsdpStrategy
-from hfdist.topology import Degrees, Topology
+from hfdist.strategies.select import make_strategy
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import TOLERANCE, compare_gradients, compare_losses, run_whole, take_gradients
 
@@ -46,21 +44,19 @@ class Sharded:
 def shard_types(model_types: Iterable[str]) -> dict[str, Sharded]:
     """Try types one after the other. All ranks of the group call it."""
     torch.set_num_threads(1)
-    return {model_type: shard_type(model_type) for model_type in model_types}
+    # One for all: each has a mesh, whose process groups have threads.
+    strategy = make_strategy(sharding="fsdp2", global_batch_size=NUM_MICROBATCHES * dist.get_world_size())
+    return {model_type: shard_type(model_type, strategy) for model_type in model_types}
 
 
-def shard_type(model_type: str) -> Sharded:
+def shard_type(model_type: str, strategy: Strategy) -> Sharded:
     """Run two micro batches on each rank, and all of them on the whole model."""
     size, rank = dist.get_world_size(), dist.get_rank()
     model = tiny_model(model_type)
     batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
     whole = run_whole(model, batches)
-    topology = Topology.of(Degrees(), world_size=size, rank=rank)
-    plan = plan_batch(
-        global_batch_size=len(batches), micro_batch_size=1, data_size=size, sequence_length=16, lanes=len(batches)
-    )
     try:
-        engine = FsdpStrategy(topology, plan, StrategyConfig(sharding=Sharding.fsdp2)).build(model)
+        engine = strategy.build(model)
     except ConfigError as error:
         return Sharded(reason=error.what)
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
@@ -88,19 +84,17 @@ def shard_type(model_type: str) -> Sharded:
 def share_types(model_types: Iterable[str], method: ContextMethod) -> dict[str, Sharded]:
     """Try types one after the other, with the sequences shared. All ranks of the group call it."""
     torch.set_num_threads(1)
-    return {model_type: share_type(model_type, method) for model_type in model_types}
+    layout = {"context": dist.get_world_size(), "context_method": method.value}
+    strategy = make_strategy(**layout, global_batch_size=NUM_MICROBATCHES)
+    return {model_type: share_type(model_type, strategy) for model_type in model_types}
 
 
-def share_type(model_type: str, method: ContextMethod) -> Sharded:
+def share_type(model_type: str, strategy: Strategy) -> Sharded:
     """Run two micro batches of packed documents, of which each rank has a part of the tokens."""
-    size, rank = dist.get_world_size(), dist.get_rank()
     model = tiny_model(model_type)
     batches = [packed(tiny_batch(model, seed=seed)) for seed in range(NUM_MICROBATCHES)]
-    topology = Topology.of(Degrees(context=size), world_size=size, rank=rank)
-    plan = plan_batch(global_batch_size=2, micro_batch_size=1, data_size=1, sequence_length=16, lanes=2)
-    config = StrategyConfig(context=size, context_method=method)
     try:
-        engine = Strategy(topology, plan, config).build(copy.deepcopy(model))
+        engine = strategy.build(copy.deepcopy(model))
     except ConfigError as error:
         return Sharded(reason=f"{error.what}: {error.found}")
     whole = run_whole(model, batches)

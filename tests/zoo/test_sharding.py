@@ -1,11 +1,12 @@
-"""Every type trains under FSDP2 exactly as the whole model."""
+"""Every type trains under FSDP2 exactly as the whole model; ranks share sequences exactly, or refuse to."""
 
 import pytest
 
+from hfdist.config.strategy import ContextMethod
 from hfdist.strategies import fsdp
 from hfdist.testing import run_ranks
 from tests.zoo.models import SAMPLE, TYPES
-from tests.zoo.sharding import shard_types
+from tests.zoo.sharding import shard_types, share_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
@@ -26,6 +27,20 @@ def test_a_sharded_model_trains_as_the_whole(outcomes, model_type):
             assert REFUSED[model_type] in outcome.reason
         else:
             assert outcome.verdict == "exact", outcome
+
+
+@pytest.fixture(scope="module")
+def shared(request):
+    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+    return run_ranks(share_types, 2, types, ContextMethod.auto, timeout_seconds=1200)
+
+
+@pytest.mark.timeout(1300)
+def test_ranks_that_share_sequences_train_as_one(shared, model_type):
+    """Or they say that they cannot; of the sample, more than half can."""
+    for of_rank in shared:
+        assert of_rank[model_type].verdict in ("exact", "refused"), of_rank[model_type]
+    assert 2 * sum(one.verdict == "exact" for one in shared[0].values()) > len(shared[0])
 
 
 def test_a_block_that_is_left_out_of_the_reduction_shows():
