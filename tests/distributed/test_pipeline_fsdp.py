@@ -62,37 +62,53 @@ def run_case(case):
     model = tiny_model(case.model_type)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.frozen))
-    batches = [tiny_batch(model, 1, seed=seed) for seed in range(NUM_MICROBATCHES * data_size)]
-    whole = run_whole(copy.deepcopy(model), batches)
-    norm = torch.nn.utils.get_total_norm({id(g): g for g in whole.gradients.values() if g is not None}.values())
+    reference = copy.deepcopy(model)
     if case.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     engine = strategy.build(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)
     engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
-    own = slice(strategy.topology.data_rank * NUM_MICROBATCHES, (strategy.topology.data_rank + 1) * NUM_MICROBATCHES)
-    batch = {name: torch.cat([part[name] for part in batches[own]]) for name in batches[0]}
     hooks = TrainerHooks(model=model, training_step=None, loss=lambda model, part, _: model(**part).loss * num_ranks)
-    differences = []
-    for _ in range(2):
-        loss = engine.forward_backward(batch, None, hooks)
-        dist.all_reduce(loss)
-        gradients = {
-            name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            for name, parameter in model.named_parameters()
-        }
-        ours = [loss / num_ranks, engine.clip_grad_norm(0.0, None)]
-        differences += [
-            compare_losses(ours, [sum(whole.losses), norm]),
-            compare_gradients(gradients, whole.gradients)[0],
-        ]
+    differences, rank = [], strategy.topology.data_rank
+    own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
+    for step in range(2):
+        batches = make_batches(reference, data_size, step)
+        whole = run_whole(reference, [batch for of_rank in batches for batch in of_rank])
+        batch = join(batches[rank])
+        differences += compare_step(engine, hooks, batch, whole)
         optimizer.zero_grad()
         values = engine.forward(batch, lambda model, part: model(**part).loss.item(), hooks)
-        if values:
-            differences.append(compare_losses(values, whole.losses[own]))
+        differences += [compare_losses(values, whole.losses[own])] if values else []
         check_sharded(engine)
     return float(max(differences))
+
+
+def make_batches(model, data_size, step):
+    """The micro batches of each data rank. In the second step only the first data rank has seen their shape."""
+    return [
+        [
+            tiny_batch(model, 1, 16 + 8 * step * data_rank, seed=data_rank * NUM_MICROBATCHES + number)
+            for number in range(NUM_MICROBATCHES)
+        ]
+        for data_rank in range(data_size)
+    ]
+
+
+def join(batches):
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def compare_step(engine, hooks, batch, whole):
+    loss = engine.forward_backward(batch, None, hooks)
+    dist.all_reduce(loss)
+    gradients = {
+        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for name, parameter in engine.model.named_parameters()
+    }
+    norm = torch.nn.utils.get_total_norm({id(g): g for g in whole.gradients.values() if g is not None}.values())
+    ours = [loss / dist.get_world_size(), engine.clip_grad_norm(0.0, None)]
+    return [compare_losses(ours, [sum(whole.losses), norm]), compare_gradients(gradients, whole.gradients)[0]]
 
 
 def check_sharded(engine):
