@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hfdist.checkpoint.manifest import DamagedError
+from hfdist.checkpoint.piece import runs_of
 from hfdist.errors import CheckpointError
 
 DTYPES = {
@@ -37,6 +38,9 @@ _MAX_HEADER_BYTES = 100_000_000
 
 COPY_BYTES = 64 * 2**20
 """Largest staging buffer between a device and a file."""
+
+LONG_BYTES = 2**20
+"""A run that is read by itself: what lies between is more to read than another call is to make."""
 
 TensorId = tuple[str, str]
 """Parameter name and key."""
@@ -136,14 +140,33 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise DamagedError("safetensors", "not a whole safetensors file", where=path, found=found) from error
 
 
-def read_elements(descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor) -> None:
-    """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`."""
-    for run in elements.split(COPY_BYTES // dtype.itemsize):
-        buffer = torch.empty(run.numel() * dtype.itemsize, dtype=torch.uint8)
-        data = buffer.numpy().data
-        while data:
-            received = os.preadv(descriptor, [data], offset)
-            if received == 0:
-                raise CheckpointError("a file ended early while it was read", found=f"byte {offset}")
-            data, offset = data[received:], offset + received
-        run.copy_(buffer.view(dtype))
+def read_elements(
+    descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor, run: int = 0, pitch: int = 0
+) -> None:
+    """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`.
+
+    `run` and `pitch` are those of a `Piece`. Short runs are read together with what lies between them.
+    """
+    if not run:
+        for part in elements.split(COPY_BYTES // dtype.itemsize):
+            part.copy_(_read(descriptor, offset, dtype, part.numel()))
+            offset += part.numel() * dtype.itemsize
+        return
+    rows_at_once = 1 if run * dtype.itemsize >= LONG_BYTES else max(1, COPY_BYTES // (pitch * dtype.itemsize))
+    for rows in elements.view(-1, run).split(rows_at_once):
+        if len(rows) == 1:
+            read_elements(descriptor, offset, dtype, rows[0])
+        else:
+            rows.copy_(runs_of(_read(descriptor, offset, dtype, (len(rows) - 1) * pitch + run), run, pitch))
+        offset += len(rows) * pitch * dtype.itemsize
+
+
+def _read(descriptor: int, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+    buffer = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
+    data = buffer.numpy().data
+    while data:
+        received = os.preadv(descriptor, [data], offset)
+        if received == 0:
+            raise CheckpointError("a file ended early while it was read", found=f"byte {offset}")
+        data, offset = data[received:], offset + received
+    return buffer.view(dtype)
