@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -47,16 +48,21 @@ class FsdpStrategy(Strategy):
         """
         if self.topology.world_size == 1:
             return Engine(model)
+        self.shard(model, build_mesh(self.topology))
+        return FsdpEngine(model, self.topology)
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard the model over the data ranks of the layout's mesh, in place; ConfigError as for `build`."""
         check_no_scalars(model, "FSDP2")
         uses_all = uses_all_parameters(cast(PreTrainedModel, model))
         units = list(_list_units(cast(PreTrainedModel, model)))
-        mesh = build_mesh(self.topology)
+        data_group = mesh.get_group("data")
         mesh = mesh["replicate", "shard"] if self.topology.replicate > 1 else mesh["shard"]
         for unit in units:
-            _prepare(unit, mesh.device_type)
+            _prepare(unit, mesh.device_type, data_group)
             fully_shard(unit, mesh=mesh, reshard_after_forward=self.config.reshard)
         _prefetch(cast(list[FSDPModule], units), self.config.prefetch)
-        _prepare(model, mesh.device_type)
+        _prepare(model, mesh.device_type, data_group)
         name = type(model).__name__
         # The backward begins with what the forward ends with.
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -68,7 +74,6 @@ class FsdpStrategy(Strategy):
         if not uses_all:
             # Else ranks that use other parameters would reduce buffers of other sizes.
             root.set_reduce_scatter_unused_params(True)
-        return FsdpEngine(model, self.topology)
 
 
 def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -95,8 +100,8 @@ def _prefetch(units: list[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
 
 
-def _prepare(unit: nn.Module, device_type: str) -> None:
-    """Start from rank 0's weights, as DDP does: ranks may have drawn their own. One unit at a time is on the device."""
+def _prepare(unit: nn.Module, device_type: str, data_group: dist.ProcessGroup) -> None:
+    """Start from the first rank's weights, as DDP does: ranks may have drawn their own. One unit is moved at a time."""
     unit.to(device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}
@@ -107,8 +112,13 @@ def _prepare(unit: nn.Module, device_type: str) -> None:
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
     for tensor in (*(p for _, p in own), *unit.buffers()):
         tensor.data = tensor.data.contiguous()
-        # Not each backend knows truth values.
-        dist.broadcast(tensor.data.view(torch.uint8) if tensor.dtype is torch.bool else tensor.data, 0)
+        broadcast(tensor.data, data_group)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
+    # Not each backend knows truth values.
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 
 class FsdpEngine(Engine):

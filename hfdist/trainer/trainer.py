@@ -294,11 +294,17 @@ class DistributedTrainerMixin(_Trainer):
         step = super().training_step if self._lean_step is None else self._lean_step.training_step
         return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
 
+    def get_tp_size(self) -> int:
+        """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
+        return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
         num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
         if self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
+            # The original knows of tensor ranks.
+            num_alike //= self.get_tp_size()
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
         # A number of rows may be on the CPU, a number of targets on the device.

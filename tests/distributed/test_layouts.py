@@ -36,12 +36,23 @@ def aot_eager(monkeypatch):
 
 
 def train(folder, num_processes, strategy, *overrides):
-    return pretrain(folder, num_processes, f"strategy={strategy}", *STEPS, *overrides)
+    return pretrain(folder, num_processes, *f"strategy={strategy}".split(), *STEPS, *overrides)
 
 
 @pytest.mark.parametrize(
     ("strategy", "num_processes"),
-    [("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4), ("pipeline_zero1", 4)],
+    [
+        ("ddp", 4),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("zero3_offload", 2),
+        ("hsdp", 4),
+        ("pipeline_zero1", 4),
+        ("tensor", 2),
+        ("tensor", 4),
+        ("fsdp2 strategy.tensor=2", 4),
+    ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
     run = train(tmp_path, num_processes, strategy, "train.eval_every=4")
@@ -69,6 +80,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", "model.config.num_hidden_layers=4"]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
+        ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("single", 1, ["model.attention=eager"]),
     ],
@@ -94,6 +106,8 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("ddp", 2, "fp16"),
         ("zero3", 2, "bf16"),
         ("fsdp2", 2, "fp16"),
+        ("tensor", 2, "fp16"),
+        ("tensor", 2, "bf16"),
         ("pipeline", 2, "bf16"),
         ("pipeline_zero1", 4, "fp16"),
     ],
@@ -107,7 +121,7 @@ def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("zero3", 2), ("fsdp2", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(("strategy", "num_processes"), [("zero3", 2), ("fsdp2", 2), ("tensor", 2), ("pipeline", 2)])
 def test_pretrained_weights_start_and_train_alike(single, continued, tmp_path, strategy, num_processes):
     """From the folder that another run has exported, as from any Hub model."""
     start, reference = continued

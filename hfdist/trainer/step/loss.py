@@ -85,6 +85,11 @@ class Convention:
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}
 
 
+def num_losses(trainer: Any) -> int:
+    """Give the number by which the Trainer multiplies a loss: processes, but tensor ranks compute one loss together."""
+    return int(trainer.accelerator.num_processes // trainer.get_tp_size())
+
+
 # A trainer is Any here: transformers declares its attributes as optional, but during a step they all exist.
 
 
@@ -122,7 +127,7 @@ class WeightedLoss:
         share = weight / num_items_in_batch
         if own_number is None and trainer.args.average_tokens_across_devices:
             # Gradients are averaged over the processes, but targets are counted over all of them.
-            share = share * trainer.accelerator.num_processes
+            share = share * num_losses(trainer)
         return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
 
     def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +138,7 @@ class WeightedLoss:
         # Divided by the targets of this batch, the loss is their mean.
         mean = self.of(model, batch, weight.clamp(min=1)).double()
         if trainer.args.average_tokens_across_devices:
-            mean = mean / trainer.accelerator.num_processes
+            mean = mean / num_losses(trainer)
         return torch.where(weight > 0, mean * weight, 0.0), weight
 
     def find_convention(self, batch: Batch, forward: Forward) -> Convention:
