@@ -15,21 +15,22 @@ from hfdist.config.batch import plan_batch
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.strategies import pieces, pieces_zero
 from hfdist.strategies.fsdp import FsdpStrategy
+from hfdist.strategies.tensor import TensorStrategy
 from hfdist.topology import Degrees, Topology
 
 SEQUENCES, TOKENS, VOCABULARY = 12, 9, 61
 
 
 def tiny_model(seed):
-    """A Llama with tied embeddings, sizes that no number of ranks divides, and two frozen parameters."""
+    """A Llama with tied embeddings, sizes that three or four ranks do not divide, and two frozen parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=20,
-        intermediate_size=33,
+        intermediate_size=34,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         tie_word_embeddings=True,
         attn_implementation="eager",
     )
@@ -49,12 +50,12 @@ def make_optimizer(model, **options):
     return torch.optim.AdamW(groups, lr=1e-2, **options)
 
 
-def batch_share(step):
-    """This rank's share of the global batch of a step."""
+def batch_share(step, num_tensor=1):
+    """This rank's share of the global batch of a step; neighbours that cut the model between them have one share."""
     generator = torch.Generator().manual_seed(1000 + step)
     batch = torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=generator)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return batch.chunk(size)[rank]
+    return batch.chunk(size // num_tensor)[rank // num_tensor]
 
 
 class Replicated:
@@ -132,8 +133,11 @@ class Zero:
 class Sharded:
     """FSDP2: sizes that the ranks do not divide, down to ranks with no row of a tensor."""
 
-    def __init__(self, *, seed=0, **options):
-        topology = Topology.of(Degrees(), world_size=dist.get_world_size(), rank=dist.get_rank())
+    strategy, num_tensor = FsdpStrategy, 1
+
+    def __init__(self, sharding=Sharding.fsdp2, *, seed=0, **options):
+        degrees = Degrees(tensor=self.num_tensor)
+        topology = Topology.of(degrees, world_size=dist.get_world_size(), rank=dist.get_rank())
         batch = plan_batch(
             global_batch_size=SEQUENCES,
             micro_batch_size=SEQUENCES // topology.data_size,
@@ -141,19 +145,22 @@ class Sharded:
             sequence_length=TOKENS,
             lanes=SEQUENCES,
         )
-        config = StrategyConfig(sharding=Sharding.fsdp2)
-        self.engine = FsdpStrategy(topology, batch, config).build(tiny_model(seed))
+        config = StrategyConfig(sharding=sharding, tensor=self.num_tensor)
+        self.engine = self.strategy(topology, batch, config).build(tiny_model(seed))
         self.model = self.engine.model
         self.optimizer = make_optimizer(self.model, **options)
         self.engine.setup(self.model, SimpleNamespace(optimizer=self.optimizer), None)
 
     def step(self, step):
-        loss = mean_loss(self.model, batch_share(step))
+        loss = mean_loss(self.model, batch_share(step, self.num_tensor))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return global_mean(loss)
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def pieces(self):
         return self.engine.pieces()
@@ -168,16 +175,28 @@ class Sharded:
         pass
 
 
+class Cut(Sharded):
+    """Two tensor ranks: columns, and under FSDP2 rows of columns."""
+
+    strategy, num_tensor = TensorStrategy, 2
+
+    def clip(self):
+        self.engine.clip_grad_norm(1.0, lambda: None)
+
+
 LAYOUTS = {
     "single": (1, Replicated),
     "ddp2": (2, Replicated),
     "zero1x2": (2, partial(Zero, 1)),
     "zero2x2": (2, partial(Zero, 2)),
     "zero3x2": (2, partial(Zero, 3)),
+    "tensor2": (2, partial(Cut, Sharding.none)),
     "zero3x3": (3, partial(Zero, 3)),
     "fsdp2x3": (3, Sharded),
     "zero2x4": (4, partial(Zero, 2)),
     "fsdp2x4": (4, Sharded),
+    "fsdp2x2 tensor2": (4, Cut),
+    "ddp2 tensor2": (4, partial(Cut, Sharding.none)),
 }
 
 
