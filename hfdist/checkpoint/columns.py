@@ -76,6 +76,7 @@ def join_columns(
                 works.append(dist.irecv(_bytes(own), move.sender, group, move.number))
             arriving.append((move, own))
         for work in works:
+            assert work is not None  # this rank is in the group
             work.wait()
         for move, own in arriving:
             if move.rows not in joined:

@@ -82,7 +82,8 @@ def compare_small(model: PreTrainedModel, mesh: DeviceMesh) -> Differences:
     """Make a small model of the class, and train it whole and cut. All ranks of the mesh call it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        small = small_model(model).to(mesh.device_type)
+        small = small_model(model)
+        nn.Module.to(small, mesh.device_type)
         with torch.no_grad():
             for parameter in small.parameters():
                 # Else ones and zeros, as of norms and biases, would hide what is wrong.

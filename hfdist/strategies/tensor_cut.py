@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from hfdist.errors import ConfigError
@@ -130,7 +130,9 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Cut]:
     apply_tensor_parallelism(model, mesh, plan.rules)
     cuts = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_cut(p)}
     for module in model.modules():
-        placed = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        placed: dict[str, DTensor] = {
+            name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
+        }
         if placed:
             _keep_local(module, placed)
     return cuts
@@ -175,4 +177,4 @@ def _keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
         finally:
             own.update(plain)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist.checkpoint.piece import Piece, is_number
 from hfdist.optim.probe import Reach
@@ -40,6 +41,7 @@ class TensorEngine(Engine):
         self.loss_group = self._data_group = mesh.get_group("data")
         self._cuts = cuts
         self._partial = partial
+        self._names: Any = WeakIdKeyDictionary()
         self._scaler: Any = None
         self._draws_alike = False
 
@@ -105,8 +107,11 @@ class TensorEngine(Engine):
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Give the shape that a parameter of `model` has in the whole model."""
-        name = next((name for name, own in self.model.named_parameters() if own is parameter), "")
-        return self._cuts[name].shape if name in self._cuts else super().whole_shape(parameter)
+        if parameter not in self._names:
+            # FSDP2 has one tensor for a shard, and another for what is gathered.
+            self._names.update({own: name for name, own in self.model.named_parameters()})
+        cut = self._cuts.get(self._names.get(parameter, ""))
+        return super().whole_shape(parameter) if cut is None else cut.shape
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's parts, by names that say of which tensor rank they are."""

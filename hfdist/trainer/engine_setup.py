@@ -51,6 +51,13 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
             found=f"that of {owner_of_loss(kind).__name__}",
             hint="compute_loss_func=..., or a strategy without a pipeline, such as zero3",
         )
+    if strategy.topology.tensor > 1 and not sums_over_targets(kind):
+        raise ConfigError(
+            "this class gathers what all ranks have computed, and the ranks of a tensor group compute the same",
+            where=f"{kind.__name__}.compute_loss",
+            found=f"that of {owner_of_loss(kind).__name__}",
+            hint="compute_loss_func=..., or strategy.tensor=1 with strategy=fsdp2",
+        )
     # A recipe has started it already; from Python nobody else would.
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments)
@@ -84,11 +91,14 @@ def _check_arguments(args: Any, strategy: Strategy) -> None:
 
 
 def check_has_logits(engine: Engine, what: str) -> None:
-    """Raise a ConfigError under a pipeline, where no rank has whole logits."""
+    """Raise a ConfigError where the original cannot gather logits: no rank has them whole, or several have the same."""
+    hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
     if not engine.runs_whole_model:
         what = f"{what} needs logits, which only the last stage of a pipeline has, piece by piece"
-        hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
         raise ConfigError(what, where="strategy.pipeline", hint=hint)
+    if engine.loss_group is not None:
+        what = f"{what} gathers logits of all ranks, and those of a tensor group have the same"
+        raise ConfigError(what, where="strategy.tensor", hint=hint)
 
 
 def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

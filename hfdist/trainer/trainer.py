@@ -38,7 +38,7 @@ from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
-from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens
+from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
 from hfdist.watch import watches_among
 
@@ -104,9 +104,9 @@ class DistributedTrainerMixin(_Trainer):
         self.args.logging_nan_inf_filter = False
         self.args.include_num_input_tokens_seen = "no"
         self.throughput = Throughput(self.args.device)
+        if self.compute_metrics is not None:
+            check_has_logits(self.engine, "compute_metrics")
         if not self.engine.runs_whole_model:
-            if self.compute_metrics is not None:
-                check_has_logits(self.engine, "compute_metrics")
             # Checked again: the Trainer class may have switched the router loss on.
             check_router_loss(cast(PreTrainedModel, self.model).config)
         self._optimizers = Optimizers(self)
@@ -269,7 +269,10 @@ class DistributedTrainerMixin(_Trainer):
         """Let the engine run forward and backward of one micro batch."""
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
+        # Of a pipeline only its last stage gathers, for which its loss sees.
+        group = self.engine.loss_group if self.engine.runs_whole_model else None
+        with gathering(self.accelerator, group):
+            return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -110,7 +110,7 @@ class WeightedLoss:
         """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
         trainer = self._trainer
         inputs = trainer._prepare_inputs(batch)
-        with trainer.compute_loss_context_manager(), _gathering(trainer.accelerator, trainer.engine.loss_group):
+        with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, trainer.engine.loss_group):
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
@@ -207,7 +207,7 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 
 @contextmanager
-def _gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
+def gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Gather only among the group's ranks, which compute a loss at the same time: other ranks would never answer."""
     if group is None:
         yield

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.regions import CHUNK_BYTES, Region, assign_writers, share_out, shorten
+from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import pack_files
 from hfdist.errors import CheckpointError
 
