@@ -36,7 +36,7 @@ class TensorEngine(Engine):
         self._begin(mesh, cuts, partial)
 
     def _begin(self, mesh: DeviceMesh, cuts: dict[str, Cut], partial: frozenset[str]) -> None:
-        self._group = mesh.get_group("tensor")
+        self._group = self.rows_group = mesh.get_group("tensor")
         self._rank = mesh.get_local_rank("tensor")
         self.loss_group = self._data_group = mesh.get_group("data")
         self._cuts = cuts
