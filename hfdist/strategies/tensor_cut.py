@@ -52,7 +52,7 @@ def make_plan(model: PreTrainedModel, num_ranks: int) -> Plan:
     try:
         # Private: the public way is `from_pretrained`, which would load and cut by itself.
         rules, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         what = "transformers has no plan by which this type of model could be cut over tensor ranks"
         hint = "strategy.tensor=1; strategy=fsdp2 shards any model"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint) from error
@@ -102,7 +102,7 @@ def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) 
 def _sizes_to_divide(model: PreTrainedModel, rules: dict[str, str]) -> Iterator[tuple[str, int]]:
     text: Any = model.config.get_text_config(decoder=True)
     # A gathered output may be cut within a head.
-    if any(style == "colwise" and "attn" in name for name, style in rules.items()):
+    if any(style == "colwise" and "att" in name for name, style in rules.items()):
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(text, field, None)
             for count in heads if isinstance(heads, list) else [heads]:

@@ -65,7 +65,7 @@ def test_types_that_would_be_wrong_are_refused(model_type, words):
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+         "num_key_value_heads": 4, "vocab_size": 64}  # fmt: skip
 
 
 def make_model(**fields):
@@ -87,7 +87,7 @@ def refusal(fields, layout):
     ("fields", "num_ranks", "found", "allowed"),
     [
         ({"num_key_value_heads": 1}, 2, "2, and num_key_value_heads: 1", "1"),
-        ({"intermediate_size": 66}, 4, "4, and num_key_value_heads: 2", "1, 2"),
+        ({"num_key_value_heads": 2, "intermediate_size": 66}, 4, "4, and num_key_value_heads: 2", "1, 2"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_those_that_fit(fields, num_ranks, found, allowed):
@@ -134,7 +134,7 @@ def train(folder, layout, spoil=None):
     return history(trainer), trainer.evaluate()["eval_loss"]
 
 
-LAYOUTS = [(2, {}), (4, {}), (4, {"sharding": "fsdp2"})]
+LAYOUTS = [(2, {}), (4, {"tensor": 4}), (4, {"sharding": "fsdp2"})]
 
 
 @pytest.fixture(scope="module")
