@@ -60,21 +60,39 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
 
 
 def calls_blocks(model: PreTrainedModel) -> bool:
-    """Whether a forward calls each block, and not only modules inside of it, as reversible layers do.
+    """Whether a step calls each block, and modules inside of blocks only from there; reversible layers do not.
 
     Tried on a small model of the same class; True also where that cannot be made.
     """
-    called = set()
+    called: set[nn.Module] = set()
+    running: list[nn.Module] = []
+    is_by_blocks = True
+
+    def begin(block: nn.Module, _: Any) -> None:
+        called.add(block)
+        running.append(block)
+
+    def end(*_: Any) -> None:
+        running.pop()
+
+    def look(*_: Any) -> None:
+        nonlocal is_by_blocks
+        is_by_blocks = is_by_blocks and bool(running)
+
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)
             parts = [part for parts in find_block_parts(small) for part in parts]
             for part in parts:
-                part.register_forward_pre_hook(lambda module, _: called.add(id(module)))
-            run_small(small)
+                part.register_forward_pre_hook(begin)
+                part.register_forward_hook(end)
+                for inner in list(part.modules())[1:]:
+                    inner.register_forward_pre_hook(look)
+            # Reversible layers refuse any other mode.
+            run_small(small.train())
         except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
             return True
-    return len(called) == len(parts)
+    return is_by_blocks and len(called) == len(parts)
 
 
 def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:

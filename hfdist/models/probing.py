@@ -75,6 +75,8 @@ def shrink(config: PreTrainedConfig, *, num_blocks: int | None = None, vocab_siz
     Raises:
         ConfigError: the config's class refuses the small fields.
     """
+    # Classes change the configs that they are made of: blt takes the implementation of attention from them.
+    config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     if not _depth(text):
         text = max(_nested(config).values(), key=_depth, default=text)

@@ -82,6 +82,14 @@ def test_the_implementation_of_attention_stays():
     assert shrink(config)._attn_implementation == "eager"
 
 
+def test_a_model_stays_as_it_is_when_its_config_is_made_small():
+    """A class may write into the configs that it is made of, which the model reads at each forward."""
+    config = AutoConfig.for_model("blt")
+    config._attn_implementation = "eager"
+    shrink(config)
+    assert config.encoder_config._attn_implementation == "eager"
+
+
 class TestBlocks:
     KINDS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
 

@@ -70,6 +70,10 @@ def shard_type(model_type: str) -> Sharded:
         name: gradient.full_tensor() * size if isinstance(gradient, DTensor) else gradient
         for name, gradient in take_gradients(model).items()
     }
+    # What no loss depends on has a gradient of zeros then.
+    for name, gradient in gradients.items():
+        if whole.gradients[name] is None and gradient is not None and not gradient.any():
+            gradients[name] = None
     gradient_difference, worst_parameter = compare_gradients(gradients, whole.gradients)
     return Sharded(
         loss_difference=compare_losses(losses, whole.losses[own]),
