@@ -7,6 +7,7 @@ while its module runs: so FSDP2, optimizers, clipping and checkpoints need not k
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from hfdist.strategies.pieces_tensor import Cut
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
+
+_HEADS = r"\w*_heads|n_head"
+"""The fields of a config that count heads, of all kinds of attention."""
 
 _KEY = "strategy.tensor"
 
@@ -100,14 +104,12 @@ def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) 
 
 
 def _sizes_to_divide(model: PreTrainedModel, rules: dict[str, str]) -> Iterator[tuple[str, int]]:
-    text: Any = model.config.get_text_config(decoder=True)
     # A gathered output may be cut within a head.
     if any(style == "colwise" and "att" in name for name, style in rules.items()):
-        for field in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(text, field, None)
-            for count in heads if isinstance(heads, list) else [heads]:
-                if isinstance(count, int):
-                    yield field, count
+        text = model.config.get_text_config(decoder=True)
+        for field, heads in vars(text).items():
+            if re.fullmatch(_HEADS, field):
+                yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
     for name, parameter in model.named_parameters():
         style, shape = rules.get(name, ""), parameter.shape
         if style.startswith("packed"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
@@ -95,6 +96,32 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_fit(fields, num_ra
         assert (error.where, error.found, error.allowed) == ("strategy.tensor", found, allowed)
 
 
+def refusals_of_a_trainer(folder):
+    """What needs whole matrices, adapters, and what the original would gather from all ranks."""
+    found = {}
+
+    def attempt(name, action):
+        with pytest.raises(ConfigError) as caught:
+            action()
+        found[name] = caught.value.what
+
+    attempt("adafactor", make_trainer(folder, arguments={"optim": "adafactor"}).train)
+    muon = (hfdist.MuonWithAdamW, {"lr": 1e-2})
+    attempt("muon", make_trainer(folder, more={"optimizer_cls_and_kwargs": muon}).train)
+    attempt("metrics", lambda: make_trainer(folder, more={"compute_metrics": lambda predictions: {}}))
+    adapted = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"]))
+    attempt("adapter", lambda: make_strategy().build(adapted))
+    return found
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    for found in run_ranks(refusals_of_a_trainer, 2, tmp_path):
+        for name in ("adafactor", "muon"):
+            assert "does not train in this layout as it does on one process" in found[name]
+        assert "gathers logits of all ranks" in found["metrics"]
+        assert "without an adapter" in found["adapter"]
+
+
 def drawn_apart(layout):
     """Each rank draws weights of its own, as a program without a seed does."""
     model = make_model()
@@ -117,13 +144,14 @@ def test_all_ranks_start_from_the_weights_of_rank_0(layout):
         assert is_own == (rank == 0)
 
 
-def make_trainer(folder, model=None, arguments=None, items=None, **layout):
+def make_trainer(folder, model=None, arguments=None, items=None, more=None, **layout):
     strategy = make_strategy(**layout)
     fields = {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "steps", "save_steps": 2,
               "learning_rate": 1e-2, "logging_steps": 1}  # fmt: skip
     args = TrainingArguments(str(folder), **fields | (arguments or {}), **strategy.training_arguments())
     items = items or uneven_items()
-    return hfdist.Trainer(model or make_model(), args, strategy=strategy, train_dataset=items, eval_dataset=items[:4])
+    datasets = {"train_dataset": items, "eval_dataset": items[:4]}
+    return hfdist.Trainer(model or make_model(), args, strategy=strategy, **datasets, **more or {})
 
 
 def train(folder, layout, spoil=None):
