@@ -171,7 +171,7 @@ def single(tmp_path_factory):
     return folder, run_ranks(train, 1, folder, {"tensor": 1}, group=False)[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "layout"), [*LAYOUTS, (4, {"sharding": "fsdp2", "replicate": 2})])
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
     folder, (reference, eval_loss) = single
     ours, our_eval_loss = run_ranks(train, num_ranks, tmp_path, layout)[0]
