@@ -39,8 +39,8 @@ _MAX_HEADER_BYTES = 100_000_000
 COPY_BYTES = 64 * 2**20
 """Largest staging buffer between a device and a file."""
 
-LONG_BYTES = 2**20
-"""A run that is read by itself: what lies between is more to read than another call is to make."""
+LONG_BYTES = 4096
+"""Runs of a page and more are read one by one: another call costs less than to read what lies between."""
 
 TensorId = tuple[str, str]
 """Parameter name and key."""
@@ -149,24 +149,31 @@ def read_elements(
     """
     if not run:
         for part in elements.split(COPY_BYTES // dtype.itemsize):
-            part.copy_(_read(descriptor, offset, dtype, part.numel()))
-            offset += part.numel() * dtype.itemsize
+            buffer = torch.empty(part.numel() * dtype.itemsize, dtype=torch.uint8)
+            _read_into(descriptor, offset, buffer.numpy().data)
+            part.copy_(buffer.view(dtype))
+            offset += buffer.numel()
         return
-    rows_at_once = 1 if run * dtype.itemsize >= LONG_BYTES else max(1, COPY_BYTES // (pitch * dtype.itemsize))
-    for rows in elements.view(-1, run).split(rows_at_once):
-        if len(rows) == 1:
-            read_elements(descriptor, offset, dtype, rows[0])
+    run_bytes, pitch_bytes = run * dtype.itemsize, pitch * dtype.itemsize
+    is_long = run_bytes >= LONG_BYTES
+    for rows in elements.view(-1, run).split(max(1, COPY_BYTES // (run_bytes if is_long else pitch_bytes))):
+        if is_long:
+            buffer = torch.empty(len(rows) * run_bytes, dtype=torch.uint8)
+            data = buffer.numpy().data
+            for row in range(len(rows)):
+                part_of_row = data[row * run_bytes : (row + 1) * run_bytes]
+                _read_into(descriptor, offset + row * pitch_bytes, part_of_row)
+            rows.copy_(buffer.view(dtype).view(-1, run))
         else:
-            rows.copy_(runs_of(_read(descriptor, offset, dtype, (len(rows) - 1) * pitch + run), run, pitch))
-        offset += len(rows) * pitch * dtype.itemsize
+            buffer = torch.empty((len(rows) - 1) * pitch_bytes + run_bytes, dtype=torch.uint8)
+            _read_into(descriptor, offset, buffer.numpy().data)
+            rows.copy_(runs_of(buffer.view(dtype), run, pitch))
+        offset += len(rows) * pitch_bytes
 
 
-def _read(descriptor: int, offset: int, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
-    buffer = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
-    data = buffer.numpy().data
+def _read_into(descriptor: int, offset: int, data: memoryview) -> None:
     while data:
         received = os.preadv(descriptor, [data], offset)
         if received == 0:
             raise CheckpointError("a file ended early while it was read", found=f"byte {offset}")
         data, offset = data[received:], offset + received
-    return buffer.view(dtype)
