@@ -59,7 +59,7 @@ class _HostCopy:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy 1-D tensors, in one buffer. The copies before are gone."""
+        """Copy tensors, flattened, in one buffer. The copies before are gone."""
         layout = [(elements.nbytes, elements.dtype) for elements in live]
         if layout != self._layout:
             # Freed first: two would not always fit.
@@ -71,7 +71,7 @@ class _HostCopy:
         # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
         with torch.cuda.stream(self._stream):
             for copy, elements in zip(self._copies, live, strict=True):
-                copy.copy_(elements, non_blocking=True)
+                copy.view(elements.shape).copy_(elements, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         return self._copies

@@ -14,7 +14,8 @@ from typing import Any
 
 from hfdist.checkpoint.manifest import MANIFEST, NO_MANIFEST, DamagedError, check_files, read_manifest
 from hfdist.checkpoint.read import read_state
-from hfdist.checkpoint.save_plan import TRAINING_STATE, share_out
+from hfdist.checkpoint.regions import share_out
+from hfdist.checkpoint.save_plan import TRAINING_STATE
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError
 

@@ -31,7 +31,14 @@ def is_number(key: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A contiguous run of a named tensor, as this rank holds it.
+    """A run of a named tensor, or equal runs at equal distances, as this rank holds it.
+
+    Rows of a matrix are one run. A part of its columns is one run in each row:
+
+        shape [4, 6], start=8, run=2, pitch=6:   . . . . . .
+                                                 . . x x . .
+                                                 . . x x . .
+                                                 . . x x . .      with a view of 6 elements
 
     `view` is live: saving reads it, loading writes into it.
     """
@@ -46,15 +53,33 @@ class Piece:
     """First element, counted in the flattened whole tensor."""
     view: torch.Tensor
     """This rank's elements, in order; any shape that flattens without a copy."""
+    run: int = 0
+    """Elements of each run; 0: all are one run."""
+    pitch: int = 0
+    """Elements from the start of a run to that of the next; divides the whole tensor, and each row holds one run."""
     set_number: Callable[[float], None] | None = None
     """How to set a number that is no tensor where it is used; `view` is a copy of it."""
 
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.start + self.view.numel()
+        if not self.run:
+            return self.start + self.view.numel()
+        return self.start + (self.view.numel() // self.run - 1) * self.pitch + self.run
 
     @property
     def total(self) -> int:
         """Number of elements of the whole tensor."""
         return math.prod(self.shape)
+
+    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+        """Give this piece's elements of a whole tensor, in the shape of the view."""
+        rows = runs_of(whole.reshape(-1)[self.start : self.stop], self.run, self.pitch)
+        return rows.reshape(self.view.shape)
+
+
+def runs_of(elements: torch.Tensor, run: int, pitch: int) -> torch.Tensor:
+    """View runs of `run` elements every `pitch` as rows; the first begins with the 1-D tensor, the last ends it."""
+    if not run:
+        return elements[None]
+    return elements.unfold(0, run, pitch)

@@ -13,6 +13,7 @@ import torch
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
+from hfdist.checkpoint.regions import Region, merge_specs, shorten
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import (
     ADAPTER_STEM,
@@ -20,10 +21,7 @@ from hfdist.checkpoint.save_plan import (
     MODEL_STEM,
     OPTIMIZER_STEM,
     STATE_FILE,
-    Region,
     declare,
-    merge_specs,
-    shorten,
 )
 from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
@@ -209,7 +207,7 @@ def _fill(own: list[Piece], sources: dict[TensorId, Entry]) -> None:
             # A view that cannot be flattened in place is read through a copy.
             elements = piece.view.detach().reshape(-1)
             begin = entry.begin + piece.start * entry.dtype.itemsize
-            safetensors_io.read_elements(opened[entry.path], begin, entry.dtype, elements)
+            safetensors_io.read_elements(opened[entry.path], begin, entry.dtype, elements, piece.run, piece.pitch)
             if elements.data_ptr() != piece.view.data_ptr():
                 piece.view.detach().copy_(elements.view(piece.view.shape))
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hfdist.checkpoint.manifest import DamagedError
+from hfdist.checkpoint.piece import runs_of
 from hfdist.errors import CheckpointError
 
 DTYPES = {
@@ -37,6 +38,9 @@ _MAX_HEADER_BYTES = 100_000_000
 
 COPY_BYTES = 64 * 2**20
 """Largest staging buffer between a device and a file."""
+
+LONG_BYTES = 4096
+"""Runs of a page and more are read one by one: another call costs less than to read what lies between."""
 
 TensorId = tuple[str, str]
 """Parameter name and key."""
@@ -136,14 +140,40 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise DamagedError("safetensors", "not a whole safetensors file", where=path, found=found) from error
 
 
-def read_elements(descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor) -> None:
-    """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`."""
-    for run in elements.split(COPY_BYTES // dtype.itemsize):
-        buffer = torch.empty(run.numel() * dtype.itemsize, dtype=torch.uint8)
-        data = buffer.numpy().data
-        while data:
-            received = os.preadv(descriptor, [data], offset)
-            if received == 0:
-                raise CheckpointError("a file ended early while it was read", found=f"byte {offset}")
-            data, offset = data[received:], offset + received
-        run.copy_(buffer.view(dtype))
+def read_elements(
+    descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor, run: int = 0, pitch: int = 0
+) -> None:
+    """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`.
+
+    `run` and `pitch` are those of a `Piece`. Short runs are read together with what lies between them.
+    """
+    if not run:
+        for part in elements.split(COPY_BYTES // dtype.itemsize):
+            buffer = torch.empty(part.numel() * dtype.itemsize, dtype=torch.uint8)
+            _read_into(descriptor, offset, buffer.numpy().data)
+            part.copy_(buffer.view(dtype))
+            offset += buffer.numel()
+        return
+    run_bytes, pitch_bytes = run * dtype.itemsize, pitch * dtype.itemsize
+    is_long = run_bytes >= LONG_BYTES
+    for rows in elements.view(-1, run).split(max(1, COPY_BYTES // (run_bytes if is_long else pitch_bytes))):
+        if is_long:
+            buffer = torch.empty(len(rows) * run_bytes, dtype=torch.uint8)
+            data = buffer.numpy().data
+            for row in range(len(rows)):
+                part_of_row = data[row * run_bytes : (row + 1) * run_bytes]
+                _read_into(descriptor, offset + row * pitch_bytes, part_of_row)
+            rows.copy_(buffer.view(dtype).view(-1, run))
+        else:
+            buffer = torch.empty((len(rows) - 1) * pitch_bytes + run_bytes, dtype=torch.uint8)
+            _read_into(descriptor, offset, buffer.numpy().data)
+            rows.copy_(runs_of(buffer.view(dtype), run, pitch))
+        offset += len(rows) * pitch_bytes
+
+
+def _read_into(descriptor: int, offset: int, data: memoryview) -> None:
+    while data:
+        received = os.preadv(descriptor, [data], offset)
+        if received == 0:
+            raise CheckpointError("a file ended early while it was read", found=f"byte {offset}")
+        data, offset = data[received:], offset + received

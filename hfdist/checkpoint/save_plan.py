@@ -9,16 +9,17 @@ declared by rank 1:  a [3, 9)               0     3          6     9     and no 
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, FilePlan, TensorId, TensorSpec
+from hfdist.checkpoint.columns import Move, list_moves
+from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, runs_of
+from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers, merge_specs
+from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.errors import CheckpointError
 
@@ -33,37 +34,8 @@ ADAPTER_STEM = "adapter_model"
 MAX_FILE_BYTES = 2_000_000_000
 """The limit of one tensor file."""
 
-CHUNK_BYTES = 64 * 2**20
-"""If several ranks hold the same elements, each writes runs of at most this size: a huge embedding has many writers."""
-
-_SHOWN = 5
-"""How many names an error lists."""
-
-_T = TypeVar("_T")
 _Numbers = dict[str, dict[str, float]]
 """Numbers of the optimizer, such as step counts: by key, and then by parameter."""
-
-
-class Region(NamedTuple):
-    """Elements [start, stop) of a flattened tensor."""
-
-    spec: TensorSpec
-    start: int
-    stop: int
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> Region:
-        """Make a region from what another rank sent: JSON has lists in place of named tuples."""
-        (name, key, shape, dtype), start, stop = values
-        return cls(TensorSpec(name, key, tuple(shape), dtype), start, stop)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in a file."""
-        return (self.stop - self.start) * self.spec.itemsize_bytes
-
-    def __str__(self) -> str:
-        return f"{'/'.join(self.spec.id)}[{self.start}:{self.stop}]"
 
 
 class WriteItem(NamedTuple):
@@ -77,15 +49,30 @@ class WriteItem(NamedTuple):
     """One past the last byte in the file."""
     id: TensorId
     is_trained: bool
+    source: int | None
+    """The place of the elements among the sources; None: they are put together from columns."""
+
+
+class Source(NamedTuple):
+    """What this rank gives of one of its pieces: rows of `length` elements every `pitch`."""
+
     piece: int
-    """The index of this rank's piece that holds the elements."""
-    elements: slice
-    """Where they are in the flattened piece."""
+    first: int
+    """In the flattened piece."""
+    num_rows: int
+    length: int
+    pitch: int
+
+    def of(self, piece: Piece) -> torch.Tensor:
+        """Give the live elements."""
+        stop = self.first + (self.num_rows - 1) * self.pitch + self.length
+        elements = piece.view.detach().reshape(-1)[self.first : stop]
+        return elements if self.num_rows == 1 else runs_of(elements, self.length, self.pitch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a save writes; equal on all ranks but for `items`."""
+    """What a save writes; equal on all ranks but for `items`, `sources` and `moves`."""
 
     files: dict[str, FilePlan]
     """By path relative to the checkpoint."""
@@ -93,6 +80,12 @@ class Plan:
     """Content of the Hub's index, where the weights take several files."""
     items: list[WriteItem]
     """What this rank writes, in order of the files."""
+    sources: list[Source]
+    """What this rank gives, to itself and to others."""
+    moves: list[Move]
+    """The columns that this rank gives or gets; `rows` are places among the items."""
+    moves_columns: bool
+    """Whether any rank has moves."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +101,10 @@ def declare(pieces: Iterable[Piece]) -> list[Region]:
         if dtype is None:
             where = f"{piece.name}/{piece.key}"
             raise CheckpointError("a type that a checkpoint cannot hold", where=where, found=piece.view.dtype)
-        regions.append(Region(TensorSpec(piece.name, piece.key, tuple(piece.shape), dtype), piece.start, piece.stop))
+        spec = TensorSpec(piece.name, piece.key, tuple(piece.shape), dtype)
+        # Whole rows are one run.
+        columns = (piece.run, piece.pitch) if piece.run < piece.pitch else (0, 0)
+        regions.append(Region(spec, piece.start, piece.stop, *columns))
     return regions
 
 
@@ -129,7 +125,7 @@ class Planner:
         """These parameters, for each rank."""
 
     def plan(self, pieces: Iterable[Piece]) -> tuple[Plan, list[torch.Tensor], _Numbers]:
-        """Give the plan, the live elements of each of its items, and the optimizer's numbers. A collective.
+        """Give the plan, the live elements of each of its sources, and the optimizer's numbers. A collective.
 
         The plan is the same object as before where nothing has changed. The numbers are equal on all ranks.
 
@@ -153,29 +149,49 @@ class Planner:
         if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
             self._plan = self._make(regions, _names(numbers))
             self._held = (regions, _names(numbers))
-        elements = [own[item.piece].view.detach().reshape(-1)[item.elements] for item in self._plan.items]
+        elements = [source.of(own[source.piece]) for source in self._plan.sources]
         return self._plan, elements, self._merge_numbers([values for _, values in looked])
 
     def _make(self, own: list[Region], own_numbered: dict[str, list[str]]) -> Plan:
         gathered = gather_json([own, own_numbered])
         declared = [[Region.from_json(values) for values in regions] for regions, _ in gathered]
         self._numbered = [names for _, names in gathered]
-        writes = assign_writers(declared)[rank()]
+        writes = assign_writers(declared)
         files, index, places = _plan_files(merge_specs(declared).values(), self._stem)
-        held: dict[TensorId, list[int]] = {}
-        for number, region in enumerate(own):
-            held.setdefault(region.spec.id, []).append(number)
         trained = {name for by_key in self._numbered for names in by_key.values() for name in names}
-        items = []
-        for write in writes:
-            spec, start, stop = write
-            number = next(n for n in held[spec.id] if own[n].start <= start and stop <= own[n].stop)
+        sources = _Sources(own)
+        items: dict[Segment, WriteItem] = {}
+        for segment in sorted(writes[rank()], key=lambda segment: (places[segment.region.spec.id], segment.region)):
+            spec, start, stop, *_ = segment.region
             file, begin = places[spec.id]
-            begin += start * spec.itemsize_bytes
-            elements = slice(start - own[number].start, stop - own[number].start)
-            end = begin + write.num_bytes
-            items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, number, elements))
-        return Plan(files=files, index=index, items=sorted(items, key=lambda item: item[:2]))
+            begin, end = begin + start * spec.itemsize_bytes, begin + stop * spec.itemsize_bytes
+            source = sources.add(segment, segment.columns[0]) if len(segment.columns) == 1 else None
+            items[segment] = WriteItem(file, begin, end, spec.id, spec.name in trained, source)
+        moves, numbers = list_moves(writes), {segment: number for number, segment in enumerate(items)}
+        own_moves = [
+            Move(
+                number=number,
+                window=window,
+                sender=sender,
+                writer=writer,
+                rows=numbers.get(segment, -1),
+                num_rows=segment.num_rows,
+                column=column,
+                pitch=segment.pitch,
+                dtype=DTYPES[segment.region.spec.dtype],
+                source=sources.add(segment, column) if sender == rank() else None,
+            )
+            for number, (segment, writer, column, sender, window) in enumerate(moves)
+            if rank() in (sender, writer)
+        ]
+        return Plan(
+            files=files,
+            index=index,
+            items=list(items.values()),
+            sources=sources.found,
+            moves=own_moves,
+            moves_columns=bool(moves),
+        )
 
     def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
         merged: _Numbers = {}
@@ -189,6 +205,27 @@ class Planner:
                         where = name if key == STEP else f"{name}/{key}"
                         raise CheckpointError(f"the ranks disagree about {of_what}", where=where, found=found)
         return {key: dict(sorted(of_key.items())) for key, of_key in sorted(merged.items())}
+
+
+class _Sources:
+    """Finds what this rank gives among what it holds."""
+
+    def __init__(self, own: list[Region]) -> None:
+        self._held: dict[TensorId, list[tuple[int, Region]]] = {}
+        for number, region in enumerate(own):
+            self._held.setdefault(region.spec.id, []).append((number, region))
+        self.found: list[Source] = []
+
+    def add(self, segment: Segment, column: Column) -> int:
+        """Note that a column of a segment is given, and say under which number."""
+        length = column.stop - column.start
+        for number, region in self._held[segment.region.spec.id]:
+            place = (segment.region.start + column.start, segment.num_rows, length)
+            first = region.offset_of(*place, segment.pitch)
+            if first is not None:
+                self.found.append(Source(number, first, segment.num_rows, length, region.run or segment.pitch))
+                return len(self.found) - 1
+        raise AssertionError(f"{segment.region} is given by a rank that does not hold it")
 
 
 def numbers_as_json(numbers: _Numbers) -> dict[str, Any]:
@@ -246,56 +283,6 @@ def _plan_files(
     return files, index, places
 
 
-# ---- pure functions of what all ranks declare: no tensors, no files, no processes ----
-
-
-def merge_specs(declared: Sequence[Iterable[Region]]) -> dict[TensorId, TensorSpec]:
-    """Give all tensors that any rank declares, by id.
-
-    It is a `CheckpointError` if ranks disagree about a tensor, or hold a region outside of it.
-    """
-    specs: dict[TensorId, TensorSpec] = {}
-    for own, start, stop in (region for regions in declared for region in regions):
-        spec = specs.setdefault(own.id, own)
-        where = "/".join(spec.id)
-        if spec != own:
-            raise CheckpointError("the ranks disagree about a tensor", where=where, found=f"{spec} and {own}")
-        if not 0 <= start <= stop <= spec.total:
-            what = "a rank holds elements that the tensor does not have"
-            raise CheckpointError(what, where=where, found=f"[{start}, {stop}) of {spec.total}")
-    return specs
-
-
-def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Region]]:
-    """Give every element of every tensor exactly one writer, balanced by bytes; equal on all ranks.
-
-    Arguments and result are by rank. Regions may overlap in any way. Elements that no rank holds are a
-    `CheckpointError`.
-    """
-    segments = list(_segments(declared))
-    gaps = [str(region) for region, holders in segments if not holders]
-    if gaps:
-        what = "no rank holds some elements of the model's state: nothing was saved"
-        raise CheckpointError(what, found=shorten(gaps))
-    return share_out([(region, region.num_bytes, holders) for region, holders in segments], len(declared))
-
-
-def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
-    """Give each item to one rank, so that all ranks get about the same number of bytes.
-
-    An item comes with its bytes and the ranks that may get it. If the order of the items is equal on all
-    ranks, the result is, too.
-    """
-    shares: list[list[_T]] = [[] for _ in range(world_size)]
-    load = [0] * world_size
-    # First the items that only one rank may get. Then the others, the largest first, to the rank with the fewest bytes.
-    for item, num_bytes, candidates in sorted(items, key=lambda item: (len(item[2]) > 1, -item[1])):
-        least = min(candidates, key=lambda rank: (load[rank], rank))
-        shares[least].append(item)
-        load[least] += num_bytes
-    return shares
-
-
 def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:
     """Pack tensors into files of at most `limit_bytes` each (a larger tensor gets its own file), by name.
 
@@ -310,30 +297,3 @@ def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[Tenso
         files[-1].append(spec)
         size += spec.num_bytes
     return files
-
-
-def shorten(names: Sequence[str]) -> str:
-    """List the first few names."""
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _segments(declared: Sequence[Sequence[Region]]) -> Iterator[tuple[Region, Sequence[int]]]:
-    """Split each tensor wherever a region starts or stops, and give the ranks that hold each segment."""
-    specs = merge_specs(declared)
-    edges: dict[TensorId, list[tuple[int, int, int]]] = {tensor_id: [] for tensor_id in specs}
-    for holder, regions in enumerate(declared):
-        for region in regions:
-            if region.start < region.stop:
-                edges[region.spec.id] += [(region.start, +1, holder), (region.stop, -1, holder)]
-    for tensor_id, spec in sorted(specs.items()):
-        held: Counter[int] = Counter()
-        position = 0
-        for element, change, holder in [*sorted(edges[tensor_id]), (spec.total, 0, 0)]:
-            if element > position:
-                holders = tuple(sorted(+held))
-                length = max(1, CHUNK_BYTES // spec.itemsize_bytes) if len(holders) > 1 else element - position
-                for start in range(position, element, length):
-                    yield Region(spec, start, min(start + length, element)), holders
-                position = element
-            held[holder] += change

@@ -18,6 +18,7 @@ import xxhash
 
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import safetensors_io
+from hfdist.checkpoint.columns import gloo_group, join_columns
 from hfdist.checkpoint.manifest import Part
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
@@ -47,7 +48,7 @@ class Contents:
 
     plan: Plan
     elements: list[torch.Tensor]
-    """For each item of the plan; live, or copies."""
+    """For each source of the plan; live, or copies."""
     write_files: Callable[[Path], object]
     """Writes all other files; called on rank 0."""
     random_state: RandomState | None = None
@@ -116,8 +117,11 @@ def write_folder(
         return unfinished.name
 
     def write_own() -> list[Part]:
+        given = contents.elements
+        joined = join_columns(plan.moves, given, between)
+        elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
         with _room_for(plan, parent):
-            parts = _write_shard(unfinished, plan.items, contents.elements)
+            parts = _write_shard(unfinished, plan.items, elements)
             if contents.random_state is not None:
                 name, content = random_file(rank()), contents.random_state.to_bytes()
                 (unfinished / name).write_bytes(content)
@@ -125,6 +129,7 @@ def write_folder(
         return parts
 
     unfinished = parent / on_rank_zero(lay_out, group)
+    between = gloo_group(group) if plan.moves_columns else group
     with _removed_on_failure(unfinished):
         written = on_all_ranks(write_own, group)
         on_rank_zero(lambda: finish(unfinished, [Part(*values) for of_rank in written for values in of_rank]), group)

@@ -50,6 +50,11 @@ def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dev
     return torch.stack(every).sum().sqrt()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Give what this rank holds of a tensor, live."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
     """Gradients of what any rank has used, zeros where this rank has not."""
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
@@ -58,7 +63,7 @@ def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            yield parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            yield local(parameter.grad)
 
 
 def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

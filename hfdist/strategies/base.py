@@ -74,6 +74,9 @@ class Engine:
     loss_group: dist.ProcessGroup | None = None
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
+    rows_group: dist.ProcessGroup | None = None
+    """Ranks that compute the same loss together, have its head whole, and average the gradients of what is whole."""
+
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 

@@ -50,13 +50,18 @@ class FsdpStrategy(Strategy):
         """
         if self.topology.world_size == 1:
             return Engine(model)
-        check_no_scalars(model, "FSDP2")
         context = self._shard_sequences(model)
-        name = type(model).__name__
-        shard_by_blocks(model, model, self.mesh, self.config)
-        # Exported configs name the class, and the Trainer knows causal models by it.
-        type(model).__name__ = name
+        shard_model(model, self.mesh, self.config)
         return FsdpEngine(model, context)
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
+    """Shard a model over the data ranks in place; ConfigError: a parameter that FSDP2 cannot shard."""
+    check_no_scalars(model, "FSDP2")
+    name = type(model).__name__
+    shard_by_blocks(model, model, mesh, config)
+    # Exported configs name the class, and the Trainer knows causal models by it.
+    type(model).__name__ = name
 
 
 def shard_by_blocks(model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
@@ -123,10 +128,14 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
     for tensor in (*(p for _, p in own), *unit.buffers()):
         tensor.data = tensor.data.contiguous()
-        # Not each backend knows truth values.
-        known = tensor.data.view(torch.uint8) if tensor.dtype is torch.bool else tensor.data
         for axis in ("context", "data"):
-            dist.broadcast(known, group=mesh.get_group(axis), group_src=0)
+            broadcast(tensor.data, mesh.get_group(axis))
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
+    # Not each backend knows truth values.
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 
 class ShardedEngine(Engine):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.errors import DataError, PartitionError
+from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
@@ -25,10 +25,11 @@ from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.pipeline import Pipeline, split_batch
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import P2PChannel, device_of
+from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.same_batch import check_same_batch
 from hfdist.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -145,18 +146,7 @@ class PipelineEngine(Engine):
                 "parameters were frozen or unfrozen after the Trainer was made, when the stages had agreed on them",
                 hint="set requires_grad before hfdist.Trainer(...)",
             )
-        sums = torch.stack([_checksum(value) for value in batch.values() if isinstance(value, torch.Tensor)])
-        extremes = torch.cat([sums, -sums]).to(device_of(self._pipeline_group))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._pipeline_group)
-        largest, smallest = extremes.chunk(2)
-        if not torch.equal(largest, -smallest):
-            raise DataError(
-                "the ranks of one pipeline were given different batches",
-                where="train_dataset, data_collator",
-                found="tensors that differ between ranks",
-                allowed="the same items in the same order, and a collator that draws nothing at random",
-                hint="draw in the dataset, from a generator seeded by the item's number",
-            )
+        check_same_batch(batch, self._pipeline_group, "pipeline")
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self._scaler is None else self._scaler.scale(loss)
@@ -262,13 +252,6 @@ class PipelineStrategy(Strategy):
         stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, mesh)
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         return self.engine_class(self, self._split, self._size, stage_io, mesh)
-
-
-def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Of shape and whole numbers; one that other orders of the same numbers do not have."""
-    numbers = value.flatten().to(torch.int64)
-    places = torch.arange(1, len(numbers) + 1, device=value.device)
-    return (numbers * places).sum() + sum(size * 10**6 for size in value.shape)
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

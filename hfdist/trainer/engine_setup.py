@@ -54,6 +54,13 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
         )
     if strategy.topology.context > 1:
         _check_loss_of_parts(kind, arguments)
+    if strategy.topology.tensor > 1 and not sums_over_targets(kind):
+        raise ConfigError(
+            "this class gathers what all ranks have computed, and the ranks of a tensor group compute the same",
+            where=f"{kind.__name__}.compute_loss",
+            found=f"that of {owner_of_loss(kind).__name__}",
+            hint="compute_loss_func=..., or strategy.tensor=1 with strategy=fsdp2",
+        )
     # A recipe has started it already; from Python nobody else would.
     strategy.start()
     arguments = arguments | _whole_model(kind, arguments)
@@ -105,11 +112,14 @@ def _check_loss_of_parts(kind: type, arguments: dict[str, Any]) -> None:
 
 
 def check_has_logits(engine: Engine, what: str) -> None:
-    """Raise a ConfigError where no rank has the logits of whole sequences."""
+    """Raise a ConfigError where the original cannot gather logits: no rank has them whole, or several have the same."""
+    hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
     if not engine.runs_whole_model:
         what = f"{what} needs the logits of whole sequences, and each rank has a part of them"
-        hint = "evaluate() gives the loss; or save_model(folder), and predict with the folder's model"
         raise ConfigError(what, where="strategy.pipeline, strategy.context", hint=hint)
+    if engine.loss_group is not None:
+        what = f"{what} gathers logits of all ranks, and those of a tensor group have the same"
+        raise ConfigError(what, where="strategy.tensor", hint=hint)
 
 
 def arguments_by_name(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Optimizers:
         for piece in engine.pieces() if self._kept else ():
             value = self._kept.get((piece.name, piece.key.removeprefix("#")))
             if torch.is_tensor(value) and value.numel() == piece.total:
-                piece.view.copy_(value.reshape(-1)[piece.start : piece.stop].view(piece.view.shape))
+                piece.view.copy_(piece.of_whole(value))
             elif value is not None and piece.set_number is not None:
                 piece.set_number(value)
         self._kept = {}

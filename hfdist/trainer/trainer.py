@@ -38,7 +38,7 @@ from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
-from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens
+from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
 from hfdist.watch import watches_among
 
@@ -104,9 +104,9 @@ class DistributedTrainerMixin(_Trainer):
         self.args.logging_nan_inf_filter = False
         self.args.include_num_input_tokens_seen = "no"
         self.throughput = Throughput(self.args.device)
+        if self.compute_metrics is not None:
+            check_has_logits(self.engine, "compute_metrics")
         if not self.engine.runs_whole_model:
-            if self.compute_metrics is not None:
-                check_has_logits(self.engine, "compute_metrics")
             # Checked again: the Trainer class may have switched the router loss on.
             check_router_loss(cast(PreTrainedModel, self.model).config)
         self._optimizers = Optimizers(self)
@@ -269,14 +269,18 @@ class DistributedTrainerMixin(_Trainer):
         """Let the engine run forward and backward of one micro batch."""
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
+        # Of a pipeline only its last stage gathers, for which its loss sees.
+        group = self.engine.loss_group if self.engine.runs_whole_model else None
+        with gathering(self.accelerator, group):
+            return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
         head = None if return_outputs else self.options.loss_head
-        with nullcontext() if head is None else head.deferring(model):
+        group = None if self.engine is None else self.engine.rows_group
+        with nullcontext() if head is None else head.deferring(model, group):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.compute_loss, model)
@@ -294,11 +298,17 @@ class DistributedTrainerMixin(_Trainer):
         step = super().training_step if self._lean_step is None else self._lean_step.training_step
         return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
 
+    def get_tp_size(self) -> int:
+        """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
+        return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
         num_alike = 1 if self.strategy is None else self.args.world_size // self.strategy.topology.data_size
         if self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
+            # The original knows of tensor ranks.
+            num_alike //= self.get_tp_size()
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
         # A number of rows may be on the CPU, a number of targets on the device.

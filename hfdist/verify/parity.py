@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM, shorten
+from hfdist.checkpoint.regions import shorten
+from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
 from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.checks.preflight import plan_run

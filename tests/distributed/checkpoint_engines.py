@@ -23,15 +23,15 @@ SEQUENCES, TOKENS, VOCABULARY = 12, 9, 61
 
 
 def tiny_model(seed):
-    """A Llama with tied embeddings, sizes that no number of ranks divides, and two frozen parameters."""
+    """A Llama with tied embeddings, sizes that three or four ranks do not divide, and two frozen parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=20,
-        intermediate_size=33,
+        intermediate_size=34,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         tie_word_embeddings=True,
         attn_implementation="eager",
     )
@@ -133,14 +133,14 @@ class Zero:
 
 
 class Sharded:
-    """FSDP2, in a pipeline too: sizes that the ranks do not divide, down to ranks with no row of a tensor."""
+    """FSDP2, in a pipeline and over tensor ranks too: sizes that ranks do not divide, ranks with no row of a tensor."""
 
-    def __init__(self, pipeline=1, *, seed=0, **options):
-        config = StrategyConfig(sharding=Sharding.fsdp2, pipeline=pipeline)
+    def __init__(self, sharding=Sharding.fsdp2, *, pipeline=1, tensor=1, seed=0, **options):
+        config = StrategyConfig(sharding=sharding, pipeline=pipeline, tensor=tensor)
         self.topology = Topology.of(config.degrees, world_size=dist.get_world_size(), rank=dist.get_rank())
         batch = plan_batch(
             global_batch_size=SEQUENCES,
-            micro_batch_size=SEQUENCES // dist.get_world_size(),
+            micro_batch_size=SEQUENCES // (self.topology.data_size * pipeline),
             data_size=self.topology.data_size,
             sequence_length=TOKENS,
             lanes=SEQUENCES,
@@ -190,11 +190,14 @@ LAYOUTS = {
     "zero1x2": (2, partial(Zero, 1)),
     "zero2x2": (2, partial(Zero, 2)),
     "zero3x2": (2, partial(Zero, 3)),
+    "tensor2": (2, partial(Sharded, Sharding.none, tensor=2)),
     "zero3x3": (3, partial(Zero, 3)),
     "fsdp2x3": (3, Sharded),
     "zero2x4": (4, partial(Zero, 2)),
     "fsdp2x4": (4, Sharded),
-    "pp2 fsdp2x2": (4, partial(Sharded, 2)),
+    "pp2 fsdp2x2": (4, partial(Sharded, pipeline=2)),
+    "fsdp2x2 tensor2": (4, partial(Sharded, tensor=2)),
+    "ddp2 tensor2": (4, partial(Sharded, Sharding.none, tensor=2)),
 }
 
 

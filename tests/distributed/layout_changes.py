@@ -34,12 +34,12 @@ LEAST_OF_CONTROLS = 1e-4
 """What must show where something was not carried over."""
 
 COMMON = (
-    # Four ranks with two stages each need eight blocks; no number of ranks divides the widths.
+    # Four ranks with two stages each need eight blocks; four ranks do not divide the vocabulary and the inner width.
     "model.config.num_hidden_layers=8",
     "model.config.hidden_size=36",
-    "model.config.intermediate_size=75",
+    "model.config.intermediate_size=74",
     "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=1",
+    "model.config.num_key_value_heads=2",
     "model.tokenizer.vocab_size=301",
     "data.sequence_length=32",
     "data.eval_sequences=8",
@@ -72,6 +72,8 @@ LAYOUTS = {
     "fsdp2 x2": Layout(2, ("strategy=fsdp2",)),
     "fsdp2 x4": Layout(4, ("strategy=fsdp2",)),
     "hsdp x4": Layout(4, ("strategy=hsdp",)),
+    "tensor 2": Layout(2, ("strategy=tensor",)),
+    "fsdp2 x2 x tensor 2": Layout(4, ("strategy=fsdp2", "strategy.tensor=2")),
     "pp2": Layout(2, ("strategy=pipeline",)),
     "pp2 x zero1 x2": Layout(4, ("strategy=pipeline_zero1",)),
     "pp4 interleaved": _interleaved(),
@@ -250,8 +252,8 @@ make layouts
 
 {HALF} steps in one layout, a checkpoint, and the other {END - HALF} in another, in float32 on gloo ranks: the largest
 relative difference of losses, and of the held-out loss at the end, from those of one process that goes through; below
-{BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose widths no number of ranks divides; the learning rate
-changes and the gradient is clipped in every step. Written by `make layouts` with torch
+{BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose vocabulary and inner width four ranks do not divide; the
+learning rate changes and the gradient is clipped in every step. Written by `make layouts` with torch
 {torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
 """
     return text.split("\n")

@@ -37,7 +37,7 @@ def aot_eager(monkeypatch):
 
 
 def train(folder, num_processes, strategy, *overrides):
-    return pretrain(folder, num_processes, f"strategy={strategy}", *STEPS, *overrides)
+    return pretrain(folder, num_processes, *f"strategy={strategy}".split(), *STEPS, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def train(folder, num_processes, strategy, *overrides):
         *(("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
         ("long_context", 2),
         *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
+        *(("tensor", 2), ("tensor", 4), ("fsdp2 strategy.tensor=2", 4)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
@@ -74,6 +75,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
+        ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
         ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
@@ -103,6 +105,8 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("zero3", 2, "bf16"),
         ("fsdp2", 2, "fp16"),
         ("long_context", 2, "bf16"),
+        ("tensor", 2, "fp16"),
+        ("tensor", 2, "bf16"),
         ("pipeline", 2, "bf16"),
         ("pipeline_zero1", 4, "fp16"),
         ("fsdp2 strategy.pipeline=2", 4, "fp16"),
@@ -117,7 +121,7 @@ def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
-@pytest.mark.parametrize(("strategy", "num_processes"), [("zero3", 2), ("fsdp2", 2), ("pipeline", 2)])
+@pytest.mark.parametrize(("strategy", "num_processes"), [("zero3", 2), ("fsdp2", 2), ("tensor", 2), ("pipeline", 2)])
 def test_pretrained_weights_start_and_train_alike(single, continued, tmp_path, strategy, num_processes):
     """From the folder that another run has exported, as from any Hub model."""
     start, reference = continued

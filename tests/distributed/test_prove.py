@@ -78,6 +78,7 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
     ("num_processes", "layout"),
     [
         (2, ["strategy=zero3", "train.precision=bf16"]),
+        (2, ["strategy=tensor"]),
         (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"]),
     ],
 )

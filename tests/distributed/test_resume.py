@@ -26,6 +26,7 @@ LAYOUTS = [
     ("single", 1, "fp16"),
     ("zero2", 2, "bf16"),
     ("zero3", 2, "fp32"),
+    ("tensor", 2, "fp32"),
     ("pipeline_zero1", 4, "fp32"),
 ]
 

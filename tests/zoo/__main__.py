@@ -13,6 +13,7 @@ import transformers
 
 from hfdist.models.blocks import find_block_parts
 from hfdist.testing import run_ranks
+from tests.zoo.cutting import NUM_TENSOR_RANKS, cut_types
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
@@ -22,7 +23,7 @@ NUM_RANKS = 2
 """That shard."""
 
 HEADER = """\
-# The zoo: every causal language model of transformers, split and sharded
+# The zoo: every causal language model of transformers, split, sharded and cut
 
 ```
 make zoo
@@ -36,6 +37,10 @@ split, and why. The splitter has no code for single models.
 
 Each is also sharded by FSDP2 over two ranks, of which each runs two micro batches, and is compared with the whole model
 on all four: {sharded}.
+
+And each is cut over {tensor_ranks} tensor ranks, by transformers' plan for it, and runs two micro batches: {cut}. A
+type is refused if it has no plan, if its small model has a size that does not divide, or if trying it shows that the
+plan is wrong.
 
 `make zoo` writes this page, and runs the same as tests.
 
@@ -53,11 +58,11 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences, first at {stages} stages of a pipeline, then under FSDP2; of gradients, relative to the largest
-element of the parameter's, but at least to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2, then over tensor ranks; of gradients,
+relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
 
-| type | blocks | outcome | what travels | loss | gradients | fsdp2 | loss | gradients |
-|---|---|---|---|---|---|---|---|---|
+| type | blocks | outcome | what travels | loss | gradients | fsdp2 | loss | gradients | tensor | loss | gradients |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -72,21 +77,21 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     sharded = run_ranks(shard_types, NUM_RANKS, TYPES, timeout_seconds=1800)
+    cut = run_ranks(cut_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
     outcomes = {}
     with group_of_one():
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded), encoding="utf-8")
+    path.write_text(page(outcomes, sharded, cut), encoding="utf-8")
     is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
-    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded for one in of_rank.values()))
+    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded + cut for one in of_rank.values()))
 
 
-def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]]) -> str:
+def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], cut: list[dict[str, Sharded]]) -> str:
     """The whole page as Markdown."""
     worst = [worst_of(tried) for tried in outcomes.values()]
     counts = Counter(f"{outcome.verdict} with {outcome.travels}" for outcome in worst if outcome.travels)
-    verdicts = Counter(outcome.verdict for outcome in sharded[0].values())
     refused = {outcome.model_type: outcome.reason for outcome in worst if outcome.reason}
     rows = [*counts.most_common(), ("refused", len(refused)), ("not built", len(NOT_BUILDABLE))]
     return HEADER.format(
@@ -98,22 +103,29 @@ def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]]) 
         all=len(outcomes) + len(NOT_BUILDABLE),
         reasons="\n".join(f"* `{name}`: {reason}" for name, reason in (refused | NOT_BUILDABLE).items()),
         more=", ".join(f"`{name}`" for name in NEEDS_MORE_THAN_TEXT),
-        sharded=", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()),
+        sharded=_verdicts(sharded),
+        cut=_verdicts(cut),
+        tensor_ranks=NUM_TENSOR_RANKS,
         rows="\n".join(
-            row(model_type, tried, [of_rank[model_type] for of_rank in sharded])
+            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, cut)))
             for model_type, tried in outcomes.items()
         ),
     )
 
 
-def row(model_type: str, tried: list[Outcome], sharded: list[Sharded]) -> str:
+def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
+    verdicts = Counter(outcome.verdict for outcome in ranks[0].values())
+    return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+
+
+def row(model_type: str, tried: list[Outcome], sharded: list[Sharded], cut: list[Sharded]) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
     classes = " and ".join(dict.fromkeys(f"`{type(part).__name__}`" for block in blocks for part in block))
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
     cells += _differences(tried)
-    cells += [sharded[0].verdict, *_differences(sharded)]
+    cells += [sharded[0].verdict, *_differences(sharded), cut[0].verdict, *_differences(cut)]
     return f"| {' | '.join(cells)} |"
 
 

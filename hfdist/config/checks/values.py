@@ -21,7 +21,7 @@ from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyCon
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
 
-UNBUILT_AXES = ("tensor", "expert")
+UNBUILT_AXES = ("expert",)
 """Axes of the layout that this version does not build."""
 
 
@@ -134,6 +134,10 @@ def _check_adapter(config: RunConfig) -> None:
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
+    if adapter.is_used and config.strategy.tensor > 1:
+        what = "an adapter's layers are not in the plan by which a model is cut over tensor ranks"
+        where = "strategy.tensor" if adapter.path is None else "strategy.tensor adapter.path"
+        raise _conflict(config, where, what, allowed="1", hint="strategy.tensor=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"
@@ -183,9 +187,11 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     for axis in UNBUILT_AXES:
         if getattr(strategy, axis) > 1:
             what = f"{axis} parallelism is not built yet in this version"
-            allowed = "1; available are data and context parallelism, ZeRO-1, 2, 3, FSDP2, and a pipeline"
+            allowed = "1; available are data, context and tensor parallelism, ZeRO-1, 2, 3, FSDP2, and pipelines"
             hint = "strategy=zero3 or strategy=pipeline where one device cannot hold the model"
             raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
+    if strategy.tensor > 1:
+        _check_tensor(config)
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and _shown(config, key) != "null":
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
@@ -203,6 +209,23 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what = "a pipeline runs the model from block to block, so it cannot be compiled as a whole"
         keys, hint = "train.compile strategy.pipeline", "train.compile=blocks"
         raise _conflict(config, keys, what, allowed="none, blocks", hint=hint)
+
+
+def _check_tensor(config: RunConfig) -> None:
+    strategy = config.strategy
+    if strategy.sharding.is_deepspeed:
+        what = "ZeRO knows nothing of parameters that are cut over tensor ranks"
+        keys, hint = "strategy.sharding strategy.tensor", "strategy.sharding=fsdp2, which shards what each rank has"
+        raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
+    for axis in ("pipeline", "context"):
+        if getattr(strategy, axis) > 1:
+            what = f"tensor and {axis} parallelism together are not built yet in this version"
+            hint = f"strategy.tensor=1, or strategy.{axis}=1 with strategy.sharding=fsdp2"
+            raise _conflict(config, f"strategy.tensor strategy.{axis}", what, allowed="1", hint=hint)
+    if config.train.compile in (Compile.blocks, Compile.model):
+        what = "layers that are cut over tensor ranks are not compiled in this version"
+        keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"
+        raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
 
 
 def _check_tokens(config: RunConfig) -> None:

@@ -85,6 +85,11 @@ class Convention:
         return {name: value for name, value in {**batch, **changed}.items() if name != NUM_ROWS}
 
 
+def num_losses(trainer: Any) -> int:
+    """Give the number by which the Trainer multiplies a loss: processes, but tensor ranks compute one loss together."""
+    return int(trainer.accelerator.num_processes // trainer.get_tp_size())
+
+
 # A trainer is Any here: transformers declares its attributes as optional, but during a step they all exist.
 
 
@@ -105,7 +110,7 @@ class WeightedLoss:
         """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
         trainer = self._trainer
         inputs = trainer._prepare_inputs(batch)
-        with trainer.compute_loss_context_manager(), _gathering(trainer.accelerator, trainer.engine.loss_group):
+        with trainer.compute_loss_context_manager(), gathering(trainer.accelerator, trainer.engine.loss_group):
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def of_mean(self, mean: Callable[..., Any], batch: Batch, *, num_items_in_batch: torch.Tensor) -> Any:
@@ -122,7 +127,7 @@ class WeightedLoss:
         share = weight / num_items_in_batch
         if own_number is None and trainer.args.average_tokens_across_devices:
             # Gradients are averaged over the processes, but targets are counted over all of them.
-            share = share * trainer.accelerator.num_processes
+            share = share * num_losses(trainer)
         return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
 
     def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +138,7 @@ class WeightedLoss:
         # Divided by the targets of this batch, the loss is their mean.
         mean = self.of(model, batch, weight.clamp(min=1)).double()
         if trainer.args.average_tokens_across_devices:
-            mean = mean / trainer.accelerator.num_processes
+            mean = mean / num_losses(trainer)
         return torch.where(weight > 0, mean * weight, 0.0), weight
 
     def find_convention(self, batch: Batch, forward: Forward) -> Convention:
@@ -202,7 +207,7 @@ def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
 
 
 @contextmanager
-def _gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
+def gathering(accelerator: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Gather only among the group's ranks, which compute a loss at the same time: other ranks would never answer."""
     if group is None:
         yield

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfdist.checkpoint.regions import CHUNK_BYTES, Region, assign_writers, share_out, shorten
 from hfdist.checkpoint.safetensors_io import TensorSpec
-from hfdist.checkpoint.save_plan import CHUNK_BYTES, Region, assign_writers, pack_files, share_out, shorten
+from hfdist.checkpoint.save_plan import pack_files
 from hfdist.errors import CheckpointError
 
 
@@ -21,7 +22,7 @@ def region(start, stop, of=None):
 
 
 def loads(declared):
-    return [sum(write.num_bytes for write in writes) for writes in assign_writers(declared)]
+    return [sum(write.region.num_bytes for write in writes) for writes in assign_writers(declared)]
 
 
 regions = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted), max_size=4)
@@ -42,7 +43,7 @@ def test_every_element_has_one_writer_that_holds_it(by_rank):
     else:
         written = Counter()
         for rank, writes in enumerate(assign_writers(declared)):
-            for _, start, stop in writes:
+            for _, start, stop, *_ in (write.region for write in writes):
                 # Within one region of its writer, so that it can be written from one view.
                 assert any(s <= start and stop <= e for s, e in by_rank[rank])
                 written.update(range(start, stop))
@@ -65,7 +66,7 @@ def test_one_huge_replica_has_many_writers():
 def test_those_who_must_write_get_less_of_what_anybody_could():
     own, shared = spec(name="own", shape=(100,)), spec(name="shared", shape=(100,))
     declared = [[region(0, 100, own), region(0, 100, shared)], [region(0, 100, shared)]]
-    assert [[write.spec for write in writes] for writes in assign_writers(declared)] == [[own], [shared]]
+    assert [[write.region.spec for write in writes] for writes in assign_writers(declared)] == [[own], [shared]]
 
 
 @pytest.mark.parametrize(

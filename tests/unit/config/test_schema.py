@@ -96,4 +96,7 @@ def test_a_key_stands_with_its_value_and_its_line():
     (line,) = [line for line in lines if line.startswith("    max_steps: 7 ")]
     assert line.endswith("# optimizer steps at the most; null: as many as the epochs take")
     assert [line for line in lines if line.startswith("        path: x ") and "# files: file, folder" in line]
-    assert "  strategy: ddp, fsdp2, hsdp, pipeline, pipeline_zero1, single, zero1, zero2, zero3, zero3_offload" in lines
+    assert (
+        "  strategy: ddp, fsdp2, hsdp, pipeline, pipeline_zero1, single, tensor, zero1, zero2, zero3, zero3_offload"
+        in lines
+    )

@@ -1,0 +1,100 @@
+"""Columns of a matrix that several ranks hold: the rank that writes some of its rows gets them from the others.
+
+A file then has one long run for them, hashed as it is written, and not thousands of short ones of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hfdist.checkpoint.regions import Column, Segment
+from hfdist.collectives import rank
+
+WINDOW_BYTES = 256 * 2**20
+"""What all ranks together have on the way at a time."""
+
+_gloo_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class Move(NamedTuple):
+    """Columns of some rows, from the rank that holds them to the one that writes the rows; both may be one."""
+
+    number: int
+    """Among the moves of all ranks."""
+    window: int
+    """Moves of one window are on the way together."""
+    sender: int
+    writer: int
+    rows: int
+    """The place of these rows among what the writer writes."""
+    num_rows: int
+    column: Column
+    pitch: int
+    dtype: torch.dtype
+    source: int | None
+    """The place of the columns among what this rank gives; None: another rank has them."""
+
+
+def list_moves(writes: Sequence[Sequence[Segment]]) -> list[tuple[Segment, int, Column, int, int]]:
+    """Give the moves of all ranks, from what each writes: segment, writer, column, sender, window."""
+    moves, num_bytes = [], 0
+    for writer, segments in enumerate(writes):
+        for segment in segments:
+            for column in segment.columns if len(segment.columns) > 1 else ():
+                moves.append((segment, writer, column, column.sender(writer), num_bytes // WINDOW_BYTES))
+                num_bytes += (column.stop - column.start) * segment.num_rows * segment.region.spec.itemsize_bytes
+    return moves
+
+
+def join_columns(
+    moves: Sequence[Move], given: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[int, torch.Tensor]:
+    """Give the rows that this rank writes, by their place, as 1-D tensors. All ranks with moves call it.
+
+    Args:
+        moves: of this rank, in order of their numbers.
+        given: by `source`; they flatten to the columns, row by row.
+        group: as `gloo_group` gives it.
+    """
+    joined: dict[int, torch.Tensor] = {}
+    for _, window in groupby(moves, key=lambda move: move.window):
+        arriving, works, sent = [], [], []
+        for move in window:
+            own = None if move.source is None else given[move.source].reshape(move.num_rows, -1)
+            if move.writer != rank():
+                assert own is not None
+                sent.append(own.cpu().contiguous())
+                works.append(dist.isend(_bytes(sent[-1]), move.writer, group, move.number))
+                continue
+            if own is None:
+                own = torch.empty(move.num_rows, move.column.stop - move.column.start, dtype=move.dtype)
+                works.append(dist.irecv(_bytes(own), move.sender, group, move.number))
+            arriving.append((move, own))
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+        for move, own in arriving:
+            if move.rows not in joined:
+                joined[move.rows] = torch.empty(move.num_rows, move.pitch, dtype=move.dtype)
+            joined[move.rows][:, move.column.start : move.column.stop] = own
+    return {place: rows.flatten() for place, rows in joined.items()}
+
+
+def gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Give a group of all ranks that takes tensors of the host. A collective where there is none yet."""
+    if group is not None or "nccl" not in dist.get_backend():
+        return group
+    default = dist.group.WORLD
+    assert default is not None
+    if default not in _gloo_groups:
+        _gloo_groups[default] = dist.new_group(backend="gloo")
+    return _gloo_groups[default]
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8).view(-1)

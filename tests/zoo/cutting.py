@@ -1,0 +1,76 @@
+"""Cut a tiny model over tensor ranks, alone or under FSDP2, and compare an accumulated step with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from hfdist.checkpoint.piece import WEIGHT
+from hfdist.config.batch import plan_batch
+from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.errors import ConfigError
+from hfdist.pipeline.gradients import local
+from hfdist.strategies.tensor import TensorStrategy
+from hfdist.topology import Degrees, Topology
+from tests.zoo.models import tiny_batch, tiny_model
+from tests.zoo.sharding import NUM_MICROBATCHES, Sharded
+from tests.zoo.splitting import Gradients, compare_gradients, compare_losses, run_whole
+
+NUM_TENSOR_RANKS = 2
+
+
+def cut_types(model_types: Iterable[str], sharding: Sharding = Sharding.none) -> dict[str, Sharded]:
+    """Try types one after the other. All ranks of the group call it."""
+    torch.set_num_threads(1)
+    return {model_type: cut_type(model_type, sharding) for model_type in model_types}
+
+
+def cut_type(model_type: str, sharding: Sharding = Sharding.none) -> Sharded:
+    """Run two micro batches on each pair of ranks, and all of them on the whole model."""
+    topology = Topology.of(Degrees(tensor=NUM_TENSOR_RANKS), world_size=dist.get_world_size(), rank=dist.get_rank())
+    size, rank = topology.data_size, topology.data_rank
+    model = tiny_model(model_type)
+    batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
+    whole = run_whole(model, batches)
+    plan = plan_batch(
+        global_batch_size=len(batches), micro_batch_size=1, data_size=size, sequence_length=16, lanes=len(batches)
+    )
+    config = StrategyConfig(sharding=sharding, tensor=NUM_TENSOR_RANKS)
+    try:
+        engine = TensorStrategy(topology, plan, config).build(model)
+    except ConfigError as error:
+        return Sharded(reason=f"{error.what}: {error.found}")
+    own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
+    *first, last = batches[own]
+    with engine.accumulating():
+        losses = [_train(model, batch) for batch in first]
+    losses.append(_train(model, last))
+    engine.clip_grad_norm(0.0, lambda: None)
+    unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    with torch.no_grad():
+        # Into the parameters, whose pieces the engine knows; the data ranks have averaged, the whole model added up.
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                local(parameter).copy_(local(parameter.grad) * size)
+    gradients: Gradients = {}
+    expected: Gradients = {}
+    for piece in engine.pieces():
+        if piece.key != WEIGHT or piece.name not in whole.gradients or piece.view.numel() == 0:
+            continue
+        name, reference = f"{piece.name}[{piece.start}:]", whole.gradients[piece.name]
+        gradients[name] = None if piece.name in unused else piece.view
+        expected[name] = None if reference is None else piece.of_whole(reference)
+    gradient_difference, worst_parameter = compare_gradients(gradients, expected)
+    return Sharded(
+        loss_difference=compare_losses(losses, whole.losses[own]),
+        gradient_difference=gradient_difference,
+        worst_parameter=worst_parameter,
+    )
+
+
+def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item()

@@ -1,0 +1,25 @@
+"""Every type is cut over tensor ranks exactly, or refused before it trains."""
+
+import pytest
+
+from hfdist.testing import run_ranks
+from tests.zoo.cutting import cut_types
+from tests.zoo.models import SAMPLE, TYPES
+
+pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
+
+EXACT = ("cohere2", "deepseek_v3", "gemma2", "llama", "mixtral", "qwen3")
+"""Of the sample: what must not be refused."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+    return run_ranks(cut_types, 2, types, timeout_seconds=1800)
+
+
+@pytest.mark.timeout(1900)
+def test_a_model_that_is_cut_trains_as_the_whole(outcomes, model_type):
+    for outcome in (of_rank[model_type] for of_rank in outcomes):
+        assert outcome.verdict != "wrong", outcome
+        assert outcome.verdict == "exact" or model_type not in EXACT, outcome
