@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 SKIPPED = (3, 5)
 
-LAYOUTS = [("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("pipeline_zero1", 4)]
+LAYOUTS = [("single", 1), ("ddp", 2), ("zero2", 2), ("zero3", 2), ("tensor", 2), ("pipeline_zero1", 4)]
 
 
 # Two steps that no run can take; the last data rank has the wrong loss.
@@ -54,7 +54,7 @@ def single(tmp_path_factory, cache_dir):
 
 @pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
 def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, strategy, num_processes):
-    num_replicas = 2 if strategy == "pipeline_zero1" else num_processes
+    num_replicas = {"pipeline_zero1": 2, "tensor": 1}.get(strategy, num_processes)
     faults = (*UNTAKEN, PASSING, *([FLIPPED] if num_replicas > 1 else []))
     settings = (f"strategy={strategy}", "train.compare_replicas_every=5", *SAVING)
     said = pretrain_with(faults, tmp_path, num_processes, *settings)
