@@ -23,8 +23,9 @@ from hfdist.models.probing import small_model
 from hfdist.strategies.tensor_cut import cut_model, make_plan
 from hfdist.strategies.tensor_engine import TensorEngine
 
-BOUND = 1e-5
-"""Largest relative difference of the loss, and of each gradient to its norm; ten times what rounding makes."""
+LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
+"""Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
+differ by 1e-15; plans that are wrong make 1e-2 and more."""
 
 _NUM_MICROBATCHES = 2
 
@@ -58,7 +59,7 @@ def check_plan(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         except Exception as error:  # whatever a model raises that cannot be made small, or is not made for its plan
             problem = f"it cannot be tried: {first_line(error)}"
         else:
-            if not (found.loss <= BOUND and found.gradient <= BOUND):
+            if not (found.loss <= LOSS_BOUND and found.gradient <= GRADIENT_BOUND):
                 where = found.first_wrong or "no parameter"
                 differences = f"the loss differs by {found.loss:.0e}, gradients by up to {found.gradient:.0e}"
                 problem = f"{differences}; the first that is wrong: {where}"
@@ -125,5 +126,5 @@ def _compare(engine: TensorEngine, whole: nn.Module, loss: float) -> Differences
         # A gradient of nothing but rounding has no norm to compare with.
         found.append((float(squared.sqrt() / (reference.norm() + 1e-7)), name))
     worst, name = max(found, key=lambda item: (math.isnan(item[0]), item[0]))
-    first = next((name for difference, name in found if not difference <= BOUND), "")
+    first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
     return Differences(loss=loss, gradient=worst, worst_parameter=name, first_wrong=first)

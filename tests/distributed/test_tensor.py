@@ -32,6 +32,7 @@ def test_losses_and_gradients_of_accumulated_micro_batches_are_those_of_the_whol
     for of_rank in run_ranks(cut_types, num_ranks, families, sharding):
         for model_type, outcome in of_rank.items():
             assert outcome.verdict == "exact", (model_type, outcome)
+            assert outcome.gradient_difference < 1e-5, (model_type, outcome)
 
 
 def without_sums(model_type):

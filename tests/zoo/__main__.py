@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from hfdist.models.blocks import find_block_parts
+from hfdist.strategies.tensor_check import GRADIENT_BOUND
 from hfdist.testing import run_ranks
 from tests.zoo.cutting import NUM_TENSOR_RANKS, cut_types
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
@@ -40,7 +41,7 @@ on all four: {sharded}.
 
 And each is cut over {tensor_ranks} tensor ranks, by transformers' plan for it, and runs two micro batches: {cut}. A
 type is refused if it has no plan, if its small model has a size that does not divide, or if trying it shows that the
-plan is wrong.
+plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1e-15.
 
 `make zoo` writes this page, and runs the same as tests.
 
@@ -106,6 +107,7 @@ def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], 
         sharded=_verdicts(sharded),
         cut=_verdicts(cut),
         tensor_ranks=NUM_TENSOR_RANKS,
+        gradient_bound=GRADIENT_BOUND,
         rows="\n".join(
             row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, cut)))
             for model_type, tried in outcomes.items()

@@ -31,13 +31,15 @@ class Sharded:
     worst_parameter: str = ""
     reason: str = ""
     """Why the model was refused."""
+    gradient_bound: float = TOLERANCE
+    """Up to where gradients are called exact."""
 
     @property
     def verdict(self) -> str:
         """`exact`, `refused`, or `wrong`."""
         if self.reason:
             return "refused"
-        is_exact = self.loss_difference <= TOLERANCE and self.gradient_difference <= TOLERANCE
+        is_exact = self.loss_difference <= TOLERANCE and self.gradient_difference <= self.gradient_bound
         return "exact" if is_exact else "wrong"
 
 
