@@ -180,7 +180,7 @@ def _segments(declared: Sequence[Sequence[Region]]) -> Iterator[Segment]:
     for tensor_id, spec in sorted(specs.items()):
         pitches = {region.pitch for _, region in held[tensor_id] if region.run}
         if len(pitches) > 1:
-            what, found = "the ranks cut a tensor into columns of different matrices", f"rows of {sorted(pitches)}"
+            what, found = "the ranks shard a tensor by columns of different matrices", f"rows of {sorted(pitches)}"
             raise CheckpointError(what, where="/".join(tensor_id), found=found)
         yield from _bands(spec, held[tensor_id], pitches.pop()) if pitches else _runs(spec, held[tensor_id])
 

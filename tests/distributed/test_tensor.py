@@ -10,13 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, DataError
-from hfdist.strategies import tensor_check, tensor_cut
+from hfdist.strategies import tensor, tensor_plan
 from hfdist.strategies.base import TrainerHooks
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from tests.distributed.test_optimizers import saved
 from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, history, uneven_items
-from tests.zoo.cutting import cut_type, cut_types
+from tests.zoo.tensor_parallel import tensor_type, tensor_types
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +29,7 @@ FAMILIES = ("llama", "qwen3", "mixtral", "gemma3_text", "olmo2", "phi3")
     [(2, Sharding.none, FAMILIES), (4, Sharding.none, ("qwen3",)), (4, Sharding.fsdp2, ("gemma3_text", "mixtral"))],
 )
 def test_losses_and_gradients_of_accumulated_micro_batches_are_those_of_the_whole_model(num_ranks, sharding, families):
-    for of_rank in run_ranks(cut_types, num_ranks, families, sharding):
+    for of_rank in run_ranks(tensor_types, num_ranks, families, sharding):
         for model_type, outcome in of_rank.items():
             assert outcome.verdict == "exact", (model_type, outcome)
             assert outcome.gradient_difference < 1e-5, (model_type, outcome)
@@ -37,14 +37,14 @@ def test_losses_and_gradients_of_accumulated_micro_batches_are_those_of_the_whol
 
 def without_sums(model_type):
     """The mistake: gradients that each rank has of its own heads only are taken for whole ones."""
-    make_plan = tensor_cut.make_plan
+    make_plan = tensor_plan.make_plan
 
     def spoilt(model, num_ranks):
         plan = make_plan(model, num_ranks)
-        return tensor_cut.Plan(rules=plan.rules, partial=frozenset())
+        return tensor_plan.Plan(rules=plan.rules, partial=frozenset())
 
-    tensor_check.make_plan = spoilt
-    return cut_type(model_type).reason
+    tensor.make_plan = spoilt
+    return tensor_types([model_type])[model_type].reason
 
 
 def test_a_wrong_plan_is_refused_by_the_name_of_the_first_wrong_parameter():
@@ -58,11 +58,11 @@ def test_a_wrong_plan_is_refused_by_the_name_of_the_first_wrong_parameter():
     [
         ("apertus", "the first that is wrong: model.layers.0.mlp.act_fn.alpha_p"),
         ("gpt2", "no plan"),
-        ("gpt_oss", "cuts nothing"),
+        ("gpt_oss", "shards nothing"),
     ],
 )
 def test_types_that_would_be_wrong_are_refused(model_type, words):
-    for outcome in run_ranks(cut_type, 2, model_type):
+    for outcome in run_ranks(tensor_type, 2, model_type):
         assert words in outcome.reason
 
 
@@ -129,8 +129,8 @@ def drawn_apart(layout):
     torch.manual_seed(dist.get_rank())
     drawn = {name: nn.init.normal_(parameter).detach().clone() for name, parameter in model.named_parameters()}
     own = drawn["lm_head.weight"].clone()
-    for tensor in drawn.values():
-        dist.broadcast(tensor, 0)
+    for values in drawn.values():
+        dist.broadcast(values, 0)
     engine = make_strategy(**layout).build(model)
     own_and_whole = [(piece, piece.of_whole(drawn[piece.name])) for piece in engine.pieces()]
     differing = [piece.name for piece, whole in own_and_whole if not torch.equal(piece.view, whole)]
@@ -181,8 +181,8 @@ def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_p
     assert our_eval_loss == pytest.approx(eval_loss, rel=1e-6)
     theirs, whole = saved(tmp_path), saved(folder)
     assert theirs.keys() == whole.keys()
-    for name, tensor in whole.items():
-        assert torch.allclose(theirs[name], tensor, rtol=1e-4, atol=1e-5), name
+    for name, values in whole.items():
+        assert torch.allclose(theirs[name], values, rtol=1e-4, atol=1e-5), name
 
 
 def counting_tensor_ranks():

@@ -10,6 +10,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 from hfdist.trainer.trainer import DistributedTrainerMixin
@@ -73,6 +74,14 @@ def test_private_names_elsewhere():
     assert {"activation_checkpointing", "average_tokens_across_devices", "ignore_data_skip"} <= set(
         parameters(TrainingArguments)
     )
+
+
+def test_what_tensor_and_context_parallelism_call():
+    assert parameters(PreTrainedModel._resolve_parallel_plans) == ["self", "distributed_config"]
+    collectives = torch.distributed._functional_collectives
+    assert parameters(collectives.all_gather_single_autograd)[:3] == ["self", "gather_dim", "group"]
+    assert parameters(collectives.all_to_all_single)[:4] == ["self", "output_split_sizes", "input_split_sizes", "group"]
+    assert parameters(DeviceMesh._flatten)[:2] == ["self", "mesh_dim_name"]
 
 
 def test_the_flag_that_keeps_ddp_away_is_read_where_we_need_it():

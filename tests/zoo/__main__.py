@@ -12,19 +12,19 @@ import torch
 import transformers
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.strategies.tensor_check import GRADIENT_BOUND
+from hfdist.strategies.tensor import GRADIENT_BOUND
 from hfdist.testing import run_ranks
-from tests.zoo.cutting import NUM_TENSOR_RANKS, cut_types
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
+from tests.zoo.tensor_parallel import NUM_TENSOR_RANKS, tensor_types
 
 NUM_STAGES = (2, 3)
 NUM_RANKS = 2
 """That shard."""
 
 HEADER = """\
-# The zoo: every causal language model of transformers, split, sharded and cut
+# The zoo: every causal language model of transformers, split and sharded
 
 ```
 make zoo
@@ -39,9 +39,10 @@ split, and why. The splitter has no code for single models.
 Each is also sharded by FSDP2 over two ranks, of which each runs two micro batches, and is compared with the whole model
 on all four: {sharded}.
 
-And each is cut over {tensor_ranks} tensor ranks, by transformers' plan for it, and runs two micro batches: {cut}. A
-type is refused if it has no plan, if its small model has a size that does not divide, or if trying it shows that the
-plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1e-15.
+And each is sharded over {tensor_ranks} tensor ranks, by transformers' plan for it, and runs two micro batches:
+{tensor}. A type is refused if it has no plan, if its small model has a size that does not divide, or if trying it shows
+that the plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64
+it is 1e-15.
 
 `make zoo` writes this page, and runs the same as tests.
 
@@ -78,18 +79,20 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     sharded = run_ranks(shard_types, NUM_RANKS, TYPES, timeout_seconds=1800)
-    cut = run_ranks(cut_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
+    tensor = run_ranks(tensor_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
     outcomes = {}
     with group_of_one():
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded, cut), encoding="utf-8")
+    path.write_text(page(outcomes, sharded, tensor), encoding="utf-8")
     is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
-    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded + cut for one in of_rank.values()))
+    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded + tensor for one in of_rank.values()))
 
 
-def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], cut: list[dict[str, Sharded]]) -> str:
+def page(
+    outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], tensor: list[dict[str, Sharded]]
+) -> str:
     """The whole page as Markdown."""
     worst = [worst_of(tried) for tried in outcomes.values()]
     counts = Counter(f"{outcome.verdict} with {outcome.travels}" for outcome in worst if outcome.travels)
@@ -105,11 +108,11 @@ def page(outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], 
         reasons="\n".join(f"* `{name}`: {reason}" for name, reason in (refused | NOT_BUILDABLE).items()),
         more=", ".join(f"`{name}`" for name in NEEDS_MORE_THAN_TEXT),
         sharded=_verdicts(sharded),
-        cut=_verdicts(cut),
+        tensor=_verdicts(tensor),
         tensor_ranks=NUM_TENSOR_RANKS,
         gradient_bound=GRADIENT_BOUND,
         rows="\n".join(
-            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, cut)))
+            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor)))
             for model_type, tried in outcomes.items()
         ),
     )
@@ -120,14 +123,14 @@ def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
-def row(model_type: str, tried: list[Outcome], sharded: list[Sharded], cut: list[Sharded]) -> str:
+def row(model_type: str, tried: list[Outcome], sharded: list[Sharded], tensor: list[Sharded]) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
     classes = " and ".join(dict.fromkeys(f"`{type(part).__name__}`" for block in blocks for part in block))
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
     cells += _differences(tried)
-    cells += [sharded[0].verdict, *_differences(sharded), cut[0].verdict, *_differences(cut)]
+    cells += [sharded[0].verdict, *_differences(sharded), tensor[0].verdict, *_differences(tensor)]
     return f"| {' | '.join(cells)} |"
 
 

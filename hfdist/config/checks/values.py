@@ -135,7 +135,7 @@ def _check_adapter(config: RunConfig) -> None:
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     if adapter.is_used and config.strategy.tensor > 1:
-        what = "an adapter's layers are not in the plan by which a model is cut over tensor ranks"
+        what = "an adapter's layers are not in the plan by which a model is sharded over tensor ranks"
         where = "strategy.tensor" if adapter.path is None else "strategy.tensor adapter.path"
         raise _conflict(config, where, what, allowed="1", hint="strategy.tensor=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
@@ -214,7 +214,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
 def _check_tensor(config: RunConfig) -> None:
     strategy = config.strategy
     if strategy.sharding.is_deepspeed:
-        what = "ZeRO knows nothing of parameters that are cut over tensor ranks"
+        what = "ZeRO knows nothing of parameters that are sharded over tensor ranks"
         keys, hint = "strategy.sharding strategy.tensor", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
     for axis in ("pipeline", "context"):
@@ -223,7 +223,7 @@ def _check_tensor(config: RunConfig) -> None:
             hint = f"strategy.tensor=1, or strategy.{axis}=1 with strategy.sharding=fsdp2"
             raise _conflict(config, f"strategy.tensor strategy.{axis}", what, allowed="1", hint=hint)
     if config.train.compile in (Compile.blocks, Compile.model):
-        what = "layers that are cut over tensor ranks are not compiled in this version"
+        what = "layers that are sharded over tensor ranks are not compiled in this version"
         keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"
         raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
 

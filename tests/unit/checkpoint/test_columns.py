@@ -15,12 +15,12 @@ from hfdist.checkpoint.regions import Region, assign_writers
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import _Sources, declare
 from hfdist.errors import CheckpointError
-from hfdist.strategies.pieces_tensor import Cut
+from hfdist.strategies.tensor_plan import ParameterShard
 
 
 @st.composite
 def layouts(draw):
-    """A shape, and the pieces of all ranks: cut over tensor ranks, and rows of that over shards and replicas."""
+    """A shape, and the pieces of all ranks: sharded over tensor ranks, and rows of that over shards and replicas."""
     num_tensor, num_packed = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -33,16 +33,18 @@ def layouts(draw):
         for shard in range(num_shards):
             for rank in range(num_tensor):
                 begins = [(packed * num_tensor + rank) * part for packed in range(num_packed)]
-                cut = Cut(shape=tuple(shape), dim=dim, parts=tuple((begin, begin + part) for begin in begins))
+                shard = ParameterShard(
+                    shape=tuple(shape), dim=dim, parts=tuple((begin, begin + part) for begin in begins)
+                )
                 held = torch.cat([whole.narrow(dim, begin, part) for begin in begins], dim)
-                assert tuple(held.shape) == cut.local_shape
+                assert tuple(held.shape) == shard.local_shape
                 # As FSDP2 has it: equally many rows for each, the last ones with fewer or none.
                 size = -(-len(held) // num_shards)
                 first = min(shard * size, len(held))
                 rows = held[first : first + size]
-                start = first * math.prod(cut.local_shape[1:])
-                own = Piece(name="w", key=WEIGHT, shape=cut.local_shape, start=start, view=rows)
-                by_rank.append(list(cut.pieces(own)) if draw(st.integers(0, 9)) else [of_rows(whole, first)])
+                start = first * math.prod(shard.local_shape[1:])
+                own = Piece(name="w", key=WEIGHT, shape=shard.local_shape, start=start, view=rows)
+                by_rank.append(list(shard.pieces(own)) if draw(st.integers(0, 9)) else [of_rows(whole, first)])
     return whole, by_rank
 
 

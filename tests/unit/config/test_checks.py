@@ -107,7 +107,12 @@ CONTRADICTIONS = [
     (["strategy=zero3", "strategy.prefetch=1"], "strategy.prefetch", "belongs to FSDP2", "strategy=fsdp2"),
     ([*PIPED, "strategy.reshard=true"], "strategy.reshard", "keeps it to the end", "strategy.reshard=null"),
     ([*PIPED, "strategy.prefetch=1"], "strategy.prefetch", "keeps it to the end", "strategy.prefetch=0"),
-    (["strategy=zero1", "strategy.tensor=2"], "strategy.sharding", "cut over tensor ranks", "strategy.sharding=fsdp2"),
+    (
+        ["strategy=zero1", "strategy.tensor=2"],
+        "strategy.sharding",
+        "sharded over tensor ranks",
+        "strategy.sharding=fsdp2",
+    ),
     (["strategy=tensor", "strategy.pipeline=2"], "strategy.tensor", "not built yet", "strategy.pipeline=1"),
     (["strategy=tensor", "strategy.context=2"], "strategy.tensor", "not built yet", "strategy.context=1"),
     (["strategy=tensor", "train.compile=blocks"], "train.compile", "are not compiled", "train.compile=auto"),

@@ -1,4 +1,4 @@
-"""Cut a tiny model over tensor ranks, alone or under FSDP2, and compare an accumulated step with the whole model."""
+"""Shard a tiny model over tensor ranks, alone or under FSDP2, and compare an accumulated step with the whole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.piece import WEIGHT
-from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.pipeline.gradients import local
-from hfdist.strategies.tensor import TensorStrategy
-from hfdist.strategies.tensor_check import GRADIENT_BOUND
-from hfdist.topology import Degrees, Topology
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.select import make_strategy
+from hfdist.strategies.tensor import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import NUM_MICROBATCHES, Sharded
 from tests.zoo.splitting import Gradients, compare_gradients, compare_losses, run_whole
@@ -22,25 +21,24 @@ from tests.zoo.splitting import Gradients, compare_gradients, compare_losses, ru
 NUM_TENSOR_RANKS = 2
 
 
-def cut_types(model_types: Iterable[str], sharding: Sharding = Sharding.none) -> dict[str, Sharded]:
+def tensor_types(model_types: Iterable[str], sharding: Sharding = Sharding.none) -> dict[str, Sharded]:
     """Try types one after the other. All ranks of the group call it."""
     torch.set_num_threads(1)
-    return {model_type: cut_type(model_type, sharding) for model_type in model_types}
+    num_pairs = dist.get_world_size() // NUM_TENSOR_RANKS
+    layout = {"tensor": NUM_TENSOR_RANKS, "sharding": sharding.value}
+    # One for all: each has a mesh, whose process groups have threads.
+    strategy = make_strategy(**layout, global_batch_size=NUM_MICROBATCHES * num_pairs)
+    return {model_type: tensor_type(model_type, strategy) for model_type in model_types}
 
 
-def cut_type(model_type: str, sharding: Sharding = Sharding.none) -> Sharded:
+def tensor_type(model_type: str, strategy: Strategy) -> Sharded:
     """Run two micro batches on each pair of ranks, and all of them on the whole model."""
-    topology = Topology.of(Degrees(tensor=NUM_TENSOR_RANKS), world_size=dist.get_world_size(), rank=dist.get_rank())
-    size, rank = topology.data_size, topology.data_rank
+    size, rank = strategy.topology.data_size, strategy.topology.data_rank
     model = tiny_model(model_type)
     batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
     whole = run_whole(model, batches)
-    plan = plan_batch(
-        global_batch_size=len(batches), micro_batch_size=1, data_size=size, sequence_length=16, lanes=len(batches)
-    )
-    config = StrategyConfig(sharding=sharding, tensor=NUM_TENSOR_RANKS)
     try:
-        engine = TensorStrategy(topology, plan, config).build(model)
+        engine = strategy.build(model)
     except ConfigError as error:
         return Sharded(reason=f"{error.what}: {error.found}")
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)

@@ -1,10 +1,10 @@
-"""Every type is cut over tensor ranks exactly, or refused before it trains."""
+"""Every type is sharded over tensor ranks exactly, or refused before it trains."""
 
 import pytest
 
 from hfdist.testing import run_ranks
-from tests.zoo.cutting import cut_types
 from tests.zoo.models import SAMPLE, TYPES
+from tests.zoo.tensor_parallel import tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
@@ -15,7 +15,7 @@ EXACT = ("cohere2", "deepseek_v3", "gemma2", "llama", "mixtral", "qwen3")
 @pytest.fixture(scope="module")
 def outcomes(request):
     types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
-    return run_ranks(cut_types, 2, types, timeout_seconds=1800)
+    return run_ranks(tensor_types, 2, types, timeout_seconds=1800)
 
 
 @pytest.mark.timeout(1900)

@@ -1,7 +1,7 @@
-"""Cut a model over the ranks of a tensor group, by the plan that transformers has for its type.
+"""Which part of each parameter a tensor rank holds, by the plan that transformers has for the type of the model.
 
-A cut parameter stays a plain tensor, this rank's part. It is a DTensor, which transformers' plans compute with, only
-while its module runs: so FSDP2, optimizers, clipping and checkpoints need not know of the cut.
+A sharded parameter stays a plain tensor, this rank's part. Only while its module runs it is a DTensor, with which
+transformers' plans compute: so FSDP2, optimizers, clipping and checkpoints need not know of the plan.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -20,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
-from hfdist.strategies.pieces_tensor import Cut
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -30,6 +31,48 @@ _HEADS = r"\w*_heads|n_head"
 """The fields of a config that count heads, of all kinds of attention."""
 
 _KEY = "strategy.tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShard:
+    """What this rank holds of one parameter: along one dimension, one part or several."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    parts: tuple[tuple[int, int], ...]
+    """First index and one past the last, along `dim`; the rank holds them one behind the other."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank holds."""
+        size = sum(stop - start for start, stop in self.parts)
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def pieces(self, piece: Piece) -> Iterator[Piece]:
+        """Give pieces of the whole tensor, from a piece of rows of what the rank holds as if that were whole."""
+        row, local_row = math.prod(self.shape[1:]), math.prod(self.local_shape[1:])
+        first, num_rows = piece.start // local_row, len(piece.view)
+        begins = accumulate((stop - start for start, stop in self.parts), initial=0)
+        if piece.view.numel() == 0:
+            yield replace(piece, shape=self.shape, start=0)
+        elif self.dim == 0:
+            for begin, (start, stop) in zip(begins, self.parts, strict=False):
+                low, high = max(first, begin), min(first + num_rows, begin + stop - start)
+                if low < high:
+                    view = piece.view[low - first : high - first]
+                    yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
+        else:
+            inner = math.prod(self.shape[self.dim + 1 :])
+            for begin, (start, stop) in zip(begins, self.parts, strict=False):
+                yield replace(
+                    piece,
+                    shape=self.shape,
+                    start=first * row + start * inner,
+                    run=(stop - start) * inner,
+                    pitch=self.shape[self.dim] * inner,
+                    view=piece.view.narrow(self.dim, begin, stop - start),
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +94,13 @@ def make_plan(model: PreTrainedModel, num_ranks: int) -> Plan:
         ConfigError: there is no plan for this model, or a size that the number of ranks does not divide.
     """
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
-        what, found = "only a model of transformers can be cut over tensor ranks, without an adapter", type(model)
+        what, found = "only a model of transformers can be sharded over tensor ranks, without an adapter", type(model)
         raise ConfigError(what, where=_KEY, found=found.__name__, hint="strategy.tensor=1, with strategy=fsdp2")
     try:
-        # Private: the public way is `from_pretrained`, which would load and cut by itself.
+        # Private: the public way is `from_pretrained`, which would load and shard by itself.
         rules, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
     except (ValueError, TypeError) as error:
-        what = "transformers has no plan by which this type of model could be cut over tensor ranks"
+        what = "transformers has no plan by which this type of model could be sharded over tensor ranks"
         hint = "strategy.tensor=1; strategy=fsdp2 shards any model"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint) from error
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
@@ -88,7 +131,10 @@ def _kept_whole(model: PreTrainedModel) -> set[int]:
 def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) -> None:
     sizes = dict(_sizes_to_divide(model, rules))
     if not sizes:
-        what, hint = "the plan of this type of model cuts nothing", "strategy.tensor=1; strategy=fsdp2 shards any model"
+        what, hint = (
+            "the plan of this type of model shards nothing",
+            "strategy.tensor=1; strategy=fsdp2 shards any model",
+        )
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint)
     common = math.gcd(*sizes.values())
     if common % num_ranks != 0:
@@ -104,7 +150,7 @@ def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) 
 
 
 def _sizes_to_divide(model: PreTrainedModel, rules: dict[str, str]) -> Iterator[tuple[str, int]]:
-    # A gathered output may be cut within a head.
+    # A gathered output may be divided within a head.
     if any(style == "colwise" and "att" in name for name, style in rules.items()):
         text = model.config.get_text_config(decoder=True)
         for field, heads in vars(text).items():
@@ -121,7 +167,7 @@ def _sizes_to_divide(model: PreTrainedModel, rules: dict[str, str]) -> Iterator[
             yield name, shape[-1]
 
 
-def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Cut]:
+def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, ParameterShard]:
     """Leave this rank's part of each parameter in the model, in place, and say by name what it is.
 
     Args:
@@ -130,33 +176,33 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Cut]:
         plan: of this model.
     """
     apply_tensor_parallelism(model, mesh, plan.rules)
-    cuts = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_cut(p)}
+    shards = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
     for module in model.modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
         if placed:
             _keep_local(module, placed)
-    return cuts
+    return shards
 
 
-def _is_cut(parameter: DTensor) -> bool:
+def _is_sharded(parameter: DTensor) -> bool:
     return not parameter.placements[0].is_replicate()
 
 
-def _describe(parameter: DTensor) -> Cut:
+def _describe(parameter: DTensor) -> ParameterShard:
     [placement], mesh = parameter.placements, parameter.device_mesh
     kind: Any = placement
     dim = kind.dim % parameter.dim()
-    # Packed matrices are cut one by one; one that is not packed is one of one.
+    # Packed matrices are sharded one by one; one that is not packed is one of one.
     num_packed = getattr(kind, "split_factor", 1)
     packed = parameter.shape[dim] // num_packed
     part = packed // mesh.size()
     first = mesh.get_local_rank() * part
     parts = tuple((begin + first, begin + first + part) for begin in range(0, packed * num_packed, packed))
-    cut = Cut(shape=tuple(parameter.shape), dim=dim, parts=parts)
-    assert cut.local_shape == tuple(parameter.to_local().shape), (cut, parameter.placements)
-    return cut
+    shard = ParameterShard(shape=tuple(parameter.shape), dim=dim, parts=parts)
+    assert shard.local_shape == tuple(parameter.to_local().shape), (shard, parameter.placements)
+    return shard
 
 
 def _keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
