@@ -95,7 +95,7 @@ def ask_for_logits(folder):
     trainer = make_trainer(folder, 2)
     said = []
     for wish in (lambda: trainer.predict(items(2)), lambda: make_trainer(folder, 2, compute_metrics=len)):
-        with pytest.raises(ConfigError, match="needs logits") as refused:
+        with pytest.raises(ConfigError, match="needs the logits") as refused:
             wish()
         said.append(refused.value.where)
     with pytest.raises(PartitionError, match="cannot be called by itself"):
@@ -104,7 +104,7 @@ def ask_for_logits(folder):
 
 
 def test_what_needs_logits_is_refused(tmp_path):
-    assert run_ranks(ask_for_logits, 2, tmp_path) == [["strategy.pipeline"] * 2] * 2
+    assert run_ranks(ask_for_logits, 2, tmp_path) == [["strategy.pipeline, strategy.context"] * 2] * 2
 
 
 def train_and_draw(folder):
