@@ -29,6 +29,7 @@ from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.pipeline.stage_io import device_of
 
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
@@ -111,6 +112,8 @@ class ContextParallel:
             self._sequence = None
 
     def _shard(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:
+        # Masks are made and keys put in order where the model runs.
+        batch = {name: tensor.to(device_of(self._group)) for name, tensor in batch.items()}
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
         num_tokens = ids.shape[1]
         positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
@@ -307,8 +310,8 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
         base = model.config.get_text_config(decoder=True)._attn_implementation
         if base in _GATHERABLE:
             small.set_attn_implementation(base)
-        nn.Module.to(small, "cuda" if "nccl" in dist.get_backend(group) else "cpu")
         keeps_apart = keeps_documents_apart(small) is not False
+        nn.Module.to(small, device_of(group))
         batches = [_packed_batch(small, group.size(), seed) for seed in range(2)]
         whole = _accumulate(small, batches, nullcontext)
         if method is ContextMethod.ulysses:
