@@ -16,7 +16,7 @@ from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from tests.distributed.test_optimizers import saved
 from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, history, uneven_items
-from tests.zoo.tensor_parallel import tensor_type, tensor_types
+from tests.zoo.tensor_parallel import tensor_types
 
 pytestmark = pytest.mark.distributed
 
@@ -62,8 +62,8 @@ def test_a_wrong_plan_is_refused_by_the_name_of_the_first_wrong_parameter():
     ],
 )
 def test_types_that_would_be_wrong_are_refused(model_type, words):
-    for outcome in run_ranks(tensor_type, 2, model_type):
-        assert words in outcome.reason
+    for of_rank in run_ranks(tensor_types, 2, [model_type]):
+        assert words in of_rank[model_type].reason
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
