@@ -33,18 +33,17 @@ def layouts(draw):
         for shard in range(num_shards):
             for rank in range(num_tensor):
                 begins = [(packed * num_tensor + rank) * part for packed in range(num_packed)]
-                shard = ParameterShard(
-                    shape=tuple(shape), dim=dim, parts=tuple((begin, begin + part) for begin in begins)
-                )
+                parts = tuple((begin, begin + part) for begin in begins)
+                of_rank = ParameterShard(shape=tuple(shape), dim=dim, parts=parts)
                 held = torch.cat([whole.narrow(dim, begin, part) for begin in begins], dim)
-                assert tuple(held.shape) == shard.local_shape
+                assert tuple(held.shape) == of_rank.local_shape
                 # As FSDP2 has it: equally many rows for each, the last ones with fewer or none.
                 size = -(-len(held) // num_shards)
                 first = min(shard * size, len(held))
                 rows = held[first : first + size]
-                start = first * math.prod(shard.local_shape[1:])
-                own = Piece(name="w", key=WEIGHT, shape=shard.local_shape, start=start, view=rows)
-                by_rank.append(list(shard.pieces(own)) if draw(st.integers(0, 9)) else [of_rows(whole, first)])
+                start = first * math.prod(of_rank.local_shape[1:])
+                own = Piece(name="w", key=WEIGHT, shape=of_rank.local_shape, start=start, view=rows)
+                by_rank.append(list(of_rank.pieces(own)) if draw(st.integers(0, 9)) else [of_rows(whole, first)])
     return whole, by_rank
 
 
