@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, is_number
 from hfdist.collectives import gather_json
-from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.probing import small_model
 from hfdist.optim.probe import Reach
@@ -70,7 +69,7 @@ class TensorStrategy(Strategy):
         _start_from_rank_0(model, mesh.device_type)
         shards = apply_plan(model, mesh["tensor"], plan)
         share = sum(parameter.numel() for parameter in model.parameters()) / whole
-        is_sharded = self.config.sharding is Sharding.fsdp2 and self.topology.data > 1
+        is_sharded = self.config.shards_state and self.topology.data > 1
         share /= self.topology.shard if is_sharded else 1
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
         if not is_sharded:
