@@ -43,11 +43,14 @@ def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dev
     norm = torch.nn.utils.get_total_norm(grads)
     # Of shards, over their ranks.
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    squared = norm.to(device, torch.float32) ** 2
-    # A reduction may add up in another order in each replica, whose weights would then part.
-    every = [torch.empty_like(squared) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, squared, group=group)
-    return torch.stack(every).sum().sqrt()
+    return sum_in_order(norm.to(device, torch.float32) ** 2, group).sqrt()
+
+
+def sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over a group. A reduction may add up in another order in each replica, whose weights would then part."""
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, value, group=group)
+    return torch.stack(every).sum()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from hfdist.collectives import gather_json
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.probing import small_model
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import local, sum_gradients
+from hfdist.pipeline.gradients import local, sum_gradients, sum_in_order
 from hfdist.pipeline.stage_io import device_of
 from hfdist.strategies.base import Batch, Engine, ShardFractions, Strategy, TrainerHooks
 from hfdist.strategies.fsdp import FsdpEngine, broadcast, shard_model
@@ -143,7 +143,7 @@ class TensorEngine(Engine):
         counted = [gradient for name, gradient in gradients.items() if name in self._shards or self._rank == 0]
         squared = torch.nn.utils.get_total_norm(counted).to(device_of(self._group), torch.float32) ** 2
         for group in self._norm_groups():
-            squared = _sum_in_order(squared, group)
+            squared = sum_in_order(squared, group)
         norm = squared.sqrt()
         if max_norm > 0:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -218,13 +218,6 @@ class TensorFsdpEngine(TensorEngine, FsdpEngine):
 
     def _average_over_data(self, parameters: Iterable[nn.Parameter]) -> None:
         """FSDP2 has done it."""
-
-
-def _sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum over a group. A reduction may add up in another order in each replica, whose weights would then part."""
-    every = [torch.empty_like(value) for _ in range(group.size())]
-    dist.all_gather(every, value, group=group)
-    return torch.stack(every).sum()
 
 
 def _draw_alike(group: dist.ProcessGroup) -> None:
