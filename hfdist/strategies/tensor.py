@@ -146,9 +146,7 @@ class TensorEngine(Engine):
             squared = sum_in_order(squared, group)
         norm = squared.sqrt()
         if max_norm > 0:
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            for gradient in gradients.values():
-                gradient.mul_(factor.to(gradient.device))
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
