@@ -21,6 +21,7 @@ LINES = {
     "Trainer loop": "benchmarks.loop",
     "pipeline, emulated": "benchmarks.pipeline",
     "pipeline, a small Llama": "benchmarks.pipeline_llama",
+    "a small Llama, two ranks": "benchmarks.mesh",
     "loader": "benchmarks.loader",
     "resume": "benchmarks.resume",
     "text": "benchmarks.data",

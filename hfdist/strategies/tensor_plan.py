@@ -23,6 +23,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
+from hfdist.strategies.tensor_linear import STYLES, run_locally
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -177,12 +178,16 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
     """
     apply_tensor_parallelism(model, mesh, plan.rules)
     shards = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
-    for module in model.modules():
+    for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
-        if placed:
-            _keep_local(module, placed)
+        style = plan.rules.get(module_name, "")
+        _keep_local(module, placed)
+        if type(module) is nn.Linear and style in STYLES:
+            run_locally(module, style, mesh.get_group())
+        elif placed:
+            _place_while_running(module, placed)
     return shards
 
 
@@ -206,11 +211,14 @@ def _describe(parameter: DTensor) -> ParameterShard:
 
 
 def _keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
-    """Let a module hold plain tensors, and DTensors while it runs."""
-    own = module._parameters
     for name, parameter in placed.items():
         # A copy: else all of the whole tensor's memory would stay.
-        own[name] = nn.Parameter(parameter.to_local().detach().clone(), requires_grad=parameter.requires_grad)
+        local = parameter.to_local().detach().clone()
+        module._parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _place_while_running(module: nn.Module, placed: dict[str, DTensor]) -> None:
+    own = module._parameters
     layouts = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in placed.items()}
     run = module.forward
 
