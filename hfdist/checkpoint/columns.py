@@ -21,11 +21,11 @@ WINDOW_BYTES = 256 * 2**20
 _gloo_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
-class Move(NamedTuple):
+class ColumnTransfer(NamedTuple):
     """Columns of some rows, from the rank that holds them to the one that writes the rows; both may be one."""
 
     number: int
-    """Among the moves of all ranks."""
+    """Among the transfers of all ranks."""
     window: int
     """Moves of one window are on the way together."""
     sender: int
@@ -40,48 +40,48 @@ class Move(NamedTuple):
     """The place of the columns among what this rank gives; None: another rank has them."""
 
 
-def list_moves(writes: Sequence[Sequence[Segment]]) -> list[tuple[Segment, int, Column, int, int]]:
-    """Give the moves of all ranks, from what each writes: segment, writer, column, sender, window."""
-    moves, num_bytes = [], 0
+def list_transfers(writes: Sequence[Sequence[Segment]]) -> list[tuple[Segment, int, Column, int, int]]:
+    """Give the transfers of all ranks, from what each writes: segment, writer, column, sender, window."""
+    transfers, num_bytes = [], 0
     for writer, segments in enumerate(writes):
         for segment in segments:
             for column in segment.columns if len(segment.columns) > 1 else ():
-                moves.append((segment, writer, column, column.sender(writer), num_bytes // WINDOW_BYTES))
+                transfers.append((segment, writer, column, column.sender(writer), num_bytes // WINDOW_BYTES))
                 num_bytes += (column.stop - column.start) * segment.num_rows * segment.region.spec.itemsize_bytes
-    return moves
+    return transfers
 
 
 def join_columns(
-    moves: Sequence[Move], given: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    transfers: Sequence[ColumnTransfer], given: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> dict[int, torch.Tensor]:
-    """Give the rows that this rank writes, by their place, as 1-D tensors. All ranks with moves call it.
+    """Give the rows that this rank writes, by their place, as 1-D tensors. All ranks with transfers call it.
 
     Args:
-        moves: of this rank, in order of their numbers.
+        transfers: of this rank, in order of their numbers.
         given: by `source`; they flatten to the columns, row by row.
         group: as `gloo_group` gives it.
     """
     joined: dict[int, torch.Tensor] = {}
-    for _, window in groupby(moves, key=lambda move: move.window):
+    for _, window in groupby(transfers, key=lambda transfer: transfer.window):
         arriving, works, sent = [], [], []
-        for move in window:
-            own = None if move.source is None else given[move.source].reshape(move.num_rows, -1)
-            if move.writer != rank():
+        for transfer in window:
+            own = None if transfer.source is None else given[transfer.source].reshape(transfer.num_rows, -1)
+            if transfer.writer != rank():
                 assert own is not None
                 sent.append(own.cpu().contiguous())
-                works.append(dist.isend(_bytes(sent[-1]), move.writer, group, move.number))
+                works.append(dist.isend(_bytes(sent[-1]), transfer.writer, group, transfer.number))
                 continue
             if own is None:
-                own = torch.empty(move.num_rows, move.column.stop - move.column.start, dtype=move.dtype)
-                works.append(dist.irecv(_bytes(own), move.sender, group, move.number))
-            arriving.append((move, own))
+                own = torch.empty(transfer.num_rows, transfer.column.stop - transfer.column.start, dtype=transfer.dtype)
+                works.append(dist.irecv(_bytes(own), transfer.sender, group, transfer.number))
+            arriving.append((transfer, own))
         for work in works:
             assert work is not None  # this rank is in the group
             work.wait()
-        for move, own in arriving:
-            if move.rows not in joined:
-                joined[move.rows] = torch.empty(move.num_rows, move.pitch, dtype=move.dtype)
-            joined[move.rows][:, move.column.start : move.column.stop] = own
+        for transfer, own in arriving:
+            if transfer.rows not in joined:
+                joined[transfer.rows] = torch.empty(transfer.num_rows, transfer.pitch, dtype=transfer.dtype)
+            joined[transfer.rows][:, transfer.column.start : transfer.column.stop] = own
     return {place: rows.flatten() for place, rows in joined.items()}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hfdist.checkpoint.manifest import MANIFEST, NO_MANIFEST, DamagedError, check_files, read_manifest
 from hfdist.checkpoint.read import read_state
-from hfdist.checkpoint.regions import share_out
+from hfdist.checkpoint.regions import balance_by_bytes
 from hfdist.checkpoint.save_plan import TRAINING_STATE
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError
@@ -200,7 +200,7 @@ def _damage_of_share(path: Path) -> dict[str, Any] | None:
         if manifest.step != step_of(path.name):
             raise DamagedError("step", "the manifest is of another step", where=path, found=manifest.step)
         all_ranks = range(world_size())
-        shares = share_out([(part, part.num_bytes, all_ranks) for part in manifest.parts()], len(all_ranks))
+        shares = balance_by_bytes([(part, part.num_bytes, all_ranks) for part in manifest.parts()], len(all_ranks))
         check_files(path, manifest, shares[rank()])
     except DamagedError as error:
         return {"reason": error.reason, "what": error.what, "message": str(error)}

@@ -74,11 +74,11 @@ class Piece:
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """Give this piece's elements of a whole tensor, in the shape of the view."""
-        rows = runs_of(whole.reshape(-1)[self.start : self.stop], self.run, self.pitch)
+        rows = view_rows(whole.reshape(-1)[self.start : self.stop], self.run, self.pitch)
         return rows.reshape(self.view.shape)
 
 
-def runs_of(elements: torch.Tensor, run: int, pitch: int) -> torch.Tensor:
+def view_rows(elements: torch.Tensor, run: int, pitch: int) -> torch.Tensor:
     """View runs of `run` elements every `pitch` as rows; the first begins with the 1-D tensor, the last ends it."""
     if not run:
         return elements[None]

@@ -13,7 +13,7 @@ import torch
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
-from hfdist.checkpoint.regions import Region, merge_specs, shorten
+from hfdist.checkpoint.regions import Region, list_first, merge_specs
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import (
     ADAPTER_STEM,
@@ -128,7 +128,7 @@ def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
     found_in = {name: entry.path for name, entry in entries.items()}
     wrong = found_in.items() ^ {(name, path / file_name) for name, file_name in weight_map.items()}
     if wrong:
-        names = shorten(sorted({name for name, _ in wrong}))
+        names = list_first(sorted({name for name, _ in wrong}))
         what = "the index does not fit the files of weights"
         raise DamagedError("index", what, where=path / INDEX_FILE, found=names)
     return entries
@@ -166,7 +166,7 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
     ]
     unwanted += ["/".join(number) for number in saved.numbers if number not in wanted]
     problems = {"missing in it": missing, "unknown to this run": unwanted, "of another shape or type": mismatched}
-    found = "; ".join(f"{what}: {shorten(sorted(names))}" for what, names in problems.items() if names)
+    found = "; ".join(f"{what}: {list_first(sorted(names))}" for what, names in problems.items() if names)
     if found:
         raise CheckpointError(
             "the checkpoint is not of this model, or of another choice of trainable parameters",

@@ -144,11 +144,13 @@ def assign_writers(declared: Sequence[Sequence[Region]]) -> list[list[Segment]]:
     gaps = [str(segment.region) for segment in segments if not all(column.holders for column in segment.columns)]
     if gaps:
         what = "no rank holds some elements of the model's state: nothing was saved"
-        raise CheckpointError(what, found=shorten(gaps))
-    return share_out([(segment, segment.region.num_bytes, segment.holders) for segment in segments], len(declared))
+        raise CheckpointError(what, found=list_first(gaps))
+    return balance_by_bytes(
+        [(segment, segment.region.num_bytes, segment.holders) for segment in segments], len(declared)
+    )
 
 
-def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
+def balance_by_bytes(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -> list[list[_T]]:
     """Give each item to one rank, so that all ranks get about the same number of bytes.
 
     An item comes with its bytes and the ranks that may get it. If the order of the items is equal on all
@@ -164,7 +166,7 @@ def share_out(items: Iterable[tuple[_T, int, Sequence[int]]], world_size: int) -
     return shares
 
 
-def shorten(names: Sequence[str]) -> str:
+def list_first(names: Sequence[str]) -> str:
     """List the first few names."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

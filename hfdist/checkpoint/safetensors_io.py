@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hfdist.checkpoint.manifest import DamagedError
-from hfdist.checkpoint.piece import runs_of
+from hfdist.checkpoint.piece import view_rows
 from hfdist.errors import CheckpointError
 
 DTYPES = {
@@ -167,7 +167,7 @@ def read_elements(
         else:
             buffer = torch.empty((len(rows) - 1) * pitch_bytes + run_bytes, dtype=torch.uint8)
             _read_into(descriptor, offset, buffer.numpy().data)
-            rows.copy_(runs_of(buffer.view(dtype), run, pitch))
+            rows.copy_(view_rows(buffer.view(dtype), run, pitch))
         offset += len(rows) * pitch_bytes
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hfdist.checkpoint import safetensors_io
-from hfdist.checkpoint.columns import Move, list_moves
-from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, runs_of
+from hfdist.checkpoint.columns import ColumnTransfer, list_transfers
+from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
 from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers, merge_specs
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import gather_json, on_all_ranks, rank
@@ -53,7 +53,7 @@ class WriteItem(NamedTuple):
     """The place of the elements among the sources; None: they are put together from columns."""
 
 
-class Source(NamedTuple):
+class PieceRows(NamedTuple):
     """What this rank gives of one of its pieces: rows of `length` elements every `pitch`."""
 
     piece: int
@@ -67,12 +67,12 @@ class Source(NamedTuple):
         """Give the live elements."""
         stop = self.first + (self.num_rows - 1) * self.pitch + self.length
         elements = piece.view.detach().reshape(-1)[self.first : stop]
-        return elements if self.num_rows == 1 else runs_of(elements, self.length, self.pitch)
+        return elements if self.num_rows == 1 else view_rows(elements, self.length, self.pitch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a save writes; equal on all ranks but for `items`, `sources` and `moves`."""
+    """What a save writes; equal on all ranks but for `items`, `sources` and `transfers`."""
 
     files: dict[str, FilePlan]
     """By path relative to the checkpoint."""
@@ -80,12 +80,12 @@ class Plan:
     """Content of the Hub's index, where the weights take several files."""
     items: list[WriteItem]
     """What this rank writes, in order of the files."""
-    sources: list[Source]
+    sources: list[PieceRows]
     """What this rank gives, to itself and to others."""
-    moves: list[Move]
+    transfers: list[ColumnTransfer]
     """The columns that this rank gives or gets; `rows` are places among the items."""
-    moves_columns: bool
-    """Whether any rank has moves."""
+    has_transfers: bool
+    """Whether any rank has transfers."""
 
     @property
     def num_bytes(self) -> int:
@@ -167,9 +167,9 @@ class Planner:
             begin, end = begin + start * spec.itemsize_bytes, begin + stop * spec.itemsize_bytes
             source = sources.add(segment, segment.columns[0]) if len(segment.columns) == 1 else None
             items[segment] = WriteItem(file, begin, end, spec.id, spec.name in trained, source)
-        moves, numbers = list_moves(writes), {segment: number for number, segment in enumerate(items)}
-        own_moves = [
-            Move(
+        transfers, numbers = list_transfers(writes), {segment: number for number, segment in enumerate(items)}
+        own_transfers = [
+            ColumnTransfer(
                 number=number,
                 window=window,
                 sender=sender,
@@ -181,7 +181,7 @@ class Planner:
                 dtype=DTYPES[segment.region.spec.dtype],
                 source=sources.add(segment, column) if sender == rank() else None,
             )
-            for number, (segment, writer, column, sender, window) in enumerate(moves)
+            for number, (segment, writer, column, sender, window) in enumerate(transfers)
             if rank() in (sender, writer)
         ]
         return Plan(
@@ -189,8 +189,8 @@ class Planner:
             index=index,
             items=list(items.values()),
             sources=sources.found,
-            moves=own_moves,
-            moves_columns=bool(moves),
+            transfers=own_transfers,
+            has_transfers=bool(transfers),
         )
 
     def _merge_numbers(self, values_by_rank: list[dict[str, list[float]]]) -> _Numbers:
@@ -214,7 +214,7 @@ class _Sources:
         self._held: dict[TensorId, list[tuple[int, Region]]] = {}
         for number, region in enumerate(own):
             self._held.setdefault(region.spec.id, []).append((number, region))
-        self.found: list[Source] = []
+        self.found: list[PieceRows] = []
 
     def add(self, segment: Segment, column: Column) -> int:
         """Note that a column of a segment is given, and say under which number."""
@@ -223,7 +223,7 @@ class _Sources:
             place = (segment.region.start + column.start, segment.num_rows, length)
             first = region.offset_of(*place, segment.pitch)
             if first is not None:
-                self.found.append(Source(number, first, segment.num_rows, length, region.run or segment.pitch))
+                self.found.append(PieceRows(number, first, segment.num_rows, length, region.run or segment.pitch))
                 return len(self.found) - 1
         raise AssertionError(f"{segment.region} is given by a rank that does not hold it")
 

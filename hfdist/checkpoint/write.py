@@ -118,7 +118,7 @@ def write_folder(
 
     def write_own() -> list[Part]:
         given = contents.elements
-        joined = join_columns(plan.moves, given, between)
+        joined = join_columns(plan.transfers, given, between)
         elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
         with _room_for(plan, parent):
             parts = _write_shard(unfinished, plan.items, elements)
@@ -129,7 +129,7 @@ def write_folder(
         return parts
 
     unfinished = parent / on_rank_zero(lay_out, group)
-    between = gloo_group(group) if plan.moves_columns else group
+    between = gloo_group(group) if plan.has_transfers else group
     with _removed_on_failure(unfinished):
         written = on_all_ranks(write_own, group)
         on_rank_zero(lambda: finish(unfinished, [Part(*values) for of_rank in written for values in of_rank]), group)

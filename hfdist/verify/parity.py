@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.regions import shorten
+from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
 from hfdist.collectives import on_rank_zero, rank
 from hfdist.config.batch import BatchPlan, num_warmup_steps
@@ -192,7 +192,9 @@ def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:
         if name not in ours or name not in reference or ours[name].shape != reference[name].shape
     )
     if unpaired or not reference:
-        worst = f"only in one, or of another shape: {shorten(unpaired)}" if unpaired else "there is nothing to compare"
+        worst = (
+            f"only in one, or of another shape: {list_first(unpaired)}" if unpaired else "there is nothing to compare"
+        )
         return Row(what, math.inf, worst, bound)
     floor = FLOOR * max(_largest(tensor) for tensor in reference.values())
     differences = {name: _difference(ours[name], tensor, floor) for name, tensor in reference.items()}

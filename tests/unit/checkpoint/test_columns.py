@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfdist.checkpoint import regions, safetensors_io
-from hfdist.checkpoint.columns import list_moves
+from hfdist.checkpoint.columns import list_transfers
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.checkpoint.regions import Region, assign_writers
 from hfdist.checkpoint.safetensors_io import TensorSpec
@@ -70,12 +70,12 @@ def test_every_element_is_written_once_from_a_rank_that_holds_it(layout, chunk_b
             return
         writes = assign_writers(declared)
     written = torch.full((whole.numel(),), -1)
-    moves = {(segment, column): sender for segment, _, column, sender, _ in list_moves(writes)}
+    transfers = {(segment, column): sender for segment, _, column, sender, _ in list_transfers(writes)}
     for writer, segments in enumerate(writes):
         for segment in segments:
             band = written[segment.region.start : segment.region.stop].view(segment.num_rows, segment.pitch)
             for column in segment.columns:
-                sender = moves.get((segment, column), writer)
+                sender = transfers.get((segment, column), writer)
                 sources = _Sources(declared[sender])
                 sources.add(segment, column)
                 [source] = sources.found

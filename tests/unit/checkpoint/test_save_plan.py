@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfdist.checkpoint.regions import CHUNK_BYTES, Region, assign_writers, share_out, shorten
+from hfdist.checkpoint.regions import CHUNK_BYTES, Region, assign_writers, balance_by_bytes, list_first
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import pack_files
 from hfdist.errors import CheckpointError
@@ -96,11 +96,11 @@ def test_files_depend_on_names_and_sizes_alone():
 
 def test_items_are_shared_out_by_size():
     sizes = {"large": 100, "b": 60, "c": 50, "d": 1}
-    shares = share_out([(name, size, range(2)) for name, size in sizes.items()], 2)
+    shares = balance_by_bytes([(name, size, range(2)) for name, size in sizes.items()], 2)
     assert [sorted(share) for share in shares] == [["d", "large"], ["b", "c"]]
-    assert share_out([("only", 1, range(3))], 3) == [["only"], [], []]
+    assert balance_by_bytes([("only", 1, range(3))], 3) == [["only"], [], []]
 
 
 def test_long_lists_are_shortened():
-    assert shorten(["a", "b", "c", "d", "e", "f", "g"]) == "a, b, c, d, e, and 2 more"
-    assert shorten(["a", "b"]) == "a, b"
+    assert list_first(["a", "b", "c", "d", "e", "f", "g"]) == "a, b, c, d, e, and 2 more"
+    assert list_first(["a", "b"]) == "a, b"
