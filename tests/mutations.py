@@ -49,8 +49,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient norm is of one rank",
-        "    return torch.stack(every).sum().sqrt()\n",
-        "    return squared.sqrt()\n",
+        "    return torch.stack(every).sum()\n",
+        "    return value\n",
         f"{UNIT}/pipeline/test_gradients.py",
     ),
     Mutation(
@@ -110,8 +110,8 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks of a pipeline may be given different batches",
-        "        if not torch.equal(largest, -smallest):\n",
-        "        if False:\n",
+        "    if not torch.equal(largest, -smallest):\n",
+        "    if False:\n",
         f"{DISTRIBUTED}/test_pipeline_trainer.py::test_what_would_train_wrongly_is_refused",
     ),
     Mutation(
