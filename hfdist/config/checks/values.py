@@ -178,7 +178,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
     if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
         other = "pipeline" if strategy.pipeline > 1 else "sharding"
-        what = "ranks that share sequences go with data parallelism and FSDP2 only in this version"
+        what = "ranks that share sequences go with data and tensor parallelism and FSDP2 only in this version"
         hint = "strategy=fsdp2, or strategy.context=1"
         raise _conflict(config, f"strategy.context strategy.{other}", what, allowed="1", hint=hint)
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
