@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hfdist.errors import ConfigError
 
@@ -123,10 +123,16 @@ class Topology:
         """Place along the pipeline axis."""
         return self.rank // (self.data * self.context * self.tensor)
 
-    def replica(self, data_rank: int) -> list[int]:
-        """Ranks that hold one copy of the model between them, in order."""
-        everyone = (replace(self, rank=rank) for rank in range(self.world_size))
-        return [place.rank for place in everyone if place.data_rank == data_rank]
+    @property
+    def pipelines(self) -> list[range]:
+        """Ranks of each pipeline, in the order of stages: they have one place on all other axes."""
+        num_pipelines = self.world_size // self.pipeline
+        return [range(place, self.world_size, num_pipelines) for place in range(num_pipelines)]
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """Whether this process is the first of those that hold one copy of the model between them."""
+        return self.rank == self.data_rank * self.context * self.tensor
 
     @property
     def is_main(self) -> bool:

@@ -31,19 +31,21 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
             grad.copy_(part.view_as(grad))
 
 
-def total_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Norm of the gradients of the whole model, with the same bits on all ranks and in all replicas of a pipeline.
+def total_norm(
+    parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup], device: torch.device
+) -> torch.Tensor:
+    """Norm of the gradients of the whole model, with the same bits on all ranks and in all replicas of the model.
 
     Args:
-        parameters: those that this rank counts; over the pipeline each parameter is counted once.
-        group: the ranks of one pipeline.
+        parameters: those that this rank counts; over the ranks of all groups each element is counted once.
+        groups: whose ranks hold different parts of the model.
         device: of this rank, which may have no gradient at all.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    # Of shards, over their ranks.
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return sum_in_order(norm.to(device, torch.float32) ** 2, group).sqrt()
+    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2
+    for group in groups:
+        squared = sum_in_order(squared, group)
+    return squared.sqrt()
 
 
 def sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

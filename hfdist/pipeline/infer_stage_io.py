@@ -158,9 +158,9 @@ def _find_shared(
     names_of_rank = gather_json(own)
     groups = []
     counted_elsewhere: set[str] = set()
-    for data_rank in range(topology.data_size):
+    for pipeline in topology.pipelines:
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank in topology.replica(data_rank):
+        for rank in pipeline:
             for name in names_of_rank[rank]:
                 holders[name].append(rank)
         for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):

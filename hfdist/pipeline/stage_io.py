@@ -124,6 +124,12 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
+    # Not each backend knows truth values.
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
+
+
 class P2PChannel:
     """Sends activations from stage to stage together with their description, where shapes are not yet known.
 

@@ -26,12 +26,15 @@ from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
+from hfdist.pipeline.gradients import sum_gradients, total_norm
 from hfdist.pipeline.timeline import Recorder
+from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
     from hfdist.strategies.context import ContextParallel
+    from hfdist.strategies.tensor_plan import Plan
 
 Batch = dict[str, torch.Tensor]
 Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
@@ -86,13 +89,21 @@ class Engine:
     schedule_trace: Recorder | None = None
     """The measured times of a step, in layouts with a schedule. `setup` makes it."""
 
-    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, context: ContextParallel | None = None, parts: ModelParts | None = None
+    ) -> None:
         self.model = model
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
+        self._scaler: Any = None
         self.context = context
         """Which part of each sequence this rank computes; None: all of it."""
         self.runs_whole_model = self.runs_whole_model and context is None
+        self._parts = parts
+        """Which part of each parameter this rank holds, before FSDP2 shards it; None: all of it."""
+        if parts is not None:
+            self.reduces_gradients, self.optimizer_sees = True, Reach.element
+            self.rows_group, self.loss_group = parts.group, parts.tokens_group
 
     @property
     def size(self) -> ModelSize:
@@ -105,7 +116,7 @@ class Engine:
         Returns:
             The optimizer that the Trainer steps.
         """
-        self._optimizer = optimizer
+        self._optimizer, self._scaler = optimizer, scaler
         return optimizer
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
@@ -117,7 +128,12 @@ class Engine:
             batch: tensors of shape [sequences, tokens].
             num_items: number of target tokens in the whole global batch.
             hooks: how the Trainer does it.
+
+        Raises:
+            DataError: ranks that compute one loss together were given different batches.
         """
+        if self._parts is not None:
+            self._parts.begin(batch)
         with self._sharded(batch) as own:
             return hooks.training_step(hooks.model, own, num_items)
 
@@ -143,26 +159,75 @@ class Engine:
             share sequences: of each its part of a batch with labels, and of the whole batch without.
         """
         with torch.no_grad(), self._sharded(batch) as own:
-            return [function(hooks.model, own)]
+            values = [function(hooks.model, own)]
+        return values if self._has_values else []
+
+    @property
+    def _has_values(self) -> bool:
+        """Whether this is the one rank that gives what several have computed alike."""
+        return self._parts is None or self._parts.is_first
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
-        return default()
+        if self._parts is None:
+            return default()
+        self._average_gradients(self._parts.tokens_group)
+        self._parts.reduce_gradients(self.model)
+        return self._clip(max_norm, self._norm_groups(self._parts))
+
+    def _average_gradients(self, group: dist.ProcessGroup) -> None:
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(group.size())
+        sum_gradients(parameters, group)
+
+    def _norm_groups(self, parts: ModelParts) -> list[dist.ProcessGroup]:
+        """The groups whose ranks hold different parts of the model."""
+        return [parts.group]
+
+    def _clip(
+        self, max_norm: float, groups: list[dist.ProcessGroup], elsewhere: frozenset[str] = frozenset()
+    ) -> torch.Tensor:
+        """Clip by the norm over `groups`; `elsewhere`: names of parameters that other ranks count."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self._optimizer.optimizer)
+        parameters = dict(self.model.named_parameters())
+        own = [name for name in parameters if name not in elsewhere]
+        counted = own if self._parts is None else filter(self._parts.counts, own)
+        device = next(iter(parameters.values())).device
+        norm = total_norm((parameters[name] for name in counted), groups, device)
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+        return norm
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Give the shape that a parameter of `model` has in the whole model."""
-        return tuple(parameter.shape)
+        shape = tuple(parameter.shape)
+        return shape if self._parts is None else self._parts.whole_shape(self.model, parameter, shape)
 
     def whole_numel(self, parameter: torch.Tensor) -> int:
         """Give the number of elements that a parameter of `model` has in the whole model."""
         return math.prod(self.whole_shape(parameter))
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too."""
+        """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.
+
+        What is a rank's part has a name of its own, which the ranks with the same part share.
+        """
+        held = self._held_parameters()
+        return held if self._parts is None else [(self._parts.name_part(name), tensor) for name, tensor in held]
+
+    def _held_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.model.named_parameters()
 
     def pieces(self) -> Iterable[Piece]:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
+        for piece in self._held_pieces():
+            yield from [piece] if self._parts is None else self._parts.own_pieces(piece)
+
+    def _held_pieces(self) -> Iterable[Piece]:
+        """As if what this rank holds before FSDP2 shards it were the whole model."""
         return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
 
     def extra_state(self) -> dict[str, Any]:
@@ -174,6 +239,8 @@ class Engine:
 
     def after_load(self) -> None:
         """Update everything that is derived from the pieces, after a checkpoint was read into them."""
+        if self._parts is not None:
+            self._parts.after_load()
 
 
 class Strategy(Partitioning):
@@ -203,13 +270,27 @@ class Strategy(Partitioning):
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
 
-    def build(self, model: nn.Module) -> Engine:
-        """Make the engine of a model that is whole or partitioned.
+    def partition(self, model: nn.Module) -> None:
+        """Check that the model can be sharded over tensor ranks; it stays whole until `build`.
 
         Raises:
-            ConfigError: a model whose ranks cannot share sequences.
+            ConfigError: it cannot.
         """
-        return Engine(model, self._shard_sequences(model))
+        if self.topology.tensor > 1:
+            # It takes time that other layouts save.
+            from hfdist.strategies.tensor_plan import make_plan
+
+            self._plan: Plan = make_plan(cast(PreTrainedModel, model), self.topology.tensor)
+
+    def build(self, model: nn.Module) -> Engine:
+        """Make the engine of a model that is whole or partitioned. A collective where ranks share the model.
+
+        Raises:
+            ConfigError: a model whose ranks cannot share sequences, or its matrices.
+        """
+        Strategy.partition(self, model)
+        context = self._shard_sequences(model)
+        return Engine(model, context, self._shard_matrices(model))
 
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
@@ -217,7 +298,24 @@ class Strategy(Partitioning):
         # It takes time that other layouts save.
         from hfdist.strategies.context import make_context_parallel
 
-        return make_context_parallel(model, self.mesh.get_group("context"), self.config.context_method)
+        topology, group = self.topology, self.mesh.get_group("context")
+        return make_context_parallel(model, group, self.config.context_method, num_tensor_ranks=topology.tensor)
+
+    def _shard_matrices(self, model: nn.Module) -> ModelParts | None:
+        """Leave in the model what this tensor rank holds, in place, and count it in `fractions`."""
+        if self.topology.tensor == 1:
+            return None
+        # It takes time that other layouts save.
+        from hfdist.strategies.tensor import shard_matrices
+
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        parts = shard_matrices(cast(PreTrainedModel, model), self.mesh, self._plan)
+        share = sum(parameter.numel() for parameter in model.parameters()) / whole
+        held = self.fractions
+        self.fractions = ShardFractions(
+            weights=held.weights * share, gradients=held.gradients * share, optimizer=held.optimizer * share
+        )
+        return parts
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -228,8 +326,9 @@ class Strategy(Partitioning):
 def build_mesh(topology: Topology) -> DeviceMesh:
     """Give the device mesh of the layout: `mesh.get_group("pipeline")` and so on. A collective over all ranks.
 
-    Besides its own axes it has `data`: replicate and shard together, and `sharded`: shard and context together, over
-    which FSDP2 shards, as each rank of a context group has other gradients.
+    Besides its own axes it has `data`: replicate and shard together; `sharded`: shard and context together, over which
+    FSDP2 shards, as each rank of a context group has other gradients; and `tokens`: all three, whose ranks each have
+    other tokens of the global batch.
     """
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
@@ -237,6 +336,7 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     # Not public yet, and the way that torch's own documentation shows.
     mesh["replicate", "shard"]._flatten("data")
     mesh["shard", "context"]._flatten("sharded")
+    mesh["replicate", "shard", "context"]._flatten("tokens")
     return mesh
 
 

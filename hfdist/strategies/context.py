@@ -254,7 +254,9 @@ def _of_rows(mask_function: Callable[..., Any], places: torch.Tensor) -> Callabl
     return lambda batch, head, row, column: mask_function(batch, head, places[row], column)
 
 
-def make_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: ContextMethod) -> ContextParallel:
+def make_context_parallel(
+    model: nn.Module, group: dist.ProcessGroup, method: ContextMethod, *, num_tensor_ranks: int = 1
+) -> ContextParallel:
     """Let the ranks of `group` share the sequences of `model`, after a small one has shown that it trains alike.
 
     A collective over the group.
@@ -265,7 +267,8 @@ def make_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Co
     """
     if not isinstance(model, PreTrainedModel):
         raise _refused(type(model).__name__, "a model that is not one of transformers")
-    method = _choose_method(model, group.size(), method)
+    # Ulysses shares out the heads that a tensor rank has.
+    method = _choose_method(model, group.size() * num_tensor_ranks, method)
     keeps_apart = _check_small(model, group, method)
     return ContextParallel(model, group, method, keeps_apart=keeps_apart)
 
@@ -287,7 +290,7 @@ def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> 
         what = "ulysses shares heads out to the ranks" + ("" if uneven else ", and these heads have parameters")
         found = ", ".join(f"{name}: {n}" for name, n in uneven.items()) or "sinks"
         raise ConfigError(
-            f"{what}: strategy.context={size} does not go with this model",
+            f"{what}: {size} ranks of the context and tensor axes do not go with this model",
             where="strategy.context, strategy.context_method",
             found=found,
             allowed="a degree that divides all numbers of heads, or strategy.context_method=gather",

@@ -27,7 +27,9 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, state_after_step
+from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
+from hfdist.strategies.parts import ModelParts
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -46,13 +48,18 @@ class FsdpStrategy(Strategy):
         """Shard the model in place.
 
         Raises:
-            ConfigError: a parameter that FSDP2 cannot shard, or a model whose ranks cannot share sequences.
+            ConfigError: a parameter that FSDP2 cannot shard, or a model whose ranks cannot share sequences, or its
+                matrices.
         """
         if self.topology.world_size == 1:
             return Engine(model)
+        Strategy.partition(self, model)
         context = self._shard_sequences(model)
+        parts = self._shard_matrices(model)
+        if self.topology.data * self.topology.context == 1:
+            return Engine(model, context, parts)
         shard_model(model, self.mesh, self.config)
-        return FsdpEngine(model, context)
+        return FsdpEngine(model, self.mesh, context, parts)
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
@@ -132,12 +139,6 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
             broadcast(tensor.data, mesh.get_group(axis))
 
 
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
-    # Not each backend knows truth values.
-    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
-
-
 class ShardedEngine(Engine):
     """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
 
@@ -175,7 +176,7 @@ class ShardedEngine(Engine):
                 ) from error
         return super().setup(prepared, optimizer, scaler)
 
-    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def _held_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's rows, by name and first element: each group of ranks holds the same."""
         self._reshard()
         return [
@@ -184,15 +185,16 @@ class ShardedEngine(Engine):
             if isinstance(p, DTensor)
         ]
 
-    def pieces(self) -> Iterator[Piece]:
+    def _held_pieces(self) -> Iterator[Piece]:
         """This rank's rows of each tensor."""
         self._reshard()
-        for piece in super().pieces():
+        for piece in super()._held_pieces():
             view = piece.view
             yield replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
 
     def after_load(self) -> None:
         """Let the next forward gather what was read."""
+        super().after_load()
         self._reshard()
 
     def _start(self, tensor: DTensor) -> int:
@@ -208,8 +210,15 @@ class FsdpEngine(ShardedEngine):
     Every forward is a collective, in evaluation too.
     """
 
-    def __init__(self, model: nn.Module, context: ContextParallel | None = None) -> None:
-        super().__init__(model, context)
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        context: ContextParallel | None = None,
+        parts: ModelParts | None = None,
+    ) -> None:
+        super().__init__(model, context, parts)
+        self._sharded_group = mesh.get_group("sharded")
         self._use(model)
         # Behind FSDP's own hook.
         model.register_forward_hook(self._after_forward)
@@ -228,7 +237,13 @@ class FsdpEngine(ShardedEngine):
         finally:
             self._root.set_requires_all_reduce(True)
 
+    def _average_gradients(self, group: dist.ProcessGroup) -> None:
+        """FSDP2 has done it."""
+
+    def _norm_groups(self, parts: ModelParts) -> list[dist.ProcessGroup]:
+        return [self._sharded_group, *super()._norm_groups(parts)]
+
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
-        """As the Trainer does; the norm is that of the whole model."""
-        norm = default()
+        """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""
+        norm = super().clip_grad_norm(max_norm, default)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

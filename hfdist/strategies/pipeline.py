@@ -131,10 +131,14 @@ class PipelineEngine(Engine):
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if name not in self._io.counted_elsewhere)
-        norm = total_norm(counted, self._pipeline_group, self._device)
+        norm = total_norm(counted, self._norm_groups_of_pipeline(), self._device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm
+
+    def _norm_groups_of_pipeline(self) -> list[dist.ProcessGroup]:
+        """The groups whose ranks hold different parts of the model."""
+        return [self._pipeline_group]
 
     def _find_trainable(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
@@ -213,7 +217,7 @@ class PipelineStrategy(Strategy):
         return Recorder(
             rank=self.topology.pipeline_rank,
             device=device,
-            replica=self.topology.replica(0),
+            replica=self.topology.pipelines[0],
             title=f"{self.config.schedule.value}: {num_ranks} ranks x {per_rank} stage{'s' if per_rank > 1 else ''}, "
             f"{num_microbatches} micro batches",
             formula=bubble_fraction(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,6 +44,10 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         step = _Step(split.model)
         shard_by_blocks(split.model, step, mesh, strategy.config)
         self._use(step)
+        self._sharded_group = mesh.get_group("sharded")
+
+    def _norm_groups_of_pipeline(self) -> list[dist.ProcessGroup]:
+        return [self._sharded_group, *super()._norm_groups_of_pipeline()]
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()

@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 from hfdist.errors import DataError
 from hfdist.pipeline.stage_io import device_of
-from hfdist.strategies.base import Batch
 
 
-def check_same_batch(batch: Batch, group: dist.ProcessGroup, what: str) -> None:
+def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
     """Compare checksums over the ranks of `group`, a `what`. A collective of a few bytes.
 
     Raises:

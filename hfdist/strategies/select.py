@@ -27,10 +27,6 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
     has_pipeline = strategy.pipeline > 1
     # Each imported where it is chosen: torch's pipelining and DeepSpeed's checks take time that other layouts save.
     match strategy.sharding:
-        case Sharding.none | Sharding.fsdp2 if strategy.tensor > 1:
-            from hfdist.strategies.tensor import TensorStrategy
-
-            return TensorStrategy(topology, batch, strategy)
         case Sharding.none if has_pipeline:
             from hfdist.strategies.pipeline import PipelineStrategy
 

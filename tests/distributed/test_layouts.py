@@ -46,7 +46,7 @@ def train(folder, num_processes, strategy, *overrides):
         *(("ddp", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
         ("long_context", 2),
         *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
-        *(("tensor", 2), ("tensor", 4), ("fsdp2 strategy.tensor=2", 4)),
+        *(("tensor", 2), ("tensor", 4), ("fsdp2 strategy.tensor=2", 4), ("long_context strategy.tensor=2", 4)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):

@@ -172,7 +172,14 @@ def single(tmp_path_factory):
     return folder, run_ranks(train, 1, folder, {"tensor": 1}, group=False)[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [*LAYOUTS, (4, {"sharding": "fsdp2", "replicate": 2})])
+WITH_CONTEXT = [
+    (4, {"context": 2, "context_method": "ulysses"}),
+    (4, {"context": 2, "context_method": "gather", "sharding": "fsdp2"}),
+    (8, {"context": 2, "sharding": "fsdp2", "replicate": 2}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [*LAYOUTS, (4, {"sharding": "fsdp2", "replicate": 2}), *WITH_CONTEXT])
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
     folder, (reference, eval_loss) = single
     ours, our_eval_loss = run_ranks(train, num_ranks, tmp_path, layout)[0]
@@ -194,6 +201,30 @@ def test_a_loss_that_counts_tensor_ranks_shows(single, tmp_path):
     _, (reference, _) = single
     ours, _ = run_ranks(train, 2, tmp_path, {}, counting_tensor_ranks)[0]
     assert ours[0][1] == pytest.approx(2 * reference[0][1], rel=1e-3)
+
+
+def counting_whole_parameters_twice():
+    """The mistake of a norm in which each tensor rank counts what is whole on all."""
+    tensor.TensorParts.counts = lambda parts, name: True
+
+
+def adding_up_whole_gradients():
+    """The mistake of taking every gradient for a part."""
+    reduce = tensor.TensorParts.reduce_gradients
+
+    def spoilt(parts, model):
+        parts._partial = frozenset(name for name, _ in model.named_parameters())
+        reduce(parts, model)
+
+    tensor.TensorParts.reduce_gradients = spoilt
+    tensor.check_plan = lambda model, pairs: None
+
+
+@pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, adding_up_whole_gradients])
+def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
+    _, (reference, _) = single
+    ours, _ = run_ranks(train, 4, tmp_path, {"context": 2}, spoil)[0]
+    assert ours[0][1] > 1.01 * reference[0][1]
 
 
 def with_dropout(folder, layout):

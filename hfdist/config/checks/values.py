@@ -178,7 +178,7 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
     if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
         other = "pipeline" if strategy.pipeline > 1 else "sharding"
-        what = "ranks that share sequences go with data parallelism and FSDP2 only in this version"
+        what = "ranks that share sequences go with data and tensor parallelism and FSDP2 only in this version"
         hint = "strategy=fsdp2, or strategy.context=1"
         raise _conflict(config, f"strategy.context strategy.{other}", what, allowed="1", hint=hint)
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
@@ -217,11 +217,10 @@ def _check_tensor(config: RunConfig) -> None:
         what = "ZeRO knows nothing of parameters that are sharded over tensor ranks"
         keys, hint = "strategy.sharding strategy.tensor", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
-    for axis in ("pipeline", "context"):
-        if getattr(strategy, axis) > 1:
-            what = f"tensor and {axis} parallelism together are not built yet in this version"
-            hint = f"strategy.tensor=1, or strategy.{axis}=1 with strategy.sharding=fsdp2"
-            raise _conflict(config, f"strategy.tensor strategy.{axis}", what, allowed="1", hint=hint)
+    if strategy.pipeline > 1:
+        what = "tensor and pipeline parallelism together are not built yet in this version"
+        hint = "strategy.tensor=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
+        raise _conflict(config, "strategy.tensor strategy.pipeline", what, allowed="1", hint=hint)
     if config.train.compile in (Compile.blocks, Compile.model):
         what = "layers that are sharded over tensor ranks are not compiled in this version"
         keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"

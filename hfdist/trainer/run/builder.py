@@ -281,7 +281,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         global_batch_size=config.train.global_batch_size,
     )
     stream.may_begin_anew = config.checkpoint.allow_changes
-    if topology.rank == topology.replica(topology.data_rank)[0]:
+    if topology.is_first_of_replica:
         # All ranks of a model replica read the same data: only one of them writes the ledger.
         stream.ledger = Ledger(Path(config.run.dir) / LEDGER, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out)

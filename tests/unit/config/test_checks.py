@@ -114,7 +114,6 @@ CONTRADICTIONS = [
         "strategy.sharding=fsdp2",
     ),
     (["strategy=tensor", "strategy.pipeline=2"], "strategy.tensor", "not built yet", "strategy.pipeline=1"),
-    (["strategy=tensor", "strategy.context=2"], "strategy.tensor", "not built yet", "strategy.context=1"),
     (["strategy=tensor", "train.compile=blocks"], "train.compile", "are not compiled", "train.compile=auto"),
     (["strategy=tensor", "adapter=lora"], "strategy.tensor", "not in the plan", "strategy.tensor=1"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),

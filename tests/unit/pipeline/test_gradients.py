@@ -43,9 +43,9 @@ def answers():
     sum_gradients([], group)
 
     own = [parameter(rank + 1, shape=(4,)), parameter(None)]
-    norm = total_norm(own, group, torch.device("cpu"))
+    norm = total_norm(own, [group], torch.device("cpu"))
     # A rank may count nothing, as one that only holds what others count.
-    empty = total_norm([parameter(3.0, shape=(1,))] if rank == 0 else [], group, torch.device("cpu"))
+    empty = total_norm([parameter(3.0, shape=(1,))] if rank == 0 else [], [group], torch.device("cpu"))
     return summed, kept.grad.tolist(), norm.item(), empty.item()
 
 
