@@ -132,6 +132,9 @@ class _Clock(TrainerCallback):
             self.collectives.__exit__(None, None, None)
             self._is_counting.clear()
             self.sent_bytes += socket_bytes()
+            # A rank that ends closes its peers' sockets, and with a socket goes its count.
+            if dist.is_initialized():
+                dist.barrier()
 
     def _sample(self) -> None:
         while self._is_counting.is_set():

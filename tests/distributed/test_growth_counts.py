@@ -27,6 +27,8 @@ def count() -> dict[str, tuple[int, int]]:
         with mode:
             run()
         counts[kind] = mode.sent_bytes[kind], socket_bytes() - before
+    # A rank that ends closes its peers' sockets, and with a socket goes its count.
+    dist.barrier()
     return counts
 
 
