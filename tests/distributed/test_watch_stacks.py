@@ -24,6 +24,8 @@ def wait_until(holds):
 def wait_for_each_other(path):
     """Rank 1 comes once rank 0 has looked at itself."""
     dist.all_reduce(torch.ones(3))
+    # torch's recorder hears of the end a moment later.
+    wait_until(lambda: stacks.waits_in() is None)
     told = {}
 
     def look():
@@ -39,7 +41,6 @@ def wait_for_each_other(path):
     gather_json("a secret")
     if dist.get_rank() == 0:
         thread.join()
-    # torch's recorder hears of the end a moment later.
     wait_until(lambda: stacks.waits_in() is None)
     told["after"] = stacks.waits_in()
     return told
