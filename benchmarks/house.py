@@ -3,9 +3,9 @@
 python -m benchmarks.house [REV]
 """
 
+import argparse
 import ast
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections import Counter, defaultdict
@@ -116,4 +116,6 @@ def main(revision: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("revision", nargs="?", metavar="REV", help="a git revision to compare with")
+    main(parser.parse_args().revision)
