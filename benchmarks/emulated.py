@@ -37,11 +37,10 @@ class Durations:
 
 
 class Leg(NamedTuple):
-    """One leg that ran: F forward, I input gradient, W weight gradient; times on the host's monotonic clock."""
+    """One leg that ran: F forward, I input gradient, W weight gradient; its end on the host's monotonic clock."""
 
     stage: int
     kind: str
-    start_seconds: float
     end_seconds: float
 
 
@@ -74,9 +73,8 @@ class EmulatedStage(nn.Module):
 
     def spend(self, kind: str) -> None:
         """Sleep for one leg and note it."""
-        start_seconds = time.monotonic()
         sleep_seconds(self._durations.of(kind))
-        self._log.append(Leg(self._stage, kind, start_seconds, time.monotonic()))
+        self._log.append(Leg(self._stage, kind, time.monotonic()))
 
 
 class _InputLeg(torch.autograd.Function):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Contender, Work
-from benchmarks.critical_path import Breakdown, break_down
 from benchmarks.emulated import Durations, Leg
 from benchmarks.table import Measure, add_options, describe_run, markdown, publish
 from hfdist.testing import run_ranks
@@ -37,18 +36,17 @@ class Timing(NamedTuple):
 
     work: Work
     step_seconds: float
-    breakdown: Breakdown
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, and write them down if asked to."""
-    options = _options(arguments)
+def main() -> None:
+    """Measure, print the table, and write it down if asked to."""
+    options = _options()
     durations = Durations(options.forward / 1e3, options.input / 1e3, options.weight / 1e3)
     timings: dict[int, list[Timing]] = {}
     for num_ranks in options.ranks:
         work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
         timings[num_ranks] = measure(work, options.rounds)
-    section = "\n\n".join([_preamble(options), times_table(timings), breakdown_table(timings)])
+    section = f"{_preamble(options)}\n\n{times_table(timings)}"
     publish(options, "pipeline", section, measures_of(timings))
 
 
@@ -59,13 +57,7 @@ def measure(work: Work, num_repeats: int) -> list[Timing]:
     for index, contender in enumerate(CONTENDERS):
         repeats = list(zip(*(rank[index] for rank in ranks), strict=True))
         check_legs(contender, work, [run.legs for runs in repeats for run in runs])
-        lengths = [_length_seconds(runs) for runs in repeats]
-        median = statistics.median_low(lengths)
-        runs = repeats[lengths.index(median)]
-        durations = work.durations.shared_by(contender.stages_per_rank)
-        start_seconds = min(run.start_seconds for run in runs)
-        breakdown = break_down([run.legs for run in runs], durations, start_seconds, start_seconds + median)
-        timings.append(Timing(work, median, breakdown))
+        timings.append(Timing(work, statistics.median(map(_length_seconds, repeats))))
     return timings
 
 
@@ -123,37 +115,12 @@ def times_table(timings: dict[int, list[Timing]]) -> str:
     for index, contender in enumerate(CONTENDERS):
         row = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
         for at_size in timings.values():
-            work, step_seconds, _ = at_size[index]
+            work, step_seconds = at_size[index]
             bound_seconds = work.bound_seconds(contender.stages_per_rank)
             row += [f"{1e3 * step_seconds:.1f}", f"{1e3 * bound_seconds:.0f}"]
             row += [f"{step_seconds / bound_seconds:.3f}", f"{step_seconds / at_size[0].step_seconds:.3f}"]
         rows.append(row)
     return markdown(header, rows)
-
-
-def breakdown_table(timings: dict[int, list[Timing]]) -> str:
-    """Where the milliseconds of the median step went, along its critical path."""
-    header = [
-        "p",
-        "runtime",
-        "schedule",
-        "v",
-        "legs ms",
-        "overslept ms",
-        "between legs ms",
-        "between ranks ms",
-        "ends ms",
-    ]
-    rows = []
-    for num_ranks, at_size in timings.items():
-        for contender, (_, _, parts) in zip(CONTENDERS, at_size, strict=True):
-            seconds = [parts.wanted_seconds, parts.overslept_seconds, parts.local_seconds, parts.crossing_seconds]
-            cells = [f"{1e3 * part:.1f}" for part in [*seconds, parts.edges_seconds]]
-            cells[2] += f" ({parts.num_legs - parts.num_crossings - 1})"
-            cells[3] += f" ({parts.num_crossings})"
-            names = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
-            rows.append([str(num_ranks), *names, *cells])
-    return "Critical path of the median step, with the number of gaps in brackets:\n\n" + markdown(header, rows)
 
 
 def _run_rank(work: Work, num_repeats: int) -> list[list[Run]]:
@@ -192,7 +159,7 @@ def _preamble(options: argparse.Namespace) -> str:
     )
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of pipeline ranks")
     parser.add_argument("--microbatches-per-rank", type=int, default=2, help="micro batches are this times the ranks")
@@ -200,7 +167,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", type=float, default=20.0, help="milliseconds of an input gradient")
     parser.add_argument("--weight", type=float, default=20.0, help="milliseconds of a weight gradient")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender, interleaved")
-    options = add_options(parser).parse_args(arguments)
+    options = add_options(parser).parse_args()
     if options.quick:
         options.ranks, options.rounds = [2], 1
         options.forward = options.input = options.weight = 4.0
