@@ -37,7 +37,7 @@ from benchmarks.checkpoint_savers import (
     sizes,
 )
 from benchmarks.rounds import interleave
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
 
@@ -49,7 +49,7 @@ MOST_COPIES, MOST_WRITES = 1.2, 2.0
 
 def main() -> None:
     """Measure all in one folder, which goes with all that savers leave, show the tables, and write them if asked to."""
-    options = _options()
+    options = read_options("checkpoint", __doc__, rounds=5)
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
         # Ranks are forks, and find their folders by it.
         tempfile.tempdir = folder
@@ -59,7 +59,7 @@ def main() -> None:
 def _measure_all(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rounds = 1 if options.quick else options.rounds
+    rounds = options.rounds
     several: dict[str, Times | str] = {}
     # First: what follows starts threads, which a fork would not take along.
     for contenders in () if options.quick else (replicated, sharded):
@@ -181,14 +181,6 @@ def _table(measured: dict[str, Times | str], limits: dict[str, Times | str]) -> 
         )
     header = ["saver", "stall ms", "x copy", "total ms", "x synced write", "x write"]
     return markdown(header, rows)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each, interleaved")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

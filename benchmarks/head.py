@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from benchmarks.overlay import UnavailableError
 from benchmarks.rounds import medians, medians_or_reasons
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.lazy_logits import SumOfLosses, deferring
 from hfdist.models.loss import cut_cross_entropy, liger
@@ -57,12 +57,12 @@ Loss = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def main() -> None:
     """Measure all, and print or write the section."""
-    options = _options()
+    options = read_options("head", __doc__, rounds=3)
     is_gpu = torch.cuda.is_available()
     sizes = QUICK if options.quick else (ON_GPU if is_gpu else ON_CPU)
     sections, measures = [], []
     for size in sizes:
-        seconds, peaks = _measure_all(size, 1 if options.quick else options.rounds, options.quick)
+        seconds, peaks = _measure_all(size, options.rounds, options.quick)
         sections.append(f"{size}:\n\n{_table(seconds, peaks)}")
         measures += _measures(size, seconds, peaks)
     publish(options, "head", "\n\n".join([_preamble(options, is_gpu), *sections]), measures)
@@ -293,12 +293,6 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "the peak of a first call (of what is compiled: behind it), the time of the next.\n\n"
         f"{describe_run('benchmarks.head', 'torch')}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.head", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of all contenders, interleaved")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

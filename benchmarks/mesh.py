@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from benchmarks.rounds import interleave, median_fields
 from benchmarks.small_llama import make_trainer
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks
@@ -80,7 +80,10 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     """Measure, print the table, and write it down if asked to."""
-    options = _options()
+    steps = {"type": int, "default": 4, "help": "timed optimizer steps of one run"}
+    options = read_options("mesh", __doc__, rounds=5, steps=steps)
+    if options.quick:
+        options.steps = 1
     keep_freed_memory()
     sizes = QUICK_SIZES if options.quick else SIZES
     turns: dict[str, Callable[[], Cost]] = {name: partial(_measure, name, options.steps, sizes) for name in LAYOUTS}
@@ -273,16 +276,6 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         f"after {NUM_WARMUP_STEPS}.\n\n"
         f"{describe_run('benchmarks.mesh', 'torch', 'transformers')}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each layout, interleaved")
-    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of one run")
-    options = add_options(parser).parse_args()
-    if options.quick:
-        options.rounds = options.steps = 1
-    return options
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.packing --write
 
 from __future__ import annotations
 
-import argparse
 import gc
 import re
 import sysconfig
@@ -21,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.rounds import interleave, medians
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status
@@ -82,8 +81,9 @@ class Kept(NamedTuple):
 
 def main() -> None:
     """Count and time all."""
-    options = _options()
-    num_documents, num_rounds = (2000, 1) if options.quick else (options.documents, options.rounds)
+    documents = {"type": int, "default": 10_000, "help": "of the web-like lengths"}
+    options = read_options("packing", __doc__, rounds=7, documents=documents)
+    num_documents, num_rounds = 2000 if options.quick else options.documents, options.rounds
     datasets.disable_progress_bars()
     works = [_web(num_documents)] if options.quick else [_web(num_documents), _files()]
     rows, measures = [], []
@@ -312,13 +312,6 @@ def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> s
         f"{describe_run('benchmarks.packing', *versions)}\n\n"
         f"{markdown(header, rows)}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each, interleaved")
-    parser.add_argument("--documents", type=int, default=10_000, help="of the web-like lengths")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.pipeline --write
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -16,10 +15,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Contender, Work
-from benchmarks.emulated import Durations, Leg
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.emulated import Leg
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.testing import run_ranks
 
+LEG_SECONDS, QUICK_LEG_SECONDS = 0.02, 0.004
+MICROBATCHES_PER_RANK = 2
 _MOST_OF_BOUND, _MOST_OF_DEEPSPEED = 1.05, 0.8
 
 
@@ -40,13 +41,14 @@ class Timing(NamedTuple):
 
 def main() -> None:
     """Measure, print the table, and write it down if asked to."""
-    options = _options()
-    durations = Durations(options.forward / 1e3, options.input / 1e3, options.weight / 1e3)
-    timings: dict[int, list[Timing]] = {}
-    for num_ranks in options.ranks:
-        work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
-        timings[num_ranks] = measure(work, options.rounds)
-    section = f"{_preamble(options)}\n\n{times_table(timings)}"
+    ranks = {"type": int, "nargs": "+", "default": [2, 4, 8], "help": "numbers of pipeline ranks"}
+    options = read_options("pipeline", __doc__, rounds=5, ranks=ranks)
+    if options.quick:
+        options.ranks = [2]
+    leg_seconds = QUICK_LEG_SECONDS if options.quick else LEG_SECONDS
+    works = [Work(num_ranks, MICROBATCHES_PER_RANK * num_ranks, leg_seconds) for num_ranks in options.ranks]
+    timings = {work.num_ranks: measure(work, options.rounds) for work in works}
+    section = f"{_preamble(options.rounds, leg_seconds)}\n\n{times_table(timings)}"
     publish(options, "pipeline", section, measures_of(timings))
 
 
@@ -146,32 +148,17 @@ def _length_seconds(runs: Sequence[Run]) -> float:
     return max(run.end_seconds for run in runs) - min(run.start_seconds for run in runs)
 
 
-def _preamble(options: argparse.Namespace) -> str:
+def _preamble(num_rounds: int, leg_seconds: float) -> str:
     return (
         "## Pipeline schedules, emulated stages\n\n"
-        f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
-        f"{options.weight:g} ms for a weight gradient of one micro batch, divided over its stages; "
-        f"m = {options.microbatches_per_rank}p micro batches. Time from the first rank's start after a barrier to the "
-        f"last rank's end, median of {options.rounds} interleaved rounds; v stages a rank. "
-        "Bound: m(F+B+W) + (p-1)F/v. "
+        f"Each rank sleeps {1e3 * leg_seconds:g} ms each for a forward (F), an input gradient and a weight gradient "
+        f"(together B) of one micro batch, divided over its stages; m = {MICROBATCHES_PER_RANK}p micro batches. Time "
+        f"from the first rank's start after a barrier to the last rank's end, median of {num_rounds} interleaved "
+        "rounds; v stages a rank. "
+        "Bound: m(F+B) + (p-1)F/v. "
         "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
         f"{describe_run('benchmarks.pipeline', 'torch', 'deepspeed')}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of pipeline ranks")
-    parser.add_argument("--microbatches-per-rank", type=int, default=2, help="micro batches are this times the ranks")
-    parser.add_argument("--forward", type=float, default=20.0, help="milliseconds of a forward, for a whole rank")
-    parser.add_argument("--input", type=float, default=20.0, help="milliseconds of an input gradient")
-    parser.add_argument("--weight", type=float, default=20.0, help="milliseconds of a weight gradient")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender, interleaved")
-    options = add_options(parser).parse_args()
-    if options.quick:
-        options.ranks, options.rounds = [2], 1
-        options.forward = options.input = options.weight = 4.0
-    return options
 
 
 if __name__ == "__main__":

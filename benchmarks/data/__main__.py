@@ -8,7 +8,6 @@ The peers' packages are those of `benchmarks/peers/data.txt`. `--all` takes othe
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,13 +18,22 @@ from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
 from benchmarks.overlay import pinned
-from benchmarks.table import Measure, add_options, describe_run, publish
+from benchmarks.table import Measure, describe_run, publish, read_options
 
 
 def main() -> None:
     """Measure, show the tables, and write them down if asked to."""
-    options = _options()
-    text_megabytes, copies, num_rounds = (1, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
+    options = read_options(
+        "data",
+        __doc__,
+        rounds=2,
+        megabytes={"type": int, "default": 12, "help": "of text; few would lie in the peers' buffers whole"},
+        all={"action": "store_true", "help": "other ways to use the peers as well, which takes long"},
+        folder={"type": Path, "help": "where the temporary folder is made"},
+    )
+    text_megabytes, copies, num_rounds = options.megabytes, 4, options.rounds
+    if options.quick:
+        text_megabytes, copies = 1, 1
     numbers = [
         number
         for number, contender in enumerate(CONTENDERS)
@@ -97,16 +105,6 @@ def _measure(ours: Row, rows: Sequence[Row]) -> Measure:
 
 def _rate(row: Row) -> float | str:
     return row.result.reason if isinstance(row.result, Failure) else row.result.tokens_per_cpu_second / 1e6
-
-
-def _options() -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.data", description=description))
-    parser.add_argument("--megabytes", type=int, default=12, help="of text; few would lie in the peers' buffers whole")
-    parser.add_argument("--rounds", type=int, default=2, help="timed runs of every contender")
-    parser.add_argument("--all", action="store_true", help="other ways to use the peers as well, which takes long")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.growth import runs
 from benchmarks.growth.plots import draw_ranks
 from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
-from benchmarks.table import Measure, add_options, describe_run, publish
+from benchmarks.table import Measure, describe_run, publish, read_options
 
 _PICTURE = Path(__file__).with_name("ranks.png")
 
@@ -26,15 +26,15 @@ class Part(NamedTuple):
 
 
 def _run_ranks(options: argparse.Namespace) -> runs.ByRanks:
-    if options.quick:
-        return runs.run_by_ranks(runs.QUICK_LAYOUTS, runs.QUICK_RANKS, 1)
-    return runs.run_by_ranks(runs.LAYOUTS, runs.RANKS, options.rounds)
+    layouts, ranks = (runs.QUICK_LAYOUTS, runs.QUICK_RANKS) if options.quick else (runs.LAYOUTS, runs.RANKS)
+    return runs.run_by_ranks(layouts, ranks, options.rounds)
 
 
 def _run_layers(options: argparse.Namespace) -> runs.ByLayers:
+    layouts, layers = runs.LAYER_LAYOUTS, runs.LAYERS
     if options.quick:
-        return runs.run_by_layers(runs.QUICK_LAYER_LAYOUTS, runs.QUICK_LAYERS, 1)
-    return runs.run_by_layers(runs.LAYER_LAYOUTS, runs.LAYERS, options.rounds)
+        layouts, layers = runs.QUICK_LAYER_LAYOUTS, runs.QUICK_LAYERS
+    return runs.run_by_layers(layouts, layers, options.rounds)
 
 
 def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
@@ -50,7 +50,8 @@ PARTS = {
 
 def main() -> None:
     """Measure all parts, or those that are named; each has a section of its own."""
-    options = _options()
+    parts: dict[str, Any] = {"nargs": "+", "choices": PARTS, "default": list(PARTS), "help": "what grows"}
+    options = read_options("growth", __doc__, rounds=7, parts=parts)
     measures: list[Measure] = []
     for name in options.parts:
         part = PARTS[name]
@@ -64,13 +65,6 @@ def main() -> None:
                 draw_ranks(measured, _PICTURE)
         measures += rows
         publish(options, f"growth_{name}", section, measures)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what grows")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each run")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":
