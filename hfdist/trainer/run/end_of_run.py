@@ -65,7 +65,7 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
     if run.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
-    folder = _deliver(trainer, run, patient)
+    folder, not_uploaded = _deliver(trainer, run, patient), None
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
@@ -81,16 +81,16 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
             write_card(folder, run, reports, Exported(step, loss, commit), ranks=world_size())
         logger.info("model: %s", folder)
-    _wait_for_rank_zero(patient)
-    not_uploaded = push(folder, run.export)
-    if trainer.is_world_process_zero() and run.evaluate.lm_eval:
-        _report_tasks(trainer, folder, run, step)
-    # Ranks that leave early would take the launcher down while rank 0 is still busy.
-    _wait_for_rank_zero(patient)
-    if patient is not None and "nccl" in dist.get_backend():
-        # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
-        # process closes them as well.
-        trainer.end()
+        not_uploaded = push(folder, run.export)
+        if run.evaluate.lm_eval:
+            _report_tasks(trainer, folder, run, step)
+    if patient is not None:
+        # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
+        dist.barrier(patient)
+        if "nccl" in dist.get_backend():
+            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+            # process closes them as well.
+            trainer.end()
     return not_uploaded
 
 
@@ -116,12 +116,6 @@ def describe_peak_memory(device: torch.device) -> str:
     every = gather_json(peaks_bytes)
     parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
     return f"{'; '.join(parts)} MiB by rank"
-
-
-def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
-    """Wait in a group that lets it take as long as it does: a sample or a harness of hours would break the others'."""
-    if patient is not None:
-        dist.barrier(patient)
 
 
 def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
