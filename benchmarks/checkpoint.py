@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from benchmarks.checkpoint_savers import (
     DCP,
     DCP_CACHED,
-    DCP_PROCESS,
     DEEPSPEED,
     HF_TRAINER,
     LIMIT_COPY,
@@ -36,7 +34,7 @@ from benchmarks.checkpoint_savers import (
     sharded,
     sizes,
 )
-from benchmarks.rounds import interleave
+from benchmarks.rounds import interleave, median_fields
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
@@ -60,7 +58,7 @@ def _measure_all(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rounds = options.rounds
-    several: dict[str, Times | str] = {}
+    several: dict[str, Times] = {}
     # First: what follows starts threads, which a fork would not take along.
     for contenders in () if options.quick else (replicated, sharded):
         several |= run_ranks(measure, NUM_RANKS, contenders, False, rounds, timeout_seconds=600)[0]
@@ -70,18 +68,10 @@ def _measure_all(options: argparse.Namespace) -> None:
     publish(options, "checkpoint", _section(options, one, several, rounds), _measures(one, several))
 
 
-def measure(contenders: Callable[[bool], dict[str, Save | str]], quick: bool, rounds: int) -> dict[str, Times | str]:
-    """Save in turn with each contender, over and over: medians, or why there are none."""
-    savers = contenders(quick)
-    able = {name: _in_a_folder(save) for name, save in savers.items() if not isinstance(save, str)}
-    figures: Any = interleave(able, rounds)
-    measured: dict[str, Times | str] = {}
-    for name, save in savers.items():
-        if isinstance(save, str):
-            measured[name] = save
-        else:
-            measured[name] = Times(*(statistics.median(values) for values in zip(*figures[name], strict=True)))
-    return measured
+def measure(contenders: Callable[[bool], dict[str, Save]], quick: bool, rounds: int) -> dict[str, Times]:
+    """Save in turn with each contender, over and over; give the medians."""
+    figures: Any = interleave({name: _in_a_folder(save) for name, save in contenders(quick).items()}, rounds)
+    return {name: median_fields(turns) for name, turns in figures.items()}
 
 
 def _in_a_folder(save: Save) -> Callable[[], Any]:
@@ -102,10 +92,10 @@ def _in_a_folder(save: Save) -> Callable[[], Any]:
     return run
 
 
-def _measures(one: dict[str, Times | str], several: dict[str, Times | str]) -> list[Measure]:
+def _measures(one: dict[str, Times], several: dict[str, Times]) -> list[Measure]:
     rows = []
     for ours, peers, measured in (
-        (OURS, (DCP_CACHED, DCP_PROCESS, DCP), one),
+        (OURS, (DCP_CACHED, DCP), one),
         (OURS_TRAINER, (HF_TRAINER, DEEPSPEED), one),
         (OURS, (DCP_CACHED,), several),
     ):
@@ -131,14 +121,11 @@ def _measures(one: dict[str, Times | str], several: dict[str, Times | str]) -> l
     return rows
 
 
-def _field(measured: dict[str, Times | str], names: tuple[str, ...], field: str) -> dict[str, float | str]:
-    values = {name: measured[name] for name in names if name in measured}
-    return {name: times if isinstance(times, str) else getattr(times, field) for name, times in values.items()}
+def _field(measured: dict[str, Times], names: tuple[str, ...], field: str) -> dict[str, float | str]:
+    return {name: getattr(measured[name], field) for name in names if name in measured}
 
 
-def _section(
-    options: argparse.Namespace, one: dict[str, Times | str], several: dict[str, Times | str], rounds: int
-) -> str:
+def _section(options: argparse.Namespace, one: dict[str, Times], several: dict[str, Times], rounds: int) -> str:
     parts = [
         "## Saving a checkpoint",
         f"A Llama with AdamW's moments in float32, {sizes(options.quick):.0f} MiB of state. Stall: for how long "
@@ -146,7 +133,7 @@ def _section(
         "alone, with a state dict that is there. Total: until the call, or what it left running, has ended, nothing "
         "else going on. "
         "hfdist's is on the disk by then (every file synced, hashed and in a manifest, the folder renamed), and DCP "
-        "syncs its files; those of torch.save, safetensors, the HF Trainer and DeepSpeed are not synced. A copy and a "
+        "syncs its files; those of the HF Trainer and DeepSpeed are not synced. A copy and a "
         "write are of one rank's share, flat, without any format, from and into memory that is there. The HF "
         "Trainer's is its `_save_checkpoint`; with DeepSpeed, what that calls (`save_pretrained` and the engine's "
         "`save_checkpoint`, ZeRO-2). `os.sync` before each; wall clock, one thread a process; the slowest rank counts. "
@@ -154,20 +141,17 @@ def _section(
         f"{rounds} interleaved rounds after one to warm up.",
         f"{describe_run('benchmarks.checkpoint', 'torch', 'deepspeed', 'transformers', 'safetensors')}",
         "One process:",
-        _table(one, one),
+        _table(one),
     ]
     if several:
-        parts += [f"{NUM_RANKS} processes, of which each writes half:", _table(several, several)]
+        parts += [f"{NUM_RANKS} processes, of which each writes half:", _table(several)]
     return "\n\n".join(parts)
 
 
-def _table(measured: dict[str, Times | str], limits: dict[str, Times | str]) -> str:
-    copy, write, unsynced = (limits[name] for name in LIMITS)
+def _table(measured: dict[str, Times]) -> str:
+    copy, write, unsynced = (measured[name] for name in LIMITS)
     rows = []
     for name, times in measured.items():
-        if isinstance(times, str):
-            rows.append([name, f"not run: {times}", "-", "-", "-", "-"])
-            continue
         # Of a write the stall is that of a program that waits for it.
         rows.append(
             [
