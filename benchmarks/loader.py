@@ -35,11 +35,11 @@ class Row(NamedTuple):
 
 
 _OURS, _ALL = "hfdist", "tokens, positions, labels"
-_SHUFFLED = {"shuffled": True, "stateful": False}
+_REPLAYS = {"stateful": False}
 ROWS = (
     Row(_OURS, "ours:Tokens", {}, 0, _ALL),
     Row("hfdist, a worker", "ours:Tokens", {}, 1, _ALL),
-    Row("datasets streaming", "hf_datasets:Tokens", _SHUFFLED, 0, "tokens"),
+    Row("datasets streaming", "hf_datasets:Tokens", _REPLAYS, 0, "tokens"),
     Row("datasets map-style", "hf_datasets:MapStyle", {}, 0, "tokens"),
     Row("litdata", "litdata_tokens:Tokens", {}, 0, "tokens", needs_peers=True),
     Row("mosaicml-streaming", "mosaic:Tokens", {}, 0, "tokens", needs_peers=True),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.data --write
 
-The peers' packages are those of `benchmarks/peers/data.txt`. `--all` takes other ways to use the peers as well;
-`--quick` what needs no package of a peer, and a tiny corpus.
+The peers' packages are those of `benchmarks/peers/data.txt`. `--quick` takes what needs none of them, and a tiny
+corpus.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def main() -> None:
         __doc__,
         rounds=2,
         megabytes={"type": int, "default": 12, "help": "of text; few would lie in the peers' buffers whole"},
-        all={"action": "store_true", "help": "other ways to use the peers as well, which takes long"},
         folder={"type": Path, "help": "where the temporary folder is made"},
     )
     text_megabytes, copies, num_rounds = options.megabytes, 4, options.rounds
@@ -37,7 +36,7 @@ def main() -> None:
     numbers = [
         number
         for number, contender in enumerate(CONTENDERS)
-        if (contender.quick if options.quick else options.all or not contender.extra)
+        if (contender.quick if options.quick else not contender.only_resumes)
     ]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = make_work(Path(folder), text_bytes=text_megabytes * 10**6, token_copies=copies)
@@ -86,9 +85,7 @@ def _measure(ours: Row, rows: Sequence[Row]) -> Measure:
     peers = {
         f"{row.contender.library} ({row.contender.variant})": _rate(row)
         for row in rows
-        if row.contender.library != "hfdist"
-        and row.contender.tokenized == ours.contender.tokenized
-        and not row.contender.extra
+        if row.contender.library != "hfdist" and row.contender.tokenized == ours.contender.tokenized
     }
     rates, own = [rate for rate in peers.values() if not isinstance(rate, str)], _rate(ours)
     # The peers have no tokens of an epoch before.
