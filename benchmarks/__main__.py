@@ -20,6 +20,7 @@ from benchmarks.table import RESULTS, Measure, describe_run, last_said, read_mea
 LINES = {
     "Trainer loop": "benchmarks.loop",
     "pipeline, emulated": "benchmarks.pipeline",
+    "pipeline, a small Llama": "benchmarks.pipeline_llama",
     "a small Llama, two ranks": "benchmarks.mesh",
     "loader": "benchmarks.loader",
     "resume": "benchmarks.resume",

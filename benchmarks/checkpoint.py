@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,11 +69,11 @@ def _measure_all(options: argparse.Namespace) -> None:
 
 def measure(contenders: Callable[[bool], dict[str, Save]], quick: bool, rounds: int) -> dict[str, Times]:
     """Save in turn with each contender, over and over; give the medians."""
-    figures: Any = interleave({name: _in_a_folder(save) for name, save in contenders(quick).items()}, rounds)
+    figures = interleave({name: _in_a_folder(save) for name, save in contenders(quick).items()}, rounds)
     return {name: median_fields(turns) for name, turns in figures.items()}
 
 
-def _in_a_folder(save: Save) -> Callable[[], Any]:
+def _in_a_folder(save: Save) -> Callable[[], Times]:
     """Save into a new folder all ranks share, with a disk that has nothing else to do; the slowest rank counts."""
 
     def run() -> Times:

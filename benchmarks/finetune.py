@@ -15,11 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.rounds import interleave
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
@@ -43,14 +43,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder) / "model", options)
-        measured: dict[str, list[Run]] = {name: [] for name in ((TRL, OURS) if options.quick else (TRL, OURS, MIXED))}
-        for turn in range(options.rounds):
-            names = list(measured)
-            # Each follows each: what is first in a round meets another machine than what is last.
-            names = names[turn % len(names) :] + names[: turn % len(names)]
-            with ThreadPoolExecutor(len(names) if options.quick else 1) as pool:
-                for name, run in zip(names, pool.map(partial(_in_process, folder), names), strict=True):
-                    measured[name].append(run)
+        names = (TRL, OURS) if options.quick else (TRL, OURS, MIXED)
+        contenders = {name: partial(_in_process, folder, name) for name in names}
+        measured = interleave(contenders, options.rounds, num_warm_up=0)
     publish(options, "finetune", _section(options, measured), _measures(measured))
 
 

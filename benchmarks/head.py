@@ -11,11 +11,11 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch
 LIGER, CUT = "liger-kernel", "cut-cross-entropy"
 PACKAGES = {LIGER: "liger_kernel", CUT: "cut_cross_entropy"}
 MIB = 2**20
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Size(NamedTuple):
@@ -93,24 +92,11 @@ def _measure_all(size: Size, num_rounds: int, is_quick: bool) -> tuple[dict[str,
         return call
 
     names = [name for name in (OURS, EAGER, COMPILED, TORCH, LIGER, CUT, LIMIT) if name not in reasons]
-    with _cache_of_its_own():
+    # What another program has left in inductor's cache may be damaged, or spare it the work.
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
         figures = medians_or_reasons({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
     found = {**figures, **reasons}
     return found, medians({name: peaks[name] for name, value in found.items() if not isinstance(value, str)})
-
-
-@contextmanager
-def _cache_of_its_own() -> Iterator[None]:
-    """For what inductor compiles: one that another program has left may be damaged, or spare it the work."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get(_CACHE)
-        os.environ[_CACHE] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_CACHE]
-            if before is not None:
-                os.environ[_CACHE] = before
 
 
 def _measure_apart(name: str, size: Size) -> tuple[float, float]:

@@ -38,6 +38,14 @@ class Measure:
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date().isoformat())
 
 
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options that all benchmarks have, but for `--rounds`."""
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: does it run at all")
+    parser.add_argument("--write", action="store_true", help=f"put the section into {RESULTS.name}")
+    parser.add_argument("--measures", type=Path, help="a file for the rows of the table, as JSON")
+    return parser
+
+
 def read_options(name: str, doc: str | None, *, rounds: int = 1, **more: dict[str, Any]) -> argparse.Namespace:
     """Read a benchmark's command line.
 
@@ -48,9 +56,7 @@ def read_options(name: str, doc: str | None, *, rounds: int = 1, **more: dict[st
         more: further options, with the arguments of `add_argument`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: does it run at all")
-    parser.add_argument("--write", action="store_true", help=f"put the section into {RESULTS.name}")
-    parser.add_argument("--measures", type=Path, help="a file for the rows of the table, as JSON")
+    add_options(parser)
     parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each contender, interleaved")
     for option, arguments in more.items():
         parser.add_argument(f"--{option.replace('_', '-')}", **arguments)
