@@ -9,11 +9,9 @@ import argparse
 import logging
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ import torch.distributed as dist
 from benchmarks.checkpoint_savers import (
     DCP,
     DCP_CACHED,
-    DCP_PROCESS,
     DEEPSPEED,
     HF_TRAINER,
     LIMIT_COPY,
@@ -36,8 +33,8 @@ from benchmarks.checkpoint_savers import (
     sharded,
     sizes,
 )
-from benchmarks.rounds import interleave
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.rounds import interleave, median_fields
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.collectives import gather_json
 from hfdist.testing import run_ranks
 
@@ -49,7 +46,7 @@ MOST_COPIES, MOST_WRITES = 1.2, 2.0
 
 def main() -> None:
     """Measure all in one folder, which goes with all that savers leave, show the tables, and write them if asked to."""
-    options = _options()
+    options = read_options("checkpoint", __doc__, rounds=5)
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as folder:
         # Ranks are forks, and find their folders by it.
         tempfile.tempdir = folder
@@ -59,8 +56,8 @@ def main() -> None:
 def _measure_all(options: argparse.Namespace) -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rounds = 1 if options.quick else options.rounds
-    several: dict[str, Times | str] = {}
+    rounds = options.rounds
+    several: dict[str, Times] = {}
     # First: what follows starts threads, which a fork would not take along.
     for contenders in () if options.quick else (replicated, sharded):
         several |= run_ranks(measure, NUM_RANKS, contenders, False, rounds, timeout_seconds=600)[0]
@@ -70,21 +67,13 @@ def _measure_all(options: argparse.Namespace) -> None:
     publish(options, "checkpoint", _section(options, one, several, rounds), _measures(one, several))
 
 
-def measure(contenders: Callable[[bool], dict[str, Save | str]], quick: bool, rounds: int) -> dict[str, Times | str]:
-    """Save in turn with each contender, over and over: medians, or why there are none."""
-    savers = contenders(quick)
-    able = {name: _in_a_folder(save) for name, save in savers.items() if not isinstance(save, str)}
-    figures: Any = interleave(able, rounds)
-    measured: dict[str, Times | str] = {}
-    for name, save in savers.items():
-        if isinstance(save, str):
-            measured[name] = save
-        else:
-            measured[name] = Times(*(statistics.median(values) for values in zip(*figures[name], strict=True)))
-    return measured
+def measure(contenders: Callable[[bool], dict[str, Save]], quick: bool, rounds: int) -> dict[str, Times]:
+    """Save in turn with each contender, over and over; give the medians."""
+    figures = interleave({name: _in_a_folder(save) for name, save in contenders(quick).items()}, rounds)
+    return {name: median_fields(turns) for name, turns in figures.items()}
 
 
-def _in_a_folder(save: Save) -> Callable[[], Any]:
+def _in_a_folder(save: Save) -> Callable[[], Times]:
     """Save into a new folder all ranks share, with a disk that has nothing else to do; the slowest rank counts."""
 
     def run() -> Times:
@@ -102,10 +91,10 @@ def _in_a_folder(save: Save) -> Callable[[], Any]:
     return run
 
 
-def _measures(one: dict[str, Times | str], several: dict[str, Times | str]) -> list[Measure]:
+def _measures(one: dict[str, Times], several: dict[str, Times]) -> list[Measure]:
     rows = []
     for ours, peers, measured in (
-        (OURS, (DCP_CACHED, DCP_PROCESS, DCP), one),
+        (OURS, (DCP_CACHED, DCP), one),
         (OURS_TRAINER, (HF_TRAINER, DEEPSPEED), one),
         (OURS, (DCP_CACHED,), several),
     ):
@@ -131,14 +120,11 @@ def _measures(one: dict[str, Times | str], several: dict[str, Times | str]) -> l
     return rows
 
 
-def _field(measured: dict[str, Times | str], names: tuple[str, ...], field: str) -> dict[str, float | str]:
-    values = {name: measured[name] for name in names if name in measured}
-    return {name: times if isinstance(times, str) else getattr(times, field) for name, times in values.items()}
+def _field(measured: dict[str, Times], names: tuple[str, ...], field: str) -> dict[str, float | str]:
+    return {name: getattr(measured[name], field) for name in names if name in measured}
 
 
-def _section(
-    options: argparse.Namespace, one: dict[str, Times | str], several: dict[str, Times | str], rounds: int
-) -> str:
+def _section(options: argparse.Namespace, one: dict[str, Times], several: dict[str, Times], rounds: int) -> str:
     parts = [
         "## Saving a checkpoint",
         f"A Llama with AdamW's moments in float32, {sizes(options.quick):.0f} MiB of state. Stall: for how long "
@@ -146,7 +132,7 @@ def _section(
         "alone, with a state dict that is there. Total: until the call, or what it left running, has ended, nothing "
         "else going on. "
         "hfdist's is on the disk by then (every file synced, hashed and in a manifest, the folder renamed), and DCP "
-        "syncs its files; those of torch.save, safetensors, the HF Trainer and DeepSpeed are not synced. A copy and a "
+        "syncs its files; those of the HF Trainer and DeepSpeed are not synced. A copy and a "
         "write are of one rank's share, flat, without any format, from and into memory that is there. The HF "
         "Trainer's is its `_save_checkpoint`; with DeepSpeed, what that calls (`save_pretrained` and the engine's "
         "`save_checkpoint`, ZeRO-2). `os.sync` before each; wall clock, one thread a process; the slowest rank counts. "
@@ -154,20 +140,17 @@ def _section(
         f"{rounds} interleaved rounds after one to warm up.",
         f"{describe_run('benchmarks.checkpoint', 'torch', 'deepspeed', 'transformers', 'safetensors')}",
         "One process:",
-        _table(one, one),
+        _table(one),
     ]
     if several:
-        parts += [f"{NUM_RANKS} processes, of which each writes half:", _table(several, several)]
+        parts += [f"{NUM_RANKS} processes, of which each writes half:", _table(several)]
     return "\n\n".join(parts)
 
 
-def _table(measured: dict[str, Times | str], limits: dict[str, Times | str]) -> str:
-    copy, write, unsynced = (limits[name] for name in LIMITS)
+def _table(measured: dict[str, Times]) -> str:
+    copy, write, unsynced = (measured[name] for name in LIMITS)
     rows = []
     for name, times in measured.items():
-        if isinstance(times, str):
-            rows.append([name, f"not run: {times}", "-", "-", "-", "-"])
-            continue
         # Of a write the stall is that of a program that waits for it.
         rows.append(
             [
@@ -181,14 +164,6 @@ def _table(measured: dict[str, Times | str], limits: dict[str, Times | str]) -> 
         )
     header = ["saver", "stall ms", "x copy", "total ms", "x synced write", "x write"]
     return markdown(header, rows)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each, interleaved")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -26,8 +24,7 @@ from hfdist.checkpoint.piece import STEP, Piece
 from hfdist.strategies import pieces
 
 OURS, OURS_TRAINER = "hfdist", "hfdist Trainer"
-DCP, DCP_CACHED, DCP_PROCESS = "torch DCP async", "torch DCP async, memory kept", "torch DCP async, process"
-DCP_SAVE, SAFETENSORS, TORCH_SAVE = "torch dcp.save", "safetensors.save_file", "torch.save"
+DCP, DCP_CACHED = "torch DCP async", "torch DCP async, memory kept"
 HF_TRAINER, DEEPSPEED, OURS_ZERO = "HF Trainer", "HF Trainer + DeepSpeed", "hfdist, zero2"
 LIMIT_COPY, LIMIT_WRITE, LIMIT_WRITE_UNSYNCED = "copy in memory", "write and fsync", "write, not synced"
 
@@ -52,30 +49,24 @@ def sizes(quick: bool) -> float:
     return 12 * sum(parameter.numel() for parameter in _model(quick).parameters()) / 2**20
 
 
-def alone(quick: bool) -> dict[str, Save | str]:
+def alone(quick: bool) -> dict[str, Save]:
     """All, in one process."""
     model = _model(quick)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     _step(model, optimizer)
     state = get_state_dict(model, optimizer)
-    flat = {f"{piece.name}/{piece.key}": piece.view for piece in _pieces(model, optimizer)}
-    shared = DefaultStager(StagingOptions(False, True, False, False))
     return {
         **_limits(model, optimizer),
         OURS: _ours(lambda: _pieces(model, optimizer)),
         DCP_CACHED: _dcp_async(state, _kept_memory()),
         DCP: _dcp_async(state, None),
-        DCP_PROCESS: "takes seconds to start" if quick else _dcp_async(state, shared, AsyncCheckpointerType.PROCESS),
-        DCP_SAVE: _waits(lambda folder: dcp.save(_named(state), storage_writer=dcp.FileSystemWriter(folder))),
-        SAFETENSORS: _waits(lambda folder: save_file(flat, folder / "all.safetensors")),
-        TORCH_SAVE: _waits(lambda folder: torch.save(_named(state), folder / "all.pt")),
         OURS_TRAINER: _our_trainer(model),
         HF_TRAINER: _hf_trainer(model),
         DEEPSPEED: _deepspeed(_model(quick))[DEEPSPEED],
     }
 
 
-def replicated(quick: bool) -> dict[str, Save | str]:
+def replicated(quick: bool) -> dict[str, Save]:
     """Those that save a model under DDP, and what the machine itself can do."""
     model = _model(quick)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -87,7 +78,7 @@ def replicated(quick: bool) -> dict[str, Save | str]:
     }
 
 
-def sharded(quick: bool) -> dict[str, Save | str]:
+def sharded(quick: bool) -> dict[str, Save]:
     """Those that save a model under ZeRO-2."""
     return _deepspeed(_model(quick))
 
@@ -167,24 +158,18 @@ def _wait(saver: Saver) -> Times:
     return Times(1000 * report.stall_seconds, 1000 * report.total_seconds)
 
 
-def _named(state: Any) -> dict[str, Any]:
-    return {"model": state[0], "optimizer": state[1]}
-
-
 def _kept_memory() -> DefaultStager:
     # Without a GPU there is no pinned memory. A stager that is kept uses its memory again.
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
-def _dcp_async(
-    state: Any, stager: DefaultStager | None, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
-) -> Save:
+def _dcp_async(state: Any, stager: DefaultStager | None) -> Save:
+    named = {"model": state[0], "optimizer": state[1]}
+
     def save(folder: Path) -> Times:
         begin = time.perf_counter()
         writer = dcp.FileSystemWriter(folder)
-        future: Any = dcp.async_save(
-            _named(state), storage_writer=writer, async_stager=stager, async_checkpointer_type=kind
-        )
+        future: Any = dcp.async_save(named, storage_writer=writer, async_stager=stager)
         stall = time.perf_counter() - begin
         future.result()
         return Times(1000 * stall, 1000 * (time.perf_counter() - begin))
@@ -241,6 +226,8 @@ def _deepspeed(model: LlamaForCausalLM) -> dict[str, Save]:
 
     from hfdist.strategies import pieces_zero
 
+    # Nothing here calls a compiled operator, and compiling takes a minute.
+    deepspeed.ops.__compatible_ops__ = {}
     # Of a launcher, without which DeepSpeed does not start.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from benchmarks.emulated import HIDDEN_SIZE, Durations, EmulatedStage, Leg, sleep_seconds
+from benchmarks.emulated import HIDDEN_SIZE, EmulatedStage, Leg, sleep_seconds
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
@@ -47,18 +47,20 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does in one step; durations are those of one rank for one micro batch."""
+    """What every contender does in one step."""
 
     num_ranks: int
     num_microbatches: int
-    durations: Durations
+    leg_seconds: float
+    """Of a forward, of an input gradient and of a weight gradient: of all stages of one rank, for one micro batch."""
 
     def bound_seconds(self, stages_per_rank: int) -> float:
         """The least time of a step: the last rank waits for its first input, then never idles."""
-        durations = self.durations
-        busy = durations.forward_seconds + durations.input_seconds + durations.weight_seconds
-        wait = (self.num_ranks - 1) * durations.forward_seconds / stages_per_rank
-        return self.num_microbatches * busy + wait
+        return self.num_microbatches * 3 * self.leg_seconds + self.wait_seconds(stages_per_rank)
+
+    def wait_seconds(self, stages_per_rank: int) -> float:
+        """The least time until the last rank has its first input."""
+        return (self.num_ranks - 1) * self.leg_seconds / stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def build_deepspeed(work: Work, log: list[Leg]) -> Step:
     # Nothing here calls a compiled operator, and compiling takes a minute.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(verbose=False)
-    layers = [EmulatedStage(stage, work.durations, log) for stage in range(work.num_ranks)]
+    layers = [EmulatedStage(stage, work.leg_seconds, log) for stage in range(work.num_ranks)]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": work.num_microbatches,
@@ -175,12 +177,11 @@ def build_alone(work: Work, log: list[Leg]) -> Step:
     """
     stages_per_rank = 2
     # Odd numbers: no two ranks own neighbouring stages.
-    stage = EmulatedStage(1 + 2 * dist.get_rank(), work.durations.shared_by(stages_per_rank), log)
+    stage = EmulatedStage(1 + 2 * dist.get_rank(), work.leg_seconds / stages_per_rank, log)
     hidden = torch.ones(1, HIDDEN_SIZE, requires_grad=True)
-    wait = Work(work.num_ranks, 0, work.durations).bound_seconds(stages_per_rank)
 
     def step() -> None:
-        sleep_seconds(wait)
+        sleep_seconds(work.wait_seconds(stages_per_rank))
         for _ in range(work.num_microbatches * stages_per_rank):
             squared_error(stage(hidden), torch.zeros(1, HIDDEN_SIZE)).backward()
 
@@ -196,9 +197,8 @@ def _make_stages(
 ) -> tuple[tuple[int, ...], dict[int, EmulatedStage]]:
     """The rank of each stage, and this rank's stages."""
     placement = rank_of_stage(schedule, work.num_ranks, stages_per_rank)
-    durations = work.durations.shared_by(stages_per_rank)
     mine = [stage for stage, rank in enumerate(placement) if rank == dist.get_rank()]
-    return placement, {stage: EmulatedStage(stage, durations, log) for stage in mine}
+    return placement, {stage: EmulatedStage(stage, work.leg_seconds / stages_per_rank, log) for stage in mine}
 
 
 def _rows(runtime: str, build: Callable[[Schedule, int, Work, list[Leg]], Step]) -> list[Contender]:

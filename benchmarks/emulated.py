@@ -7,7 +7,6 @@ schedule that runs them apart finds them apart, which a single function computin
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +16,11 @@ HIDDEN_SIZE = 256
 WATCHED_SECONDS = 0.0002
 
 
-@dataclass(frozen=True)
-class Durations:
-    """How long the legs of one stage, or of all stages of one rank, take for one micro batch."""
-
-    forward_seconds: float
-    input_seconds: float
-    weight_seconds: float
-
-    def shared_by(self, num_stages: int) -> Durations:
-        """The durations of one of `num_stages` equal stages."""
-        return Durations(
-            self.forward_seconds / num_stages, self.input_seconds / num_stages, self.weight_seconds / num_stages
-        )
-
-    def of(self, kind: str) -> float:
-        """Seconds of the leg F, I or W."""
-        return {"F": self.forward_seconds, "I": self.input_seconds, "W": self.weight_seconds}[kind]
-
-
 class Leg(NamedTuple):
-    """One leg that ran: F forward, I input gradient, W weight gradient; times on the host's monotonic clock."""
+    """One leg that ran: F forward, I input gradient, W weight gradient; its end on the host's monotonic clock."""
 
     stage: int
     kind: str
-    start_seconds: float
     end_seconds: float
 
 
@@ -56,14 +35,14 @@ def sleep_seconds(seconds: float) -> None:
 class EmulatedStage(nn.Module):
     """One stage: [batch, hidden] -> [batch, hidden]; every leg sleeps and is written to `log`."""
 
-    def __init__(self, stage: int, durations: Durations, log: list[Leg]) -> None:
+    def __init__(self, stage: int, leg_seconds: float, log: list[Leg]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(HIDDEN_SIZE))
         # As in a language model, the first stage too has parameters in front of its blocks, so it has an input
         # gradient to compute.
         self.embedding = nn.Parameter(torch.zeros(HIDDEN_SIZE)) if stage == 0 else None
         self._stage = stage
-        self._durations = durations
+        self._leg_seconds = leg_seconds
         self._log = log
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -74,9 +53,8 @@ class EmulatedStage(nn.Module):
 
     def spend(self, kind: str) -> None:
         """Sleep for one leg and note it."""
-        start_seconds = time.monotonic()
-        sleep_seconds(self._durations.of(kind))
-        self._log.append(Leg(self._stage, kind, start_seconds, time.monotonic()))
+        sleep_seconds(self._leg_seconds)
+        self._log.append(Leg(self._stage, kind, time.monotonic()))
 
 
 class _InputLeg(torch.autograd.Function):

@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.rounds import interleave
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 
 TRL, OURS, MIXED = "trl.SFTTrainer", "hfdist.Trainer", "SFTTrainer with hfdist's mixin"
 LARGEST_DIFFERENCE = 1e-4
@@ -43,14 +43,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder) / "model", options)
-        measured: dict[str, list[Run]] = {name: [] for name in ((TRL, OURS) if options.quick else (TRL, OURS, MIXED))}
-        for turn in range(options.rounds):
-            names = list(measured)
-            # Each follows each: what is first in a round meets another machine than what is last.
-            names = names[turn % len(names) :] + names[: turn % len(names)]
-            with ThreadPoolExecutor(len(names) if options.quick else 1) as pool:
-                for name, run in zip(names, pool.map(partial(_in_process, folder), names), strict=True):
-                    measured[name].append(run)
+        names = (TRL, OURS) if options.quick else (TRL, OURS, MIXED)
+        contenders = {name: partial(_in_process, folder, name) for name in names}
+        measured = interleave(contenders, options.rounds, num_warm_up=0)
     publish(options, "finetune", _section(options, measured), _measures(measured))
 
 
@@ -254,17 +249,19 @@ def _section(options: argparse.Namespace, measured: dict[str, list[Run]]) -> str
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4, help="of one run")
-    parser.add_argument("--batch-size", type=int, default=2, help="examples of a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of the longest example")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, interleaved")
-    parser.add_argument("--blocks", type=int, help="keep so many blocks of the model, to try this script")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    options = add_options(parser).parse_args()
+    options = read_options(
+        "finetune",
+        __doc__,
+        rounds=3,
+        steps={"type": int, "default": 4, "help": "of one run"},
+        batch_size={"type": int, "default": 2, "help": "examples of a step"},
+        length={"type": int, "default": 128, "help": "tokens of the longest example"},
+        blocks={"type": int, "help": "keep so many blocks of the model, to try this script"},
+        child={"help": argparse.SUPPRESS},
+        folder={"help": argparse.SUPPRESS},
+    )
     if options.quick:
-        options.steps, options.rounds, options.blocks, options.length = 2, 1, 1, 64
+        options.steps, options.blocks, options.length = 2, 1, 64
     return options
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_contender import CONTENDERS, OURS, QUICK, SIZES, Shape, matrix_products
-from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish, publish_reason
+from benchmarks.table import Measure, describe_run, last_said, markdown, publish, publish_reason, read_options
 
 HF, HF_LIGER, HF_COMPILED, TITAN, PRODUCTS = (
     "HF Trainer", "HF Trainer, liger", "HF Trainer, torch_compile", "torchtitan", "matrix products",
@@ -31,7 +31,12 @@ LOSS_BOUND = 0.01
 
 def main() -> None:
     """Measure all contenders that time allows, and print or write the section."""
-    options = _options()
+    options = read_options(
+        "gpu",
+        __doc__,
+        minutes={"type": float, "default": 9.0, "help": "no contender is started or goes on afterwards"},
+        only={"nargs": "+", "default": [], "help": "these contenders, hfdist and the HF Trainer"},
+    )
     if not torch.cuda.is_available() and not options.quick:
         publish_reason(options, "no CUDA device is at hand")
         return
@@ -166,13 +171,6 @@ def _cells(figures: dict[str, Any], ours: Any, products: Any, reference: Any) ->
         f"{figures['peak_bytes'] / 2**30:.1f}",
         difference,
     ]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="no contender is started or goes on afterwards")
-    parser.add_argument("--only", nargs="+", default=[], help="these contenders, hfdist and the HF Trainer")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

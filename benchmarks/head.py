@@ -11,11 +11,11 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from benchmarks.overlay import UnavailableError
 from benchmarks.rounds import medians, medians_or_reasons
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.lazy_logits import SumOfLosses, deferring
 from hfdist.models.loss import cut_cross_entropy, liger
@@ -33,7 +33,6 @@ OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch
 LIGER, CUT = "liger-kernel", "cut-cross-entropy"
 PACKAGES = {LIGER: "liger_kernel", CUT: "cut_cross_entropy"}
 MIB = 2**20
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Size(NamedTuple):
@@ -57,12 +56,12 @@ Loss = Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def main() -> None:
     """Measure all, and print or write the section."""
-    options = _options()
+    options = read_options("head", __doc__, rounds=3)
     is_gpu = torch.cuda.is_available()
     sizes = QUICK if options.quick else (ON_GPU if is_gpu else ON_CPU)
     sections, measures = [], []
     for size in sizes:
-        seconds, peaks = _measure_all(size, 1 if options.quick else options.rounds, options.quick)
+        seconds, peaks = _measure_all(size, options.rounds, options.quick)
         sections.append(f"{size}:\n\n{_table(seconds, peaks)}")
         measures += _measures(size, seconds, peaks)
     publish(options, "head", "\n\n".join([_preamble(options, is_gpu), *sections]), measures)
@@ -93,24 +92,11 @@ def _measure_all(size: Size, num_rounds: int, is_quick: bool) -> tuple[dict[str,
         return call
 
     names = [name for name in (OURS, EAGER, COMPILED, TORCH, LIGER, CUT, LIMIT) if name not in reasons]
-    with _cache_of_its_own():
+    # What another program has left in inductor's cache may be damaged, or spare it the work.
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):
         figures = medians_or_reasons({name: contender(name) for name in names}, num_rounds, num_warm_up=int(is_gpu))
     found = {**figures, **reasons}
     return found, medians({name: peaks[name] for name, value in found.items() if not isinstance(value, str)})
-
-
-@contextmanager
-def _cache_of_its_own() -> Iterator[None]:
-    """For what inductor compiles: one that another program has left may be damaged, or spare it the work."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get(_CACHE)
-        os.environ[_CACHE] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_CACHE]
-            if before is not None:
-                os.environ[_CACHE] = before
 
 
 def _measure_apart(name: str, size: Size) -> tuple[float, float]:
@@ -293,12 +279,6 @@ def _preamble(options: argparse.Namespace, is_gpu: bool) -> str:
         "the peak of a first call (of what is compiled: behind it), the time of the next.\n\n"
         f"{describe_run('benchmarks.head', 'torch')}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.head", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="of all contenders, interleaved")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

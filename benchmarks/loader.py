@@ -15,7 +15,7 @@ from benchmarks.data.rounds import without_shared_memory
 from benchmarks.data.work import BATCH_SIZE, make_work
 from benchmarks.overlay import UnavailableError, peer_environment, pinned
 from benchmarks.rounds import medians_or_reasons
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish, rounded
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options, rounded
 
 LENGTHS = (2048, 8192)
 GOAL_MTOKENS = 300
@@ -35,11 +35,11 @@ class Row(NamedTuple):
 
 
 _OURS, _ALL = "hfdist", "tokens, positions, labels"
-_SHUFFLED = {"shuffled": True, "stateful": False}
+_REPLAYS = {"stateful": False}
 ROWS = (
     Row(_OURS, "ours:Tokens", {}, 0, _ALL),
     Row("hfdist, a worker", "ours:Tokens", {}, 1, _ALL),
-    Row("datasets streaming", "hf_datasets:Tokens", _SHUFFLED, 0, "tokens"),
+    Row("datasets streaming", "hf_datasets:Tokens", _REPLAYS, 0, "tokens"),
     Row("datasets map-style", "hf_datasets:MapStyle", {}, 0, "tokens"),
     Row("litdata", "litdata_tokens:Tokens", {}, 0, "tokens", needs_peers=True),
     Row("mosaicml-streaming", "mosaic:Tokens", {}, 0, "tokens", needs_peers=True),
@@ -51,9 +51,7 @@ _LIMITS = ("memory map", "zero-copy Arrow")
 
 def main() -> None:
     """Measure all at each length, in turns."""
-    parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__))
-    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each reader")
-    options = parser.parse_args()
+    options = read_options("loader", __doc__, rounds=3)
     megabytes, copies = (2, 2) if options.quick else (16, 4)
     lengths = LENGTHS[:1] if options.quick else LENGTHS
     with tempfile.TemporaryDirectory() as name:
@@ -69,7 +67,7 @@ def main() -> None:
         "## Tokenized data to batches\n\n"
         f"{copies} x {work.num_tokens / 1e6:.1f} M tokens (uint16) of Python source cut to the lengths of web pages, "
         f"shuffled, batches of {BATCH_SIZE} in int64, local disk, one thread a process. CPU seconds are those of the "
-        f"process and its worker. Medians of {1 if options.quick else options.rounds} interleaved turns of "
+        f"process and its worker. Medians of {options.rounds} interleaved turns of "
         f"{QUICK_SECONDS if options.quick else CPU_SECONDS_OF_TURN} CPU seconds, or up to the first end of an epoch "
         "behind a quarter of that, what was imported kept out of garbage collections; the start of "
         "an epoch does not count, in which `datasets` streaming fills a buffer of 1,000 rows, at 8,192 tokens two "
@@ -101,8 +99,7 @@ def _measure(folder: Path, length: int, options: argparse.Namespace) -> dict[str
                 turns[name] = partial(_turn, reader, QUICK_SECONDS if options.quick else CPU_SECONDS_OF_TURN)
             except UnavailableError as error:
                 missing[name] = str(error)
-        num_rounds, num_warm_up = (1, 0) if options.quick else (options.rounds, 1)
-        return missing | medians_or_reasons(turns, num_rounds, num_warm_up=num_warm_up)
+        return missing | medians_or_reasons(turns, options.rounds, num_warm_up=int(not options.quick))
 
 
 def _start(row: Row, folder: Path, length: int, is_quick: bool) -> Reader:

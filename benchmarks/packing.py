@@ -5,14 +5,10 @@ python -m benchmarks.packing --write
 
 from __future__ import annotations
 
-import argparse
 import gc
-import re
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -21,23 +17,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.rounds import interleave, medians
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
-from hfdist.config.data import Packing
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing import sequence
-from hfdist.data.packing.sequence import INPUT_IDS, Shape, collate, make_rows
+from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
 from hfdist.data.packing.windows import best_fit
 from hfdist.data.sources.document_batch import DocumentBatch
 
 LENGTHS = (2048, 8192)
 LANES = 48
 OURS = "hfdist best_fit"
-OURS_IN_LANES, OURS_COLLATED = f"hfdist best_fit, {LANES} lanes", "hfdist best_fit, collated"
+OURS_IN_LANES = f"hfdist best_fit, {LANES} lanes"
 COPIES = "bare copies"
-TRL, TRL_AT_ONCE, TRL_SPLIT = "TRL bfd", "TRL bfd, all at once", "TRL bfd_split, all at once"
-TRL_WRAPPED, TRL_COLLATED = "TRL wrapped", "TRL bfd, collated"
-GROUP_TEXTS = "group_texts"
+TRL, TRL_WRAPPED, GROUP_TEXTS = "TRL bfd", "TRL wrapped", "group_texts"
 GOAL_SHARE, GOAL_SPEED = 0.997, 3.0
 _FILL_ID = 2**31 - 1
 # What a lane of hfdist gets at a time: as many as are tokenized together.
@@ -53,7 +46,6 @@ Packed = list[NDArray[Any]]
 class Work(NamedTuple):
     """Documents whose tokens are all the document's own number, so that sequences tell where each one went."""
 
-    name: str
     dataset: datasets.Dataset
     """A table in memory with a column `input_ids`."""
 
@@ -82,21 +74,20 @@ class Kept(NamedTuple):
 
 def main() -> None:
     """Count and time all."""
-    options = _options()
-    num_documents, num_rounds = (2000, 1) if options.quick else (options.documents, options.rounds)
+    documents = {"type": int, "default": 10_000, "help": "of the web-like lengths"}
+    options = read_options("packing", __doc__, rounds=7, documents=documents)
+    num_documents, num_rounds = 2000 if options.quick else options.documents, options.rounds
     datasets.disable_progress_bars()
-    works = [_web(num_documents)] if options.quick else [_web(num_documents), _files()]
+    work = _web_like(num_documents)
     rows, measures = [], []
     # Looking through the imports for garbage takes tenths of a second, in whoever's turn it comes.
     gc.collect()
     gc.freeze()
-    for work in works:
-        for length in LENGTHS:
-            kept, rates = _measure(work, length, num_rounds)
-            rows += [_row(work, length, name, kept.get(name), rates) for name in rates]
-            if work is works[0]:
-                measures += _measures(length, kept, rates)
-    publish(options, "packing", _section(works, rows, num_rounds), measures)
+    for length in LENGTHS:
+        kept, rates = _measure(work, length, num_rounds)
+        rows += [_row(length, name, kept.get(name), rates) for name in rates]
+        measures += _measures(length, kept, rates)
+    publish(options, "packing", _section(work, rows, num_rounds), measures)
 
 
 def _measure(work: Work, length: int, num_rounds: int) -> tuple[dict[str, Kept], dict[str, float]]:
@@ -125,33 +116,17 @@ def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]
     quick = {
         OURS: lambda: list(_ours(work, length)),
         OURS_IN_LANES: lambda: [ids for lane in lanes for ids in _ours(work, length, lane)],
-        OURS_COLLATED: lambda: [
-            ids
-            for batch in _batches(work, length)
-            for ids in collate(batch, Packing.best_fit, Shape(length, _FILL_ID))["input_ids"].numpy()
-        ],
     }
     slow = {GROUP_TEXTS: lambda: _columns(work.dataset.map(_group(length), batched=True))}
     try:
         from trl.data_utils import pack_dataset
-        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     except ImportError:
         return quick, slow
 
-    def pack(strategy: str, **options: Any) -> datasets.Dataset:
-        packed: datasets.Dataset = pack_dataset(
-            work.dataset, length, strategy, {"load_from_cache_file": False} | options
-        )
-        return packed
+    def pack(strategy: str) -> Packed:
+        return _columns(pack_dataset(work.dataset, length, strategy, {"load_from_cache_file": False}))
 
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    quick |= {
-        TRL: lambda: _columns(pack("bfd")),
-        TRL_AT_ONCE: lambda: _columns(pack("bfd", batch_size=None)),
-        TRL_SPLIT: lambda: _columns(pack("bfd_split", batch_size=None)),
-        TRL_WRAPPED: lambda: _columns(pack("wrapped")),
-    }
-    slow[TRL_COLLATED] = lambda: [collator([row])["input_ids"][0].numpy() for row in pack("bfd")]
+    quick |= {TRL: lambda: pack("bfd"), TRL_WRAPPED: lambda: pack("wrapped")}
     return quick, slow
 
 
@@ -228,36 +203,24 @@ def _keep(work: Work, length: int, packed: Packed) -> Kept:
     )
 
 
-def _work(name: str, sizes: NDArray[np.int64]) -> Work:
+def _web_like(num_documents: int) -> Work:
+    """Lengths as of web pages: half of them below 424 tokens, a mean of 700, the longest of tens of thousands."""
+    lengths = np.random.default_rng(0).lognormal(6.05, 1.0, num_documents)
+    sizes = np.rint(lengths).astype(np.int64).clip(8, 100_000)
     tokens = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     ends = np.cumsum(sizes)
     column = pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), pa.array(tokens))
-    return Work(name, datasets.Dataset(pa.table({"input_ids": column})))
+    return Work(datasets.Dataset(pa.table({"input_ids": column})))
 
 
-def _web(num_documents: int) -> Work:
-    """Lengths as of web pages: half of them below 424 tokens, a mean of 700, the longest of tens of thousands."""
-    lengths = np.random.default_rng(0).lognormal(6.05, 1.0, num_documents)
-    return _work("web-like", np.rint(lengths).astype(np.int64).clip(8, 100_000))
-
-
-def _files() -> Work:
-    """Lengths of the standard library's files, in words and signs."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    sizes = np.array([sum(1 for _ in re.finditer(r"\w+|[^\w\s]", text)) for text in texts])
-    return _work("library files", np.random.default_rng(0).permutation(sizes[sizes > 0]))
-
-
-def _row(work: Work, length: int, name: str, kept: Kept | None, rates: dict[str, float]) -> list[str]:
+def _row(length: int, name: str, kept: Kept | None, rates: dict[str, float]) -> list[str]:
     counted = ["-"] * 3 if kept is None else [f"{kept.share:.2%}", f"{kept.cut:,}", f"{kept.lost:.1%}"]
-    return [work.name, f"{length:,}", name, *counted, f"{rates[name]:,.0f}", f"{rates[OURS] / rates[name]:.2f}x"]
+    return [f"{length:,}", name, *counted, f"{rates[name]:,.0f}", f"{rates[OURS] / rates[name]:.2f}x"]
 
 
 def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> list[Measure]:
     missing: dict[str, float | str] = {} if TRL in kept else {TRL: "not installed"}
-    shown = [name for name in (TRL, TRL_AT_ONCE, TRL_WRAPPED, GROUP_TEXTS) if name in kept]
+    shown = [name for name in (TRL, TRL_WRAPPED, GROUP_TEXTS) if name in kept]
     return [
         Measure(
             what=f"places that hold a token, web-like lengths, sequences of {length:,}",
@@ -279,7 +242,7 @@ def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> li
             what=f"documents packed a CPU-second, sequences of {length:,}",
             unit="",
             ours=rates[OURS],
-            peers=missing | {name: rates[name] for name in [*shown, TRL_COLLATED] if name in rates},
+            peers=missing | {name: rates[name] for name in shown},
             limits={COPIES: rates[COPIES]},
             goal=f">= {GOAL_SPEED:g}x TRL",
             is_met=rates[OURS] >= GOAL_SPEED * rates[TRL] if TRL in rates else None,
@@ -287,38 +250,29 @@ def _measures(length: int, kept: dict[str, Kept], rates: dict[str, float]) -> li
     ]
 
 
-def _section(works: Sequence[Work], rows: list[list[str]], num_rounds: int) -> str:
-    described = "; ".join(
-        f"{work.name}: {len(work.sizes):,} documents, {work.sizes.sum() / 1e6:.1f} M tokens, median "
+def _section(work: Work, rows: list[list[str]], num_rounds: int) -> str:
+    described = (
+        f"{len(work.sizes):,} documents with lengths as of web pages, {work.sizes.sum() / 1e6:.1f} M tokens, median "
         f"{np.median(work.sizes):,.0f}, longest {work.sizes.max():,}"
-        for work in works
     )
     versions = [*(["trl"] if any(TRL in row for row in rows) else []), "datasets", "pyarrow", "numpy"]
-    header = ["lengths", "sequence", "packed by", "filled", "cut without need", "lost", "documents/s", "hfdist is"]
+    header = ["sequence", "packed by", "filled", "cut without need", "lost", "documents/s", "hfdist is"]
     return (
         "## Packing documents\n\n"
         f"{described}. Filled: places of all sequences at their full length that hold a token of a document. Cut "
         "without need: documents that would fit into a sequence, and are in two or in part. Lost: tokens that are in "
         "no sequence. All three are counted in what each gives. Documents per second of CPU time, without tokenizing, "
         "from a table of Arrow in memory, what was imported kept out of garbage collections. hfdist gives tokens, "
-        "positions that restart and labels; TRL's `pack_dataset` gives tokens and lengths, and its collator in "
-        "`padding_free` mode, one sequence a batch, the rest (collated: both to int64 tensors); group_texts gives "
-        "tokens twice, and no positions. Bare copies: tokens, positions and labels written once, in the order in which "
+        "positions that restart and labels; TRL's `pack_dataset` gives tokens and lengths; group_texts gives tokens "
+        "twice, and no positions. Bare copies: tokens, positions and labels written once, in the order in which "
         "documents come. hfdist packs windows of at most 1,024 documents while it reads, and can go on at each "
         "sequence; the others pack the data before the training, TRL's Trainer and group_texts 1,000 documents "
         f"at a time. `{LANES} lanes`: the same documents in as many windows side by side as `data.lanes` has by "
         f"default. Medians of {num_rounds} interleaved rounds after one to warm up; of "
-        f"{GROUP_TEXTS} and of TRL's collator, {1 + num_rounds // 4}.\n\n"
+        f"{GROUP_TEXTS}, {1 + num_rounds // 4}.\n\n"
         f"{describe_run('benchmarks.packing', *versions)}\n\n"
         f"{markdown(header, rows)}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.packing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each, interleaved")
-    parser.add_argument("--documents", type=int, default=10_000, help="of the web-like lengths")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.pipeline --write
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -16,11 +15,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Contender, Work
-from benchmarks.critical_path import Breakdown, break_down
-from benchmarks.emulated import Durations, Leg
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.emulated import Leg
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.testing import run_ranks
 
+LEG_SECONDS, QUICK_LEG_SECONDS = 0.02, 0.004
+MICROBATCHES_PER_RANK = 2
 _MOST_OF_BOUND, _MOST_OF_DEEPSPEED = 1.05, 0.8
 
 
@@ -37,18 +37,18 @@ class Timing(NamedTuple):
 
     work: Work
     step_seconds: float
-    breakdown: Breakdown
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, and write them down if asked to."""
-    options = _options(arguments)
-    durations = Durations(options.forward / 1e3, options.input / 1e3, options.weight / 1e3)
-    timings: dict[int, list[Timing]] = {}
-    for num_ranks in options.ranks:
-        work = Work(num_ranks, options.microbatches_per_rank * num_ranks, durations)
-        timings[num_ranks] = measure(work, options.rounds)
-    section = "\n\n".join([_preamble(options), times_table(timings), breakdown_table(timings)])
+def main() -> None:
+    """Measure, print the table, and write it down if asked to."""
+    ranks = {"type": int, "nargs": "+", "default": [2, 4, 8], "help": "numbers of pipeline ranks"}
+    options = read_options("pipeline", __doc__, rounds=5, ranks=ranks)
+    if options.quick:
+        options.ranks = [2]
+    leg_seconds = QUICK_LEG_SECONDS if options.quick else LEG_SECONDS
+    works = [Work(num_ranks, MICROBATCHES_PER_RANK * num_ranks, leg_seconds) for num_ranks in options.ranks]
+    timings = {work.num_ranks: measure(work, options.rounds) for work in works}
+    section = f"{_preamble(options.rounds, leg_seconds)}\n\n{times_table(timings)}"
     publish(options, "pipeline", section, measures_of(timings))
 
 
@@ -59,13 +59,7 @@ def measure(work: Work, num_repeats: int) -> list[Timing]:
     for index, contender in enumerate(CONTENDERS):
         repeats = list(zip(*(rank[index] for rank in ranks), strict=True))
         check_legs(contender, work, [run.legs for runs in repeats for run in runs])
-        lengths = [_length_seconds(runs) for runs in repeats]
-        median = statistics.median_low(lengths)
-        runs = repeats[lengths.index(median)]
-        durations = work.durations.shared_by(contender.stages_per_rank)
-        start_seconds = min(run.start_seconds for run in runs)
-        breakdown = break_down([run.legs for run in runs], durations, start_seconds, start_seconds + median)
-        timings.append(Timing(work, median, breakdown))
+        timings.append(Timing(work, statistics.median(map(_length_seconds, repeats))))
     return timings
 
 
@@ -123,37 +117,12 @@ def times_table(timings: dict[int, list[Timing]]) -> str:
     for index, contender in enumerate(CONTENDERS):
         row = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
         for at_size in timings.values():
-            work, step_seconds, _ = at_size[index]
+            work, step_seconds = at_size[index]
             bound_seconds = work.bound_seconds(contender.stages_per_rank)
             row += [f"{1e3 * step_seconds:.1f}", f"{1e3 * bound_seconds:.0f}"]
             row += [f"{step_seconds / bound_seconds:.3f}", f"{step_seconds / at_size[0].step_seconds:.3f}"]
         rows.append(row)
     return markdown(header, rows)
-
-
-def breakdown_table(timings: dict[int, list[Timing]]) -> str:
-    """Where the milliseconds of the median step went, along its critical path."""
-    header = [
-        "p",
-        "runtime",
-        "schedule",
-        "v",
-        "legs ms",
-        "overslept ms",
-        "between legs ms",
-        "between ranks ms",
-        "ends ms",
-    ]
-    rows = []
-    for num_ranks, at_size in timings.items():
-        for contender, (_, _, parts) in zip(CONTENDERS, at_size, strict=True):
-            seconds = [parts.wanted_seconds, parts.overslept_seconds, parts.local_seconds, parts.crossing_seconds]
-            cells = [f"{1e3 * part:.1f}" for part in [*seconds, parts.edges_seconds]]
-            cells[2] += f" ({parts.num_legs - parts.num_crossings - 1})"
-            cells[3] += f" ({parts.num_crossings})"
-            names = [contender.runtime, contender.schedule, str(contender.stages_per_rank)]
-            rows.append([str(num_ranks), *names, *cells])
-    return "Critical path of the median step, with the number of gaps in brackets:\n\n" + markdown(header, rows)
 
 
 def _run_rank(work: Work, num_repeats: int) -> list[list[Run]]:
@@ -179,32 +148,17 @@ def _length_seconds(runs: Sequence[Run]) -> float:
     return max(run.end_seconds for run in runs) - min(run.start_seconds for run in runs)
 
 
-def _preamble(options: argparse.Namespace) -> str:
+def _preamble(num_rounds: int, leg_seconds: float) -> str:
     return (
         "## Pipeline schedules, emulated stages\n\n"
-        f"Each rank sleeps {options.forward:g} ms for a forward, {options.input:g} ms for an input gradient and "
-        f"{options.weight:g} ms for a weight gradient of one micro batch, divided over its stages; "
-        f"m = {options.microbatches_per_rank}p micro batches. Time from the first rank's start after a barrier to the "
-        f"last rank's end, median of {options.rounds} interleaved rounds; v stages a rank. "
-        "Bound: m(F+B+W) + (p-1)F/v. "
+        f"Each rank sleeps {1e3 * leg_seconds:g} ms each for a forward (F), an input gradient and a weight gradient "
+        f"(together B) of one micro batch, divided over its stages; m = {MICROBATCHES_PER_RANK}p micro batches. Time "
+        f"from the first rank's start after a barrier to the last rank's end, median of {num_rounds} interleaved "
+        "rounds; v stages a rank. "
+        "Bound: m(F+B) + (p-1)F/v. "
         "The row without a runtime is one rank's legs without a pipeline: what no runtime can avoid here.\n\n"
         f"{describe_run('benchmarks.pipeline', 'torch', 'deepspeed')}"
     )
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of pipeline ranks")
-    parser.add_argument("--microbatches-per-rank", type=int, default=2, help="micro batches are this times the ranks")
-    parser.add_argument("--forward", type=float, default=20.0, help="milliseconds of a forward, for a whole rank")
-    parser.add_argument("--input", type=float, default=20.0, help="milliseconds of an input gradient")
-    parser.add_argument("--weight", type=float, default=20.0, help="milliseconds of a weight gradient")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of every contender, interleaved")
-    options = add_options(parser).parse_args(arguments)
-    if options.quick:
-        options.ranks, options.rounds = [2], 1
-        options.forward = options.input = options.weight = 4.0
-    return options
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-import hfdist
 from benchmarks.rounds import interleave, median_fields
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.small_llama import make_trainer
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks
@@ -63,16 +62,14 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     """Measure, print the table, and write it down if asked to."""
-    options = _options()
+    steps = {"type": int, "default": 4, "help": "timed optimizer steps of one run"}
+    options = read_options("pipeline_llama", __doc__, rounds=5, steps=steps)
+    if options.quick:
+        options.steps = 1
     keep_freed_memory()
-    costs: dict[str, list[Cost]] = {name: [] for name in LAYOUTS}
     sizes = QUICK_SIZES if options.quick else SIZES
-
-    def turn(name: str) -> float:
-        costs[name].append(measure(name, options.steps, sizes))
-        return costs[name][-1].cpu_seconds
-
-    interleave({name: partial(turn, name) for name in LAYOUTS}, options.rounds, num_warm_up=0)
+    turns = {name: partial(measure, name, options.steps, sizes) for name in LAYOUTS}
+    costs = interleave(turns, options.rounds, num_warm_up=0)
     section = "\n\n".join([_preamble(options, sizes), table(costs)])
     publish(options, "pipeline_llama", section, measures_of(costs))
 
@@ -111,28 +108,14 @@ def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
 
 def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, Any]) -> list[Cost]:
     """Train for some steps on one rank; what each took but the first ones."""
-    strategy = hfdist.make_strategy(
-        global_batch_size=NUM_MICROBATCHES, micro_batch_size=1, sequence_length=SEQUENCE_TOKENS, **layout
-    )
-    fields: dict[str, Any] = strategy.training_arguments()
-    arguments = TrainingArguments(
-        folder,
-        max_steps=NUM_WARMUP_STEPS + num_steps,
-        logging_steps=1000,
-        report_to="none",
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        **fields,
-    )
     clock = Clock()
-    torch.manual_seed(0)
-    tokens = torch.randint(sizes["vocab_size"], (NUM_MICROBATCHES * arguments.max_steps, SEQUENCE_TOKENS))
-    trainer = hfdist.Trainer(
-        LlamaForCausalLM(LlamaConfig(**sizes)),
-        arguments,
-        strategy=strategy,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    trainer = make_trainer(
+        folder,
+        layout,
+        sizes,
+        batch=(NUM_MICROBATCHES, 1),
+        sequence_tokens=SEQUENCE_TOKENS,
+        max_steps=NUM_WARMUP_STEPS + num_steps,
         callbacks=[clock],
     )
     trainer.train()
@@ -213,16 +196,6 @@ def _preamble(options: argparse.Namespace, sizes: dict[str, Any]) -> str:
         f"{NUM_WARMUP_STEPS}.\n\n"
         f"{describe_run('benchmarks.pipeline_llama', 'torch', 'transformers')}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_llama", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each layout, interleaved")
-    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of one run")
-    options = add_options(parser).parse_args()
-    if options.quick:
-        options.rounds = options.steps = 1
-    return options
 
 
 if __name__ == "__main__":

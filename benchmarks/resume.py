@@ -25,7 +25,7 @@ from benchmarks.data.rounds import Failure, run_rounds
 from benchmarks.data.work import SEQUENCE_LENGTH, Work, make_work
 from benchmarks.overlay import pinned
 from benchmarks.rounds import median_fields
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish, rounded
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options, rounded
 from hfdist.config.data import DataConfig
 from hfdist.data import Corpus, Cursor, TokenStream, open_corpus
 from hfdist.testing import run_ranks
@@ -79,10 +79,7 @@ class Settings(NamedTuple):
 
 def main() -> None:
     """Measure hfdist at all samples and ranks, and the peers at 90 % of an epoch."""
-    parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__))
-    parser.add_argument("--rounds", type=int, default=3, help="resumes of each")
-    options = parser.parse_args()
-    options.rounds = 1 if options.quick else options.rounds
+    options = read_options("resume", __doc__, rounds=3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work = make_work(folder, text_bytes=(1 if options.quick else 4) * 10**6, token_copies=1)

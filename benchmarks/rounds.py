@@ -14,14 +14,15 @@ import psutil
 
 from benchmarks.overlay import UnavailableError
 
+T = TypeVar("T")
 Figures = TypeVar("Figures", bound=tuple[float, ...])
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[], float]], num_rounds: int, *, num_warm_up: int = 1
-) -> dict[str, list[float]]:
+    contenders: Mapping[str, Callable[[], T]], num_rounds: int, *, num_warm_up: int = 1
+) -> dict[str, list[T]]:
     """Call all in each round, each time beginning with the next; what is warming up does not count."""
-    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    figures: dict[str, list[T]] = {name: [] for name in contenders}
     names = list(contenders)
     for turn in range(num_warm_up + num_rounds):
         for name in names:

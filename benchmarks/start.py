@@ -5,7 +5,6 @@ python -m benchmarks.start --write
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.overlay import UnavailableError, peer_environment, pinned
 from benchmarks.rounds import medians_or_reasons
-from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish
+from benchmarks.table import Measure, describe_run, last_said, markdown, publish, read_options
 
 OURS, HF, ACCELERATE, LIGHTNING = "hfdist", "HF Trainer", "accelerate", "lightning"
 LIBRARIES = "imports of torch and transformers.Trainer"
@@ -32,8 +31,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     """Measure all, show the tables, and write them down if asked to."""
-    options = _options()
-    rounds = 1 if options.quick else options.rounds
+    options = read_options("start", __doc__, rounds=3)
     starts: dict[str, list[dict[str, list[float]]]] = {}
     missing: dict[str, str] = {}
     environments = {name: dict(os.environ) for name in (OURS, HF, ACCELERATE, LIBRARIES, CONFIG, HELP)}
@@ -51,13 +49,15 @@ def main() -> None:
 
     contenders = {name: (lambda name=name: contender(name)) for name in environments}
     num_warm_up = 0 if options.quick else 1
-    totals = medians_or_reasons(contenders, rounds, num_warm_up=num_warm_up)
+    totals = medians_or_reasons(contenders, options.rounds, num_warm_up=num_warm_up)
     missing |= {name: total for name, total in totals.items() if isinstance(total, str)}
     if lost := set(missing) - {HF, ACCELERATE, LIGHTNING}:
         sys.exit("; ".join(f"{name}: {missing[name]}" for name in sorted(lost)))
     medians = {name: _median(runs[num_warm_up:]) for name, runs in starts.items() if name not in missing}
     compiled = {} if options.quick else {name: _compile(name) for name in COMPILED}
-    publish(options, "start", _section(medians, missing, compiled, rounds), _measures(medians, missing, compiled))
+    publish(
+        options, "start", _section(medians, missing, compiled, options.rounds), _measures(medians, missing, compiled)
+    )
 
 
 def _start(name: str, environment: Mapping[str, str]) -> dict[str, list[float]]:
@@ -207,12 +207,6 @@ def _section(
         ]  # fmt: skip
         parts.append(markdown(["compiled", "first step s", "steady step s", "the same not compiled s"], table))
     return "\n\n".join(parts)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.start", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each, interleaved")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

@@ -39,11 +39,30 @@ class Measure:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Give a benchmark the options that all have; `--rounds` is its own, as only it knows how many it needs."""
+    """Add the options that all benchmarks have, but for `--rounds`."""
     parser.add_argument("--quick", action="store_true", help="the smallest sizes and one round: does it run at all")
     parser.add_argument("--write", action="store_true", help=f"put the section into {RESULTS.name}")
     parser.add_argument("--measures", type=Path, help="a file for the rows of the table, as JSON")
     return parser
+
+
+def read_options(name: str, doc: str | None, *, rounds: int = 1, **more: dict[str, Any]) -> argparse.Namespace:
+    """Read a benchmark's command line.
+
+    Args:
+        name: of the benchmark.
+        doc: its docstring, whose first line describes it.
+        rounds: so many by default, and one with `--quick`.
+        more: further options, with the arguments of `add_argument`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each contender, interleaved")
+    for option, arguments in more.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", **arguments)
+    options = parser.parse_args()
+    options.rounds = 1 if options.quick else options.rounds
+    return options
 
 
 def publish(options: argparse.Namespace, name: str, section: str, measures: Sequence[Measure]) -> None:

@@ -2,13 +2,12 @@
 
     python -m benchmarks.data --write
 
-The peers' packages are those of `benchmarks/peers/data.txt`. `--all` takes other ways to use the peers as well;
-`--quick` what needs no package of a peer, and a tiny corpus.
+The peers' packages are those of `benchmarks/peers/data.txt`. `--quick` takes what needs none of them, and a tiny
+corpus.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,17 +18,25 @@ from benchmarks.data.rounds import Failure, Row, run_rounds
 from benchmarks.data.tables import tables
 from benchmarks.data.work import BATCH_SIZE, NUM_WORKERS, SEQUENCE_LENGTH, VOCAB_SIZE, Work, make_work
 from benchmarks.overlay import pinned
-from benchmarks.table import Measure, add_options, describe_run, publish
+from benchmarks.table import Measure, describe_run, publish, read_options
 
 
 def main() -> None:
     """Measure, show the tables, and write them down if asked to."""
-    options = _options()
-    text_megabytes, copies, num_rounds = (1, 1, 1) if options.quick else (options.megabytes, 4, options.rounds)
+    options = read_options(
+        "data",
+        __doc__,
+        rounds=2,
+        megabytes={"type": int, "default": 12, "help": "of text; few would lie in the peers' buffers whole"},
+        folder={"type": Path, "help": "where the temporary folder is made"},
+    )
+    text_megabytes, copies, num_rounds = options.megabytes, 4, options.rounds
+    if options.quick:
+        text_megabytes, copies = 1, 1
     numbers = [
         number
         for number, contender in enumerate(CONTENDERS)
-        if (contender.quick if options.quick else options.all or not contender.extra)
+        if (contender.quick if options.quick else not contender.only_resumes)
     ]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         work = make_work(Path(folder), text_bytes=text_megabytes * 10**6, token_copies=copies)
@@ -78,9 +85,7 @@ def _measure(ours: Row, rows: Sequence[Row]) -> Measure:
     peers = {
         f"{row.contender.library} ({row.contender.variant})": _rate(row)
         for row in rows
-        if row.contender.library != "hfdist"
-        and row.contender.tokenized == ours.contender.tokenized
-        and not row.contender.extra
+        if row.contender.library != "hfdist" and row.contender.tokenized == ours.contender.tokenized
     }
     rates, own = [rate for rate in peers.values() if not isinstance(rate, str)], _rate(ours)
     # The peers have no tokens of an epoch before.
@@ -97,16 +102,6 @@ def _measure(ours: Row, rows: Sequence[Row]) -> Measure:
 
 def _rate(row: Row) -> float | str:
     return row.result.reason if isinstance(row.result, Failure) else row.result.tokens_per_cpu_second / 1e6
-
-
-def _options() -> argparse.Namespace:
-    description = (__doc__ or "").splitlines()[0]
-    parser = add_options(argparse.ArgumentParser(prog="python -m benchmarks.data", description=description))
-    parser.add_argument("--megabytes", type=int, default=12, help="of text; few would lie in the peers' buffers whole")
-    parser.add_argument("--rounds", type=int, default=2, help="timed runs of every contender")
-    parser.add_argument("--all", action="store_true", help="other ways to use the peers as well, which takes long")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class Contender:
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
     """Whether the quick mode has it."""
-    extra: bool = False
-    """Whether only `--all` has it."""
+    only_resumes: bool = False
+    """Whether only `benchmarks.resume` has it."""
     needs_peers: bool = False
     """Whether it needs packages of `benchmarks/peers/data.txt`."""
 
@@ -81,26 +81,17 @@ def alone(folder: Path, loader: str) -> Iterator[None]:
         yield
 
 
-_REPLAYS = {"shuffled": True, "stateful": False}
-_SHUFFLES = {"shuffled": True, "stateful": True}
-_IN_ORDER = {"shuffled": False, "stateful": True}
+_REPLAYS, _STATEFUL = {"stateful": False}, {"stateful": True}
 
 CONTENDERS = (
     Contender("hfdist", "cold token cache", "cursor", False, "ours:Text", {"warm": False}, quick=True),
     Contender("hfdist", "warm token cache", "cursor", False, "ours:Text", {"warm": True}),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", False, "hf_datasets:Text", _REPLAYS),
-    Contender(
-        "datasets", "file order", "state_dict", False, "hf_datasets:Text", _IN_ORDER, extra=True, needs_peers=True
-    ),
     Contender("hfdist", "token files", "cursor", True, "ours:Tokens", quick=True),
     Contender("datasets", "shuffle buffer", "replay, as Trainer", True, "hf_datasets:Tokens", _REPLAYS, quick=True),
-    Contender(
-        "datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _SHUFFLES, extra=True, needs_peers=True
-    ),
-    Contender(
-        "datasets", "file order", "state_dict", True, "hf_datasets:Tokens", _IN_ORDER, extra=True, needs_peers=True
-    ),
+    Contender("datasets", "shuffle buffer", "state_dict", True, "hf_datasets:Tokens", _STATEFUL, only_resumes=True,
+              needs_peers=True),
     Contender("mosaicml-streaming", "MDS, shuffled", "state_dict", True, "mosaic:Tokens", needs_peers=True),
     Contender("litdata", "TokensLoader, shuffled", "state_dict", True, "litdata_tokens:Tokens", needs_peers=True),
-)
+)  # fmt: skip
 """The first of each path is what the others are compared with."""

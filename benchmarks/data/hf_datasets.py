@@ -24,13 +24,11 @@ class _Streaming:
     """What both paths share.
 
     Args:
-        shuffled: with a buffer of 1,000 rows, the default of `IterableDataset.shuffle`.
         stateful: resume by torchdata's StatefulDataLoader, as `datasets` documents; otherwise by reading everything
             again, as the Trainer does.
     """
 
-    def __init__(self, *, shuffled: bool, stateful: bool) -> None:
-        self._shuffled = shuffled
+    def __init__(self, *, stateful: bool) -> None:
         self._num_given = 0
         self._loader: Any = None
         self._make_loader: Any = DataLoader
@@ -49,7 +47,8 @@ class _Streaming:
 
     def _open(self, files: list[str]) -> IterableDataset:
         dataset = load_dataset("parquet", data_files=files, split="train", streaming=True)
-        return dataset.shuffle(seed=SEED, buffer_size=1000) if self._shuffled else dataset
+        # As by default.
+        return dataset.shuffle(seed=SEED, buffer_size=1000)
 
     def _read(self, dataset: IterableDataset, state: Any, **options: Any) -> Iterator[Any]:
         self._loader = self._make_loader(dataset, num_workers=NUM_WORKERS, **options)
@@ -114,7 +113,7 @@ class MapStyle(Tokens):
     """The same parquet, opened whole: rows in a random order."""
 
     def __init__(self) -> None:
-        super().__init__(shuffled=True, stateful=False)
+        super().__init__(stateful=False)
         self._rows: Any = None
 
     def batches(self, work: Work, state: Any) -> Iterator[Tensor]:

@@ -35,7 +35,7 @@ def main() -> None:
     except ImportError as error:
         _report({"missing": str(error)})
         return
-    # As a training that begins with `quick_imports`: whom a look through torch for garbage hits is chance.
+    # As `quick_imports` does for a training: a garbage collection of torch would hit some contender by chance.
     gc.freeze()
     work = load_work(folder)
     saved = folder / f"state-{number}.json"

@@ -34,7 +34,7 @@ def main() -> None:
     loader_name, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     loader = load(loader_name, options)
-    # As a training that begins with `quick_imports`: nobody's rate is that of looking through torch for garbage.
+    # As `quick_imports` does for a training: a garbage collection of torch is no part of a rate.
     gc.freeze()
     work = load_work(folder)
     # Readers that start together share what one of them writes.

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.growth import plots, runs
+from benchmarks.growth import runs
+from benchmarks.growth.plots import draw_ranks
 from benchmarks.growth.tables import corpora_section, layers_section, ranks_section
-from benchmarks.table import Measure, add_options, describe_run, publish
+from benchmarks.table import Measure, describe_run, publish, read_options
 
-_PICTURES = Path(__file__).parent
+_PICTURE = Path(__file__).with_name("ranks.png")
 
 
 class Part(NamedTuple):
@@ -22,19 +23,18 @@ class Part(NamedTuple):
 
     run: Callable[[argparse.Namespace], Any]
     describe: Callable[[Any], tuple[str, list[Measure]]]
-    draw: Callable[[Any, Path], None]
 
 
 def _run_ranks(options: argparse.Namespace) -> runs.ByRanks:
-    if options.quick:
-        return runs.run_by_ranks(runs.QUICK_LAYOUTS, runs.QUICK_RANKS, 1)
-    return runs.run_by_ranks(runs.LAYOUTS, runs.RANKS, options.rounds)
+    layouts, ranks = (runs.QUICK_LAYOUTS, runs.QUICK_RANKS) if options.quick else (runs.LAYOUTS, runs.RANKS)
+    return runs.run_by_ranks(layouts, ranks, options.rounds)
 
 
 def _run_layers(options: argparse.Namespace) -> runs.ByLayers:
+    layouts, layers = runs.LAYER_LAYOUTS, runs.LAYERS
     if options.quick:
-        return runs.run_by_layers(runs.QUICK_LAYER_LAYOUTS, runs.QUICK_LAYERS, 1)
-    return runs.run_by_layers(runs.LAYER_LAYOUTS, runs.LAYERS, options.rounds)
+        layouts, layers = runs.QUICK_LAYER_LAYOUTS, runs.QUICK_LAYERS
+    return runs.run_by_layers(layouts, layers, options.rounds)
 
 
 def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
@@ -42,33 +42,29 @@ def _run_corpora(options: argparse.Namespace) -> runs.ByTimes:
 
 
 PARTS = {
-    "ranks": Part(_run_ranks, ranks_section, plots.draw_ranks),
-    "layers": Part(_run_layers, layers_section, plots.draw_layers),
-    "corpora": Part(_run_corpora, corpora_section, plots.draw_corpora),
+    "ranks": Part(_run_ranks, ranks_section),
+    "layers": Part(_run_layers, layers_section),
+    "corpora": Part(_run_corpora, corpora_section),
 }
 
 
 def main() -> None:
-    """Measure all parts, or those that are named; each has a section and a picture of its own."""
-    options = _options()
+    """Measure all parts, or those that are named; each has a section of its own."""
+    parts: dict[str, Any] = {"nargs": "+", "choices": PARTS, "default": list(PARTS), "help": "what grows"}
+    options = read_options("growth", __doc__, rounds=7, parts=parts)
     measures: list[Measure] = []
     for name in options.parts:
         part = PARTS[name]
         measured = part.run(options)
         text, rows = part.describe(measured)
-        if options.write:
-            part.draw(measured, _PICTURES / f"{name}.png")
         run = describe_run("benchmarks.growth", "torch", "deepspeed", "transformers")
-        section = f"## Growth with {name}\n\n{text}\n\n{run}\n\n![growth with {name}](growth/{name}.png)"
+        section = f"## Growth with {name}\n\n{text}\n\n{run}"
+        if name == "ranks":
+            section += f"\n\n![growth with ranks](growth/{_PICTURE.name})"
+            if options.write:
+                draw_ranks(measured, _PICTURE)
         measures += rows
         publish(options, f"growth_{name}", section, measures)
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what grows")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each run")
-    return add_options(parser).parse_args()
 
 
 if __name__ == "__main__":

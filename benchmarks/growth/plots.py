@@ -1,4 +1,4 @@
-"""The pictures of growth: what was measured as lines with marks, what it should be as dashes."""
+"""The picture of growth with ranks: what was measured as lines with marks, what it should be as dashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from benchmarks.growth import corpora, runs, theory, training
+from benchmarks.growth import runs, theory, training
 
 # Colours that stay apart for the three kinds of colour blindness; marks differ besides.
 STYLES = {
@@ -23,10 +23,7 @@ STYLES = {
     "pipeline": ("#EE7733", "P"),
     "pipeline x zero1": ("#777777", "X"),
 }
-_STYLES_IN_TURN = list(STYLES.values())
 _DASHES: dict[str, Any] = {"linestyle": (0, (4, 3)), "linewidth": 1.0, "alpha": 0.9}
-
-Value = Callable[[list[training.Costs]], float]
 
 
 def draw_ranks(costs: runs.ByRanks, path: Path) -> None:
@@ -70,50 +67,6 @@ def draw_ranks(costs: runs.ByRanks, path: Path) -> None:
     handles, labels = cpu.get_legend_handles_labels()
     labels = [label if label in STYLES else "dashed: the formula (CPU time: one process / ranks)" for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=100)
-
-
-def draw_layers(costs: runs.ByLayers, path: Path) -> None:
-    """CPU time of a step and of the start by the number of layers."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    step, start = figure.subplots(1, 2)
-    for axes, value, title in (
-        (step, lambda rank: rank.step_cpu_seconds, "A step costs what its layers cost"),
-        (start, lambda rank: rank.start_cpu_seconds, "The start grows more slowly than the model"),
-    ):
-        for name, by_layers in costs.items():
-            points = {n: mean(ranks, value) for n, ranks in by_layers.items()}
-            last = theory.exponent(dict(list(points.items())[-2:]))
-            _line(axes, name, points, label=f"{name} (exponent at the end {last:.2f})")
-        layers = list(next(iter(costs.values())))
-        lowest = min(mean(by_layers[layers[0]], value) for by_layers in costs.values())
-        linear = [lowest * n / layers[0] for n in layers]
-        axes.plot(layers, linear, color="black", label="linear", **_DASHES)
-        _label(axes, title, f"CPU seconds of {'a step' if axes is step else 'the start'}, per rank")
-        _log_x(axes, layers, "layers")
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=100)
-
-
-def draw_corpora(costs: runs.ByTimes, path: Path) -> None:
-    """What a stream costs by the size of its corpus."""
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    panels: dict[str, tuple[str, str, Callable[[corpora.Costs], float]]] = {
-        "open": ("Opening grows with the files alone", "CPU milliseconds", lambda c: 1e3 * c.open_again_cpu_seconds),
-        "first": ("First batch: tens of ms at any size", "CPU milliseconds", lambda c: 1e3 * c.first_batch_cpu_seconds),
-        "resume": ("Resume: tens of ms at any size", "CPU milliseconds", lambda c: 1e3 * c.resume_cpu_seconds),
-        "heap": ("Memory: a block of rows a lane", "MiB allocated", lambda c: c.heap_bytes / 2**20),
-    }
-    for axes, (title, unit, value) in zip(figure.subplots(1, 4).flat, panels.values(), strict=True):
-        for (name, by_times), (colour, mark) in zip(costs.items(), _STYLES_IN_TURN[::2], strict=False):
-            axes.plot(list(by_times), [value(c) for c in by_times.values()], color=colour, marker=mark, label=name)
-        times = list(next(iter(costs.values())))
-        _label(axes, title, unit)
-        _log_x(axes, times, "times the corpus")
-        axes.set_ylim(bottom=0)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=100)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 import hfdist
 from benchmarks.growth.traffic import CountCollectives, socket_bytes
+from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
@@ -146,32 +147,14 @@ def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
     # Pipelines cut a step into micro batches, the others take a rank's share at once.
     data_size = _world_size() // work.layout.get("pipeline", 1)
     micro_batch_size = 1 if "pipeline" in work.layout else work.global_batch_size // data_size
-    strategy = hfdist.make_strategy(
-        global_batch_size=work.global_batch_size,
-        micro_batch_size=micro_batch_size,
-        sequence_length=work.sequence_tokens,
-        **work.layout,
-    )
-    fields: dict[str, Any] = strategy.training_arguments()
-    arguments = TrainingArguments(
-        folder,
-        max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
-        logging_steps=10_000,
-        report_to="none",
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        **fields,
-    )
     clock = _Clock(work.num_steps)
-    torch.manual_seed(0)
-    shape = (work.global_batch_size * arguments.max_steps, work.sequence_tokens)
-    tokens = torch.randint(work.sizes["vocab_size"], shape)
-    trainer = hfdist.Trainer(
-        LlamaForCausalLM(LlamaConfig(**work.sizes)),
-        arguments,
-        strategy=strategy,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+    trainer = make_trainer(
+        folder,
+        work.layout,
+        work.sizes,
+        batch=(work.global_batch_size, micro_batch_size),
+        sequence_tokens=work.sequence_tokens,
+        max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
         callbacks=[clock],
     )
     return trainer, clock

@@ -28,7 +28,7 @@ from benchmarks.loop.contenders import BARE, LIGHTNING, LOOPS, OURS, RECIPE, Tra
 from benchmarks.loop.work import BATCHES, LOG_EVERY, MICRO_BATCH_SIZE, MODEL, SEQUENCE_LENGTH, Gate, Work
 from benchmarks.overlay import UnavailableError, peer_environment
 from benchmarks.rounds import interleave, medians
-from benchmarks.table import Measure, add_options, describe_run, markdown, publish
+from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.testing import forget_parent
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -178,7 +178,8 @@ def prepare(folder: Path, accumulation: int, num_rounds: int, num_steps: int) ->
 
 def main() -> None:
     """Measure with one micro batch a step, and with eight."""
-    options = _options()
+    accumulation = {"type": int, "nargs": "+", "choices": sorted(_SECONDS_OF_BURST), "default": [1, 8]}
+    options = read_options("loop", __doc__, rounds=25, accumulation=accumulation)
     logging.getLogger("hfdist").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     results = {}
@@ -242,15 +243,6 @@ def _section(results: dict[int, Result], options: argparse.Namespace) -> str:
         f"{describe_run('benchmarks.loop', 'torch', 'transformers', 'accelerate')}\n\n"
         f"{markdown(header, rows)}"
     )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loop", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25, help="bursts of each loop, in turn")
-    parser.add_argument("--accumulation", type=int, nargs="+", choices=sorted(_SECONDS_OF_BURST), default=[1, 8])
-    options = add_options(parser).parse_args()
-    options.rounds = 1 if options.quick else options.rounds
-    return options
 
 
 if __name__ == "__main__":

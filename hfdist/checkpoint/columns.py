@@ -22,12 +22,12 @@ _gloo_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 class ColumnTransfer(NamedTuple):
-    """Columns of some rows, from the rank that holds them to the one that writes the rows; both may be one."""
+    """Columns of some rows, from the rank that holds them to the one that writes the rows: maybe the same."""
 
     number: int
     """Among the transfers of all ranks."""
     window: int
-    """Moves of one window are on the way together."""
+    """Transfers of one window are on the way together."""
     sender: int
     writer: int
     rows: int

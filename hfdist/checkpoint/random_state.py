@@ -27,7 +27,7 @@ def random_file(of_rank: int) -> str:
 
 
 class RandomState:
-    """Where this rank's generators stand now. Taken in no time; written whenever."""
+    """Where this rank's generators stand now. Taking it costs nothing, and it can be written later."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()

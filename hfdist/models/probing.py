@@ -163,7 +163,7 @@ def _depth(config: PreTrainedConfig) -> int:
 
 
 def _kept_blocks(fields: dict[str, Any], depth: int, num_blocks: int) -> list[int]:
-    """Choose blocks, in their order: two of each kind where there is room, and of equals the last and the earliest."""
+    """Choose blocks, in their order: two of each kind where there is room. Of equal ones, the last and the earliest."""
     if not depth:
         return list(range(num_blocks))
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == depth]

@@ -20,7 +20,7 @@ from hfdist.strategies.base import Engine
 
 
 class OwnOptimizer:
-    """A user's own, by names: a layout may put other tensors in the place of the parameters that it was made for."""
+    """A user's own optimizer, with its parameters by name: a layout may put other tensors in their place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
@@ -37,7 +37,7 @@ class OwnOptimizer:
         self._states = [(names[id(parameter)], state) for parameter, state in optimizer.state.items()]
 
     def move_to(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Leave it the parameters of this model, which may be a part of the whole one."""
+        """Give it the parameters of this model, which may be a part of the whole one."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
 
         def find(tied: list[str]) -> list[nn.Parameter]:

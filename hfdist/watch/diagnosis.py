@@ -122,7 +122,7 @@ def beat_seconds(heartbeat_seconds: float) -> float:
 def find_left(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Diagnosis | None:
     """Find a rank that has ended with an error of its own, and without which others cannot go on.
 
-    An error that all ranks meet lets all leave by themselves, so the others get a heartbeat's time.
+    If all ranks meet the same error, each leaves by itself. So the others get the time of a heartbeat.
     """
     is_broken = any(other.beat.broken_seconds is not None for other in heard.values())
     for rank, one in sorted(heard.items()):

@@ -129,7 +129,7 @@ class Watcher:
         while not self._over.wait(self._beat_seconds / 2):
             now = time.monotonic()
             if now - last > 3 * self._beat_seconds:
-                # Who was stopped itself, as by a suspended job, must first hear the others again.
+                # This rank itself was stopped, as in a suspended job: it must first hear the others again.
                 came = {}
             last = now
             followed = range(self._store.world_size) if self._store.rank == 0 else [0, self._store.rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from benchmarks import overlay
 from benchmarks import table as frame
 from benchmarks.data.readers import Reader
 from benchmarks.rounds import cpu_seconds_of, interleave, medians, medians_or_reasons
-from benchmarks.table import Measure, add_options, publish, read_measures, table, write_section
+from benchmarks.table import Measure, publish, read_measures, read_options, table, write_section
 
 
 def test_each_contender_follows_each_and_warming_up_does_not_count():
@@ -64,7 +63,7 @@ def test_versions_of_peers_are_those_that_are_pinned(tmp_path, monkeypatch):
     assert overlay.pinned("some", "other", "one-peer") == ["other 4.5", "one-peer 1.2.3"]
 
 
-def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
+def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys, monkeypatch):
     measure = Measure(
         what="time of a | step",
         unit="ms",
@@ -76,7 +75,8 @@ def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys):
         date="2026-11-22",
     )
     file = tmp_path / "measures.json"
-    options = add_options(argparse.ArgumentParser()).parse_args(["--measures", str(file)])
+    monkeypatch.setattr(sys, "argv", ["name", "--measures", str(file)])
+    options = read_options("name", "A benchmark.")
 
     publish(options, "name", "## Section", [measure])
     row, failed = table({"loop": read_measures(file), "gpu": "no CUDA\ndevice"}).splitlines()[2:]

@@ -83,7 +83,7 @@ def make_evaluators(
 def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
     """Count the last evaluations that were not lower than the best before them, by `min_delta` at least.
 
-    A loss that is not finite is no improvement. What improves by less is not the best: many small steps add up.
+    A loss that is not finite is no improvement. A smaller improvement is no new best, so that many of them add up.
     """
     best, since = float("inf"), 0
     for loss in losses:
@@ -97,8 +97,8 @@ def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
 class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
-    transformers' own keeps a counter that our checkpoints would have to carry and a run that goes back to turn back;
-    the newest losses are in `state.log_history`, which both already do. `patience` is below `NUM_ENTRIES`.
+    transformers' own keeps a counter: checkpoints would have to hold it, and a rollback would have to reset it. This
+    one counts in `state.log_history`, which both keep right. `patience` is below `NUM_ENTRIES`.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:

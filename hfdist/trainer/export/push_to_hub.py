@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, is_offline_mode
 
-from hfdist.collectives import gather_json, rank
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError
 from hfdist.models.hub_client import LOG_IN, ask
@@ -42,18 +40,12 @@ def check_push(export: ExportConfig) -> None:
 
 
 def push(folder: Path, export: ExportConfig) -> HfdistError | None:
-    """Upload the folder from rank 0, while the others wait; give on rank 0 why it is not uploaded, if so.
+    """Upload the folder from this process; give why it is not uploaded, if so.
 
-    All ranks call it. Files that are there already are not sent again, so an upload that broke off goes on.
+    Files that are there already are not sent again, so an upload that broke off goes on.
     """
     name = export.push_to
     if name is None:
-        return None
-
-    if rank() != 0:
-        # One collective that waits for all of it could take longer than it may.
-        while not gather_json(None)[0]:
-            pass
         return None
 
     def action() -> str:
@@ -62,14 +54,7 @@ def push(folder: Path, export: ExportConfig) -> HfdistError | None:
         return str(done.commit_url)
 
     try:
-        with ThreadPoolExecutor(1) as pool:
-            task = pool.submit(ask, action, key=_KEY, name=name)
-            is_done = False
-            while not is_done:
-                wait([task], timeout=1.0)
-                is_done = task.done()
-                gather_json(is_done)
-            logger.info("uploaded: %s", task.result())
+        logger.info("uploaded: %s", ask(action, key=_KEY, name=name))
     except HfdistError as error:
         branch = f" --revision {export.revision}" if export.revision else ""
         what = f"the model is trained and saved, but not uploaded: {error.what}"

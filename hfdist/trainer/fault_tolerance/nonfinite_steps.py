@@ -80,7 +80,7 @@ class Skipped(NamedTuple):
 class SkipCounter:
     """Counts steps that were skipped in a row, and rollbacks without progress.
 
-    Progress is a step taken that is beyond all those at which the run had to go back.
+    Progress: a step is taken that lies beyond every step at which the run went back.
     """
 
     limits: Limits

@@ -15,9 +15,6 @@ import transformers
 from hfdist.errors import printable
 from hfdist.topology import Topology
 
-IS_PRINTABLE = "is_printable"
-"""Among a record's extras: its message is escaped already, and may be coloured."""
-
 
 def set_up_logging(topology: Topology) -> None:
     """Let `hfdist` speak plainly on rank 0, and keep the libraries' chatter and repeated warnings out."""
@@ -58,9 +55,7 @@ class _Plain(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if not hasattr(record, IS_PRINTABLE):
-            text = "\n".join(map(printable, text.split("\n")))
+        text = "\n".join(map(printable, super().format(record).split("\n")))
         if record.levelno < logging.WARNING:
             return text
         return f"{record.levelname.lower()}: {text}".replace("\n", "\n  ")

@@ -66,7 +66,7 @@ from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer, set_aside
-from hfdist.trainer.reporting.logs import IS_PRINTABLE, set_up_logging
+from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
@@ -214,7 +214,7 @@ class Run:
             if data.corpus.has_examples:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
-                logger.info("%s", text, extra={IS_PRINTABLE: True})
+                logger.info("%s", text)
         assert trainer.engine is not None
         if config.report.timeline:
             trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))

@@ -1,4 +1,4 @@
-"""The end of a run: held-out loss beside a baseline, the exported model with its card, what it can do, a picture."""
+"""The end of a run: held-out loss, the exported model with its card, what it can do, a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import re
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import pipeline
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
@@ -65,13 +65,10 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
     if run.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
-    folder = _deliver(trainer, run, patient)
+    folder, not_uploaded = _deliver(trainer, run, patient), None
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
-            baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
-            words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
-            logger.info(words, baseline, perplexity(baseline))
         if (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
@@ -84,16 +81,16 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
             write_card(folder, run, reports, Exported(step, loss, commit), ranks=world_size())
         logger.info("model: %s", folder)
-    _wait_for_rank_zero(patient)
-    not_uploaded = push(folder, run.export)
-    if trainer.is_world_process_zero() and run.evaluate.lm_eval:
-        _report_tasks(trainer, folder, run, step)
-    # Ranks that leave early would take the launcher down while rank 0 is still busy.
-    _wait_for_rank_zero(patient)
-    if patient is not None and "nccl" in dist.get_backend():
-        # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
-        # process closes them as well.
-        trainer.end()
+        not_uploaded = push(folder, run.export)
+        if run.evaluate.lm_eval:
+            _report_tasks(trainer, folder, run, step)
+    if patient is not None:
+        # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
+        dist.barrier(patient)
+        if "nccl" in dist.get_backend():
+            # Under gloo a rank now and then hangs here, while its peers take the same connections down: the end of the
+            # process closes them as well.
+            trainer.end()
     return not_uploaded
 
 
@@ -119,12 +116,6 @@ def describe_peak_memory(device: torch.device) -> str:
     every = gather_json(peaks_bytes)
     parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
     return f"{'; '.join(parts)} MiB by rank"
-
-
-def _wait_for_rank_zero(patient: dist.ProcessGroup | None) -> None:
-    """Wait in a group that lets it take as long as it does: a sample or a harness of hours would break the others'."""
-    if patient is not None:
-        dist.barrier(patient)
 
 
 def _deliver(trainer: Trainer, run: RunConfig, patient: dist.ProcessGroup | None) -> Path:
@@ -182,30 +173,13 @@ def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> 
         return
     # The best model may be that of an earlier step than the line says.
     trainer.log({"lm_eval/step": step, **figures})
-    logger.info("lm_eval:\n%s", lm_eval.table(figures))
-
-
-def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
-    """Entropy of the tokens in nats: the best that any model without context can do on these very tokens."""
-    counts = torch.bincount(torch.cat([labels[labels >= 0] for labels in sequences])).double()
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * share.log()).sum())
+    logger.info("lm_eval: %s", ", ".join(f"{name} {figure:.4f}" for name, figure in figures.items()))
 
 
 def sample(folder: Path, prompt: str, num_tokens: int) -> str:
     """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed)."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    inputs = tokenizer(prompt, return_tensors="pt")
-    with torch.random.fork_rng(), torch.no_grad():
+    generate = pipeline("text-generation", str(folder), device="cpu")
+    with torch.random.fork_rng():
         torch.manual_seed(0)
-        output = model.generate(
-            **inputs,
-            max_new_tokens=num_tokens,
-            do_sample=True,
-            top_k=40,
-            temperature=0.8,
-            use_cache=True,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+        [written] = generate(prompt, max_new_tokens=num_tokens, do_sample=True, top_k=40, temperature=0.8)
+    return str(written["generated_text"])

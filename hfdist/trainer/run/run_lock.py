@@ -1,7 +1,8 @@
 """A run folder belongs to one run at a time, on this machine and on others that share the disk.
 
 The system's lock on `<run.dir>/run.lock` ends with the process that holds it. Some shared disks do not pass such locks
-on, so the holder also writes a heartbeat into the file: whoever finds that of another machine waits whether it goes on.
+on, so the holder also writes a heartbeat into the file. A run that finds one of another machine waits to see whether it
+goes on.
 """
 
 from __future__ import annotations

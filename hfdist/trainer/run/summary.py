@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -27,7 +25,6 @@ from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.trainer.trainer import Trainer
 
-_CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
@@ -70,20 +67,15 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
-    """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is.
-
-    On a terminal, targets are green and context is dim; elsewhere, targets stand between brackets.
-    """
-    colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    how = "targets in green" if colours else f"targets between {_OPEN} and {_SHUT}"
+    """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is."""
     for number, (_, _, sequence) in enumerate(islice(stream.packed(0, 1), count), 1):
         num_targets = int((sequence.rows[LABELS] >= 0).sum())
         share = 100 * num_targets / max(sequence.num_tokens, 1)
         head = f"sequence {number}: {sequence.num_tokens:,} tokens, {num_targets:,} of them targets ({share:.1f} %)"
-        yield f"{head}, {how}\n{_show(sequence, tokenizer, colours=colours)}"
+        yield f"{head}, between {_OPEN} and {_SHUT}\n{_show(sequence, tokenizer)}"
 
 
-def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, *, colours: bool) -> str:
+def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase) -> str:
     lines = []
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
@@ -94,16 +86,11 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, *, colours: bool
         for first, end in pairwise(edges):
             # From the beginning each time: some tokenizers write a piece by itself without the space before it.
             text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            shown += _paint(_safe(text[len(before) :]), bool(is_target[first]), colours=colours)
+            piece = _safe(text[len(before) :])
+            shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
         lines.append(f"  {shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
-
-
-def _paint(text: str, is_target: bool, *, colours: bool) -> str:
-    if colours:
-        return f"{_TARGET if is_target else _CONTEXT}{text}{_RESET}"
-    return f"{_OPEN}{text}{_SHUT}" if is_target else text
 
 
 def _safe(text: str) -> str:

@@ -175,8 +175,8 @@ class Audit:
         self.findings, self.totals = Findings(corpus), Totals(corpus)
         self._newest = self._cursors[max(self._cursors)] if self._cursors else None
         self.first_sample = begin // global_batch_size * global_batch_size
-        """Not 0: the run began from another run's checkpoint. A run begins at a step, so that a sequence of that step
-        without records is missing."""
+        """Not 0: the run began from another run's checkpoint. A run begins with a whole step: a sequence of that step
+        that has no records is missing."""
         self.samples = self._newest.samples if self._newest is not None else _end_sample(ledger)
         """Sequences of the run up to the end of what was audited."""
         turns = np.full(max(self.samples - self.first_sample, 0), _NO_POOL)
