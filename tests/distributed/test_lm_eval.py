@@ -38,10 +38,11 @@ def test_a_missing_package_is_said_before_the_training():
     assert "pip install lm-eval" in caught.value.hint
 
 
-def test_the_results_become_figures():
+def test_the_results_become_figures_and_a_table():
     metrics = {"alias": "toy", "sample_len": 8, "acc,none": 0.5, "exact,strict": 0.25, "acc_stderr,none": "N/A"}
     figures = lm_eval.figures({"results": {"a/toy": metrics}})
     assert figures == {"lm_eval/a/toy/acc": 0.5, "lm_eval/a/toy/exact,strict": 0.25}
+    assert lm_eval.table(figures) == "  a/toy  acc           0.5000\n  a/toy  exact,strict  0.2500"
 
 
 @pytest.fixture

@@ -95,6 +95,16 @@ def figures(results: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def table(figures: Mapping[str, float]) -> str:
+    """Lines of task, metric and number, for people."""
+    rows = [key.removeprefix("lm_eval/").rpartition("/") for key in figures]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 2)]
+    return "\n".join(
+        f"  {task:<{widths[0]}}  {metric:<{widths[1]}}  {value:.4f}"
+        for (task, _, metric), value in zip(rows, figures.values(), strict=True)
+    )
+
+
 def _answer(request: dict[str, Any]) -> Any:
     """In the harness's process: list the tasks, or measure a model."""
     from lm_eval import simple_evaluate

@@ -1,4 +1,4 @@
-"""The end of a run: held-out loss, the exported model with its card, what it can do, a picture."""
+"""The end of a run: held-out loss beside a baseline, the exported model with its card, what it can do, a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import re
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import gather_json, on_rank_zero, world_size
@@ -69,6 +69,9 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
+            baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
+            words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
+            logger.info(words, baseline, perplexity(baseline))
         if (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
@@ -173,13 +176,30 @@ def _report_tasks(trainer: Trainer, folder: Path, run: RunConfig, step: int) -> 
         return
     # The best model may be that of an earlier step than the line says.
     trainer.log({"lm_eval/step": step, **figures})
-    logger.info("lm_eval: %s", ", ".join(f"{name} {figure:.4f}" for name, figure in figures.items()))
+    logger.info("lm_eval:\n%s", lm_eval.table(figures))
+
+
+def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
+    """Entropy of the tokens in nats: the best that any model without context can do on these very tokens."""
+    counts = torch.bincount(torch.cat([labels[labels >= 0] for labels in sequences])).double()
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * share.log()).sum())
 
 
 def sample(folder: Path, prompt: str, num_tokens: int) -> str:
     """Open the exported folder as any user would, and let the model continue `prompt` (top-k sampling, fixed seed)."""
-    generate = pipeline("text-generation", str(folder), device="cpu")
-    with torch.random.fork_rng():
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        [written] = generate(prompt, max_new_tokens=num_tokens, do_sample=True, top_k=40, temperature=0.8)
-    return str(written["generated_text"])
+        output = model.generate(
+            **inputs,
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=40,
+            temperature=0.8,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
