@@ -126,8 +126,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         for lane in self.lanes:
             self._check(lane, cursor.lanes.get(lane))
         self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
-        if cursor.contents is None:
-            self._states = {lane: self._with_documents(lane, state) for lane, state in self._states.items()}
         self._num_sequences = cursor.samples // self._data_size
         self.truncate_ledger()
 
@@ -181,14 +179,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if not fits:
             where = f"cursor.places, lane {lane}"
             raise CheckpointError("the data cursor is damaged", where=where, found=places or "no place")
-
-    def _with_documents(self, lane: int, state: LaneState) -> LaneState:
-        """Compute the number of documents, which a cursor of format 2 does not have."""
-        pools = []
-        for progress, order in zip(state.pools, self.plan.orders, strict=True):
-            before = sum(order.lane_length(epoch, lane) for epoch in range(progress.place.epoch))
-            pools.append(progress._replace(documents=before + progress.place.position))
-        return state._replace(pools=tuple(pools))
 
     @property
     def may_lack_targets(self) -> bool:
