@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -334,31 +333,17 @@ _CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
 
 
 def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
-    """Give what `function` gives for each item, in order, as `map` does; what it raises is raised at its place."""
-    is_over = threading.Event()
+    """Give what `function` gives for each item, in order, as `map` does; what it raises is raised."""
 
-    def run(chunk: Sequence[tuple[Any, ...]]) -> tuple[list[T], Exception | None]:
-        results: list[T] = []
-        try:
-            for item in chunk:
-                if is_over.is_set():  # Else an error would wait for all chunks that have begun.
-                    break
-                results.append(function(*item))
-        except Exception as error:
-            return results, error
-        return results, None
+    def run(chunk: Sequence[tuple[Any, ...]]) -> list[T]:
+        return [function(*item) for item in chunk]
 
     items = list(zip(*columns, strict=True))
     length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
-    chunks = [items[start : start + length] for start in range(0, len(items), length)]
+    # An error cancels what has not begun.
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            for results, error in pool.map(run, chunks):
-                yield from results
-                if error is not None:
-                    raise error
-        finally:
-            is_over.set()
+        for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
+            yield from results
 
 
 # Folders of an index page that links to itself have no end.
