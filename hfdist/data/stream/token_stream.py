@@ -341,7 +341,6 @@ class _Worker(IterableDataset[Any]):
                 item = []
                 for _ in range(item_size):
                     item.append(next(sequences))
-                self._vitals.note(info.id)
                 yield _pack(item), None
         except HfdistError as error:
             yield _pack(item) if item else None, error

@@ -18,11 +18,11 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 
 from hfdist.errors import ResourceError
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -103,46 +103,28 @@ def _describe(error: RuntimeError) -> ResourceError:
 
 def system_memory() -> str:
     """Describe what is left to the machine, and to its control group where that has a limit."""
-    parts = []
-    with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
-        values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        left, total = (int(values[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-        parts.append(f"the machine has {_mib(left)} left of {_mib(total)}")
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    machine = psutil.virtual_memory()
+    parts = [f"the machine has {_mib(machine.available)} left of {_mib(machine.total)}"]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
         parts += _control_group()
-    return "; ".join(parts) or "what the machine has left is not known"
+    return "; ".join(parts)
 
 
-def _control_group() -> Iterator[str]:
-    """Limit, use and kills of the group of this process, in cgroup version 1 or 2; nothing where it has no limit."""
-    for line in _OWN_CGROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, names = _CGROUPS, ("memory.max", "memory.current", "memory.events")
-        elif "memory" in controllers.split(","):
-            top = _CGROUPS / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-        else:
-            continue
-        # Inside a container its own group is at the top.
-        folders = [folder for folder in (top / path.lstrip("/"), top) if (folder / names[0]).is_file()]
-        if not folders:
-            continue
-        limit, used = ((folders[0] / name).read_text().strip() for name in names[:2])
-        # Version 1 has a number for "none".
-        if limit == "max" or int(limit) >= 1 << 60:
-            continue
-        events = dict(line.split() for line in (folders[0] / names[2]).read_text().splitlines())
-        kills = f", its processes killed for memory so far: {events['oom_kill']}" if "oom_kill" in events else ""
-        yield f"its control group uses {_mib(int(used))} of {_mib(int(limit))}{kills}"
-        return
+def _control_group() -> list[str]:
+    """Limit, use and kills of the group of this process, in cgroup version 2; nothing where it has no limit."""
+    path = _OWN_CGROUP.read_text().rpartition("::/")[2].strip()
+    # Inside a container its own group is at the top.
+    folder = next(one for one in (_CGROUPS / path, _CGROUPS) if (one / "memory.max").is_file())
+    limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    if limit == "max":
+        return []
+    events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
+    kills = f"its processes killed for memory so far: {events.get('oom_kill', 0)}"
+    return [f"its control group uses {_mib(int(used))} of {_mib(int(limit))}, {kills}"]
 
 
 def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
+    return int(psutil.Process().memory_info().rss)
 
 
 def _mib(num_bytes: int) -> str:

@@ -478,7 +478,7 @@ def test_other_errors_pass():
         raise RuntimeError("another")
 
 
-def test_control_groups_of_both_kinds_are_read(tmp_path, monkeypatch):
+def test_the_control_group_is_read(tmp_path, monkeypatch):
     def write(folder, **texts):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -488,10 +488,10 @@ def test_control_groups_of_both_kinds_are_read(tmp_path, monkeypatch):
     own.write_text("1:name=x:/\n0::/\n")
     write(tmp_path, max="1048576000", current="524288000", events="oom 3\noom_kill 2")
     monkeypatch.setattr("hfdist.data.stream.workers._CGROUPS", tmp_path)
-    monkeypatch.setattr("hfdist.data.stream.workers._OWN_CGROUPS", own)
+    monkeypatch.setattr("hfdist.data.stream.workers._OWN_CGROUP", own)
     assert "uses 500 MiB of 1,000 MiB, its processes killed for memory so far: 2" in system_memory()
     write(tmp_path, max="max")
     assert "group" not in system_memory()
-    write(tmp_path / "memory" / "job", limit_in_bytes="1048576000", usage_in_bytes="1048576", oom_control="oom_kill 1")
-    own.write_text("4:memory:/job\n0::/\n")
+    write(tmp_path / "job", max="1048576000", current="1048576", events="oom_kill 1")
+    own.write_text("0::/job\n")
     assert "uses 1 MiB of 1,000 MiB, its processes killed for memory so far: 1" in system_memory()
