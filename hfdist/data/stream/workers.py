@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -56,25 +55,15 @@ class Vitals:
         _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(before) and not isinstance(before, _Handler):
-            signal.signal(signal.SIGCHLD, _Handler(before))
+        # What is wrapped is ours: torch's handler, which stays for good, with what it raises explained.
+        if is_main and callable(before) and not hasattr(before, "__wrapped__"):
+            signal.signal(signal.SIGCHLD, _explained()(before))
         with _explained():
             yield
 
 
 # Of the process, as the handler is: several loaders may be open, and end in any order.
 _alive: weakref.WeakSet[Vitals] = weakref.WeakSet()
-
-
-class _Handler:
-    """torch's handler of SIGCHLD, which stays for good, with what it raises explained."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
-        self._handler = handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        with _explained():
-            self._handler(number, frame)
 
 
 @contextlib.contextmanager
