@@ -26,7 +26,7 @@ from hfdist.errors import CheckpointError, ConfigError, DataError, NumericsError
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What the processes are told when this one is told so."""
 _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError)))
-"""After these another start does not help."""
+"""Exit codes after which another start does not help."""
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
 _MOST_POLLS = 20
@@ -128,9 +128,13 @@ def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[threading.Timer]]:
-    """Args: told: gets the exit code where a signal has come. processes: how many are to be told.
+    """Pass signals on to the processes while the context is open.
 
-    Gives what is filled where a signal comes before all processes are there.
+    Args:
+        told: gets the exit code when a signal has come.
+        processes: how many are to be told.
+
+    Gives a list; it is not empty once a signal has come before all processes had started.
     """
     delayed: list[threading.Timer] = []
 

@@ -1,4 +1,4 @@
-"""What the files of a run held, on disk beside its ledger; a run that goes on says in which files and rows they differ.
+"""What the files of a run held, noted beside its ledger: a resumed run names the files and rows that have changed.
 
 A part of a file is known by its hash alone, at most 1024 of them a file: see `part_bytes`.
 """

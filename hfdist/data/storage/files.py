@@ -61,7 +61,8 @@ class DataFile(ABC):
     def open(self) -> BinaryIO:
         """Open it for seeking and reading parts, such as a footer, without fetching the whole.
 
-        DataError: see `local`; later reads raise OSError.
+        It must have been found just now: a remote file is not asked again. DataError: it cannot be opened; later reads
+        raise OSError.
         """
 
     @abstractmethod
@@ -77,7 +78,7 @@ class LocalFile(DataFile):
         status = self._status()
         self.size_bytes, self.version = status.st_size, str(status.st_mtime_ns)
         self.changed_ns = status.st_ctime_ns
-        """When anything of it was changed last: also where the time of its content was set back."""
+        """Time of the last change of any kind; unlike `version`, nobody can set it back."""
         known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
         self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
 
@@ -129,13 +130,12 @@ class RemoteFile(DataFile):
         self._address, self._network = address, cache.network
 
     def local(self) -> AbstractContextManager[Path]:
-        """Give a copy in the cache; it is of the version that was found, and stays so."""
+        """Give a copy in the cache, of the version that was found."""
         return self.cache.fetch(self)
 
     def open(self) -> BinaryIO:
         """Open it for reading parts, each a request, 64 KiB at least."""
-        self.check_unchanged()
-        return self._open_unchecked()
+        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), SAMPLE_BYTES))
 
     def check_unchanged(self) -> None:
         """Ask for size and version again."""
@@ -161,10 +161,6 @@ class RemoteFile(DataFile):
             with self.local() as path, path.open("rb") as file:
                 file.seek(start)
                 return file.read(stop - start)
-
-    def _open_unchecked(self) -> BinaryIO:
-        # Asking whether it has changed takes a request.
-        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), SAMPLE_BYTES))
 
     def _read_range(self, start: int, stop: int) -> bytes:
         def read() -> bytes:
@@ -230,21 +226,21 @@ def identify(file: DataFile, column: str) -> str:
     DataError where it cannot be read.
     """
     if not isinstance(file, RemoteFile):
-        return _digest(file, file.open, column)
+        return _digest(file, column)
     name = hashlib.blake2b(f"{file.key}:{column}".encode(), digest_size=20).hexdigest()
     kept = file.cache.folder / "identities" / name
     if kept.exists():
         return kept.read_text()
-    identity = _digest(file, file._open_unchecked, column)
+    identity = _digest(file, column)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(kept, identity.encode())
     return identity
 
 
-def _digest(file: DataFile, open_file: Callable[[], BinaryIO], column: str) -> str:
+def _digest(file: DataFile, column: str) -> str:
     digest = hashlib.blake2b(f"{file.size_bytes}:{column}:".encode(), digest_size=12)
     try:
-        with open_file() as opened:
+        with file.open() as opened:
             digest.update(opened.read(SAMPLE_BYTES))
             opened.seek(max(0, file.size_bytes - SAMPLE_BYTES))
             digest.update(opened.read(SAMPLE_BYTES))
@@ -307,7 +303,7 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
 
 
 def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
-    """Give what `make` gives, from the cache under `key` where it is there; what was changed just now is not kept."""
+    """Load hashes that are kept under `key`, or make them; those of a file that was changed just now are not kept."""
     is_old = time.time_ns() - changed_ns > _RECENT_NS
     return cached_array(folder / "contents" / f"{key}.npy", make, keep=is_old)
 

@@ -1,6 +1,6 @@
 """The training stream: this data rank's share of every global batch, in the run's one order, and read ahead.
 
-Behind it its figures: the steps of some epochs; how much of each source a run has read; what was cut or left out.
+Its figures follow below: the steps of some epochs; how much of each source a run has read; what was cut or left out.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return self.ledger.folder if ledger is None and self.ledger is not None else ledger
 
     def _begin_anew(self, before: Cursor) -> None:
-        """Continue to count the run's sequences, from the next one at which a step and a round of lanes begin."""
+        """Read the new data from their beginning, and count on from where a step and a round of lanes begin."""
         logger.warning("the data, the tokenizer or data.* have changed since the checkpoint: they are read anew")
         whole = math.lcm(self.config.lanes, self._global_batch_size or 1)
         self._num_sequences = -(-before.samples // whole) * whole // self._data_size

@@ -1,6 +1,6 @@
-"""The loader processes that read data ahead: what is said when one is killed, and the signals that they pass on.
+"""The loader processes that read data ahead: the message when one is killed, and the signals that they pass on.
 
-torch reports the death of one wherever the rank happens to be: its handler of SIGCHLD raises a RuntimeError there.
+torch's handler of SIGCHLD reports such a death: it raises a RuntimeError wherever the rank is at that moment.
 """
 
 from __future__ import annotations
