@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,7 @@ class DataFile(ABC):
     def open(self) -> BinaryIO:
         """Open it for seeking and reading parts, such as a footer, without fetching the whole.
 
-        It must have been found just now: a remote file is not asked again. DataError: it cannot be opened; later reads
-        raise OSError.
+        DataError: see `local`; later reads raise OSError.
         """
 
     @abstractmethod
@@ -135,7 +135,8 @@ class RemoteFile(DataFile):
 
     def open(self) -> BinaryIO:
         """Open it for reading parts, each a request, 64 KiB at least."""
-        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), SAMPLE_BYTES))
+        self.check_unchanged()
+        return self._open_unchecked()
 
     def check_unchanged(self) -> None:
         """Ask for size and version again."""
@@ -161,6 +162,10 @@ class RemoteFile(DataFile):
             with self.local() as path, path.open("rb") as file:
                 file.seek(start)
                 return file.read(stop - start)
+
+    def _open_unchecked(self) -> BinaryIO:
+        # Asking whether it has changed takes a request.
+        return cast(BinaryIO, io.BufferedReader(_RangeReader(self), SAMPLE_BYTES))
 
     def _read_range(self, start: int, stop: int) -> bytes:
         def read() -> bytes:
@@ -226,21 +231,21 @@ def identify(file: DataFile, column: str) -> str:
     DataError where it cannot be read.
     """
     if not isinstance(file, RemoteFile):
-        return _digest(file, column)
+        return _digest(file, file.open, column)
     name = hashlib.blake2b(f"{file.key}:{column}".encode(), digest_size=20).hexdigest()
     kept = file.cache.folder / "identities" / name
     if kept.exists():
         return kept.read_text()
-    identity = _digest(file, column)
+    identity = _digest(file, file._open_unchecked, column)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(kept, identity.encode())
     return identity
 
 
-def _digest(file: DataFile, column: str) -> str:
+def _digest(file: DataFile, open_file: Callable[[], BinaryIO], column: str) -> str:
     digest = hashlib.blake2b(f"{file.size_bytes}:{column}:".encode(), digest_size=12)
     try:
-        with file.open() as opened:
+        with open_file() as opened:
             digest.update(opened.read(SAMPLE_BYTES))
             opened.seek(max(0, file.size_bytes - SAMPLE_BYTES))
             digest.update(opened.read(SAMPLE_BYTES))
@@ -330,16 +335,20 @@ _CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
 
 def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
     """Give what `function` gives for each item, in order, as `map` does; what it raises is raised."""
+    is_over = threading.Event()
 
     def run(chunk: Sequence[tuple[Any, ...]]) -> list[T]:
-        return [function(*item) for item in chunk]
+        # Else an error would wait for whole chunks, which may be files to fetch.
+        return [function(*item) for item in chunk if not is_over.is_set()]
 
     items = list(zip(*columns, strict=True))
     length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
-    # An error cancels what has not begun.
     with ThreadPoolExecutor(_THREADS) as pool:
-        for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
-            yield from results
+        try:
+            for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
+                yield from results
+        finally:
+            is_over.set()
 
 
 # Folders of an index page that links to itself have no end.

@@ -189,7 +189,7 @@ class TestFaults:
         server.replace(path, b"other")
         if address.startswith("s3"):
             server.put("a.txt", b"other")
-        for read in (file.local().__enter__, file.check_unchanged):
+        for read in (file.local().__enter__, file.open, file.check_unchanged):
             with pytest.raises(DataError, match="has changed since the run began"):
                 read()
         assert not list((cache.folder / "files").iterdir())
