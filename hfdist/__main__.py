@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 import sys
 from pathlib import Path
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, nearest
 
 _COMPLETION = """\
 _hfdist() {
@@ -46,13 +45,12 @@ def main() -> None:
         _call(name, sys.argv[2:], recipes)
     else:
         known = [*recipes, "completion bash"]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         error = ConfigError(
             "there is no such command",
             where="command line",
             found=" ".join(sys.argv[1:3]),
             allowed=", ".join(known),
-            hint=f"hfdist {near[0] if near else '--help'}",
+            hint=nearest(name, known, "hfdist {}") or "hfdist --help",
         )
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)

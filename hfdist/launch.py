@@ -26,7 +26,7 @@ from hfdist.errors import CheckpointError, ConfigError, DataError, NumericsError
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What the processes are told when this one is told so."""
 _STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError)))
-"""After these another start does not help."""
+"""Exit codes after which another start does not help."""
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05
 _MOST_POLLS = 20
@@ -64,6 +64,7 @@ def start_ranks(main: Callable[..., None], *arguments: Any, processes: int, max_
             found=f"{processes}, with {gpus} GPU{'s' if gpus > 1 else ''} (CUDA_VISIBLE_DEVICES= trains on the CPU)",
             hint="launch.processes=auto",
         )
+    _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     for starts_left in reversed(range(max_restarts + 1)):
         # What a signal's handler raises is lost where Python ignores errors, as in a finalizer: so it is noted as well.
@@ -91,7 +92,7 @@ def count_gpus() -> int:
 
 def _start_once(main: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> int:
     """Start them, and give the exit code; below zero: the signal that has killed one."""
-    with tempfile.TemporaryDirectory(prefix="hfdist-launch-") as folder, _without_its_reports():
+    with tempfile.TemporaryDirectory(prefix="hfdist-launch-") as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -127,9 +128,13 @@ def _run_rank(main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[threading.Timer]]:
-    """Args: told: gets the exit code where a signal has come. processes: how many are to be told.
+    """Pass signals on to the processes while the context is open.
 
-    Gives what is filled where a signal comes before all processes are there.
+    Args:
+        told: gets the exit code when a signal has come.
+        processes: how many are to be told.
+
+    Gives a list; it is not empty once a signal has come before all processes had started.
     """
     delayed: list[threading.Timer] = []
 
@@ -169,18 +174,9 @@ def _pass_on(number: int) -> int:
     return 128 + number if not codes or min(codes) < 0 else max(codes)
 
 
-@contextlib.contextmanager
-def _without_its_reports() -> Iterator[None]:
-    """Let torch say nothing: what went wrong, the process that failed has said."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    quiet = logging.NullHandler()
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
+def _silence_agent() -> None:
+    """Let torch say nothing from now on: what went wrong, the process that failed has said."""
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logger = logging.getLogger(name)
         logger.propagate = False
-        logger.addHandler(quiet)
-    try:
-        yield
-    finally:
-        for logger, propagated in zip(loggers, before, strict=True):
-            logger.removeHandler(quiet)
-            logger.propagate = propagated
+        logger.addHandler(logging.NullHandler())

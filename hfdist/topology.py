@@ -93,9 +93,9 @@ class Topology:
         )
 
     @classmethod
-    def from_environment(cls, degrees: Degrees, environment: Mapping[str, str] | None = None) -> Topology:
+    def from_environment(cls, degrees: Degrees) -> Topology:
         """Read the place that the launcher gave this process. No launcher: one process."""
-        place = read_launcher(environment)
+        place = read_launcher()
         return cls.of(degrees, world_size=place.world_size, rank=place.rank, local_rank=place.local_rank)
 
     @property

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -66,28 +66,6 @@ _Chunk = tuple[Shard, range]
 """Rows of one run of a shard."""
 
 
-@dataclass(frozen=True)
-class Tokenized:
-    """What a folder of token files holds, and what a call of `pretokenize` added to it."""
-
-    files: list[FileRecord]
-    size_bytes: int
-    """Of the token files."""
-    new_tokens: int
-    """Made by this call; the others were there."""
-    seconds: float
-
-    @property
-    def documents(self) -> int:
-        """Number of documents; bad rows are empty ones."""
-        return sum(file.rows for file in self.files)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens, end-of-text tokens included."""
-        return sum(file.tokens for file in self.files)
-
-
 def pretokenize(
     shards: Sequence[_NamedShard],
     tokenizer: PreTrainedTokenizerBase,
@@ -97,8 +75,8 @@ def pretokenize(
     on_bad_rows: BadRows,
     chat: ChatConfig | None = None,
     progress: bool = False,
-) -> Tokenized:
-    """Write token files of all documents; files that an interrupted call has finished are kept.
+) -> Meta:
+    """Write token files of all documents, and give what meta.json says; files of an interrupted call are kept.
 
     Args:
         shards: with the names of their sources, in canonical order.
@@ -114,7 +92,6 @@ def pretokenize(
         DataError: a file or a row cannot be read.
         ResourceError: the disk is full, or a worker has died.
     """
-    began = time.monotonic()
     for source, shard in shards:
         if isinstance(shard, TokenFileShard):
             raise ConfigError("the source holds tokens already", where=f"data.sources.{source}.kind", found="tokens")
@@ -122,24 +99,21 @@ def pretokenize(
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock", timeout=0):
             job = _Job(shards, tokenizer, folder, chat or ChatConfig())
-            new_tokens = 0 if job.is_done() else job.run(workers, on_bad_rows, progress)
-    files = read_meta(folder).files
-    size_bytes = sum(sum(sizes_of(file, job.dtype)) for file in files)
-    return Tokenized(files, size_bytes, new_tokens, time.monotonic() - began)
+            if not job.is_done():
+                job.run(workers, on_bad_rows, progress)
+    return read_meta(folder)
 
 
-def report_tokenized(made: Tokenized, folder: Path, *, vocab_size: int | None) -> None:
+def report_tokenized(made: Meta, folder: Path, *, vocab_size: int | None) -> None:
     """Log a summary of what `pretokenize` has made in a folder, and how to train on it.
 
     `vocab_size` is of a tokenizer that was trained on the corpus: a model takes its size, which must be said when the
     tokenizer comes from a folder.
     """
-    mean = f"{made.tokens / max(made.documents, 1):.1f} tokens a document"
-    size = f"{made.size_bytes:,} bytes in {len(made.files)} files"
-    logger.info("%s: %s", folder, f"{made.documents:,} documents, {made.tokens:,} tokens, {mean}, {size}")
-    if made.new_tokens:
-        rate = f"{made.new_tokens / made.seconds:,.0f} tokens/s"
-        logger.info("%s", f"{made.new_tokens:,} tokens made in {made.seconds:.1f} s: {rate}")
+    documents, tokens = (sum(getattr(file, what) for file in made.files) for what in ("rows", "tokens"))
+    mean = f"{tokens / max(documents, 1):.1f} tokens a document"
+    size = f"{sum(sum(sizes_of(file, made.dtype)) for file in made.files):,} bytes in {len(made.files)} files"
+    logger.info("%s: %s", folder, f"{documents:,} documents, {tokens:,} tokens, {mean}, {size}")
     bad_rows: dict[str, list[int]] = {}
     for file in made.files:
         for origin, row in map(file.origin, file.bad_rows):
@@ -179,8 +153,8 @@ class _Job:
         hint = "another run.name, or delete the folder"
         raise ConfigError(what, where="run.dir", found=str(self._folder), hint=hint)
 
-    def run(self, workers: int, on_bad_rows: BadRows, progress: bool) -> int:
-        """Write the missing files, then meta.json; returns how many tokens were made."""
+    def run(self, workers: int, on_bad_rows: BadRows, progress: bool) -> None:
+        """Write the missing files, then meta.json."""
         self._save_tokenizer()
         records = {number: record for number in range(len(self._files)) if (record := self._find(number)) is not None}
         missing = {
@@ -206,7 +180,6 @@ class _Job:
         _write_json(self._folder / META, {"version": VERSION, **asdict(meta)})
         for number in records:
             self._record_path(number).unlink(missing_ok=True)
-        return sum(records[number].tokens for number in missing)
 
     def _write(self, number: int, chunks: Iterator[_Made]) -> FileRecord:
         """Write one token file, and last its record."""

@@ -31,16 +31,14 @@ _OTHER_LAYOUTS = {
 }
 
 
-def check_run(
-    config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
-) -> tuple[Topology, BatchPlan]:
+def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
     """Check what can be checked before anything large is imported; ConfigError: the first mistake.
 
-    `world_size` processes are to be started; None: as the launcher says in `environment`, by default this process's.
+    `world_size` processes are to be started; None: as many as the launcher says.
     Gives this process's place (rank 0's where `world_size` is given), and the batch arithmetic.
     """
-    _check_environment(config, os.environ if environment is None else environment)
-    topology, batch = plan_run(config, world_size=world_size, environment=environment)
+    _check_environment(config, os.environ)
+    topology, batch = plan_run(config, world_size=world_size)
     for key, source in _sources(config).items():
         _check_source(f"{key}.path", source)
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
@@ -52,15 +50,10 @@ def check_run(
     return topology, batch
 
 
-def plan_run(
-    config: RunConfig, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
-) -> tuple[Topology, BatchPlan]:
+def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
     """Give this process's place and batch arithmetic; ConfigError: sizes that do not divide, or too few processes."""
     degrees = config.strategy.degrees
-    if world_size is None:
-        topology = Topology.from_environment(degrees, environment)
-    else:
-        topology = Topology.of(degrees, world_size=world_size)
+    topology = Topology.from_environment(degrees) if world_size is None else Topology.of(degrees, world_size=world_size)
     batch = plan_batch(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
 from hfdist.config.optimizer import Schedule
-from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
-from hfdist.config.schema import find_key, plain
+from hfdist.config.schema import find_key, nested, plain
 from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
@@ -27,7 +24,7 @@ UNBUILT_AXES = ("expert",)
 
 def check_config(config: RunConfig) -> None:
     """Check ranges, then contradictions; ConfigError: the first that is found."""
-    _check_ranges(config, "")
+    _check_ranges(config)
     _check_run(config)
     _check_model(config)
     _check_adapter(config)
@@ -64,23 +61,11 @@ def _shown(config: RunConfig, key: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _check_ranges(value: Any, prefix: str) -> None:
-    for name, item, limit in _items(value):
-        key = f"{prefix}{name}"
-        if limit is not None and item is not None and not limit.accepts(item):
-            known = find_key(key)
-            allowed = limit.allowed if known is None else known.allowed
-            raise ConfigError("the number is out of range", where=key, found=item, allowed=allowed)
-        if dataclasses.is_dataclass(item) or isinstance(item, dict):
-            _check_ranges(item, f"{key}.")
-
-
-def _items(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name), field.metadata.get(LIMIT)
-    else:
-        yield from ((str(name), item, None) for name, item in value.items())
+def _check_ranges(config: RunConfig) -> None:
+    for key, value in nested(plain(config), ""):
+        known = find_key(key)
+        if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
+            raise ConfigError("the number is out of range", where=key, found=value, allowed=known.allowed)
 
 
 def _check_run(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""How a process ends: an error as one message with its exit code, and a rank past the interpreter's own end.
+"""How a process ends: an error becomes one message and an exit code; a rank skips the interpreter's own shutdown.
 
 While the interpreter ends, threads in torch's C++ go on. One that comes back to Python then, as gloo's do to let go of
 a tensor, aborts a process whose run ended well ("terminate called without an active exception", Python 3.11 to 3.13),
@@ -55,9 +55,9 @@ def stop_everywhere(error: HfdistError) -> NoReturn:
 def stop_here(error: HfdistError) -> NoReturn:
     """End after an error of a run that has begun.
 
-    What is wrong with the config or with the model is most likely met by all ranks: the others leave rank 0 the time
-    to say it, and speak only when no launcher has ended them by then. So it is as long as there is no process group.
-    Of other errors the others may know nothing, and wait for this rank in a collective: it goes at once.
+    All ranks most likely meet a mistake in the config or the model, and any error before there is a process group. Then
+    rank 0 says it; the others wait, and speak only if no launcher has ended them meanwhile. Of other errors the other
+    ranks may know nothing, and wait for this one in a collective: it ends at once.
     """
     rank = _rank()
     is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))

@@ -18,7 +18,7 @@ from hfdist.config.composition.files import refuse_resolver, searching, shipped_
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import plain
+from hfdist.config.schema import nested, plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = "run_schema"
@@ -73,14 +73,14 @@ def compose_untyped(request: Request) -> DictConfig:
         hint = f"begin its defaults list with `- {SCHEMA}`, or with `- pretrain` to start from the shipped one"
         raise ConfigError(what, where=where, hint=hint)
     check_keys(config, request)
-    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+    for key, text in _texts(config):
         refuse_resolver(text, key)
     return config
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
     """Make the dataclasses and check them; ConfigError: a missing value, a dead interpolation, or a failed check."""
-    for key, text in _texts(OmegaConf.to_container(config, resolve=False), ""):
+    for key, text in _texts(config):
         if text == "???":
             raise missing_value(key)
     try:
@@ -144,13 +144,7 @@ def to_values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _texts(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Every text in the config with its key, before interpolation."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _texts(item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _texts(item, f"{key}.{index}")
-    elif isinstance(value, str):
-        yield key, value
+    values = nested(OmegaConf.to_container(config, resolve=False), "")
+    return ((key, value) for key, value in values if isinstance(value, str))

@@ -43,7 +43,7 @@ class Change(NamedTuple):
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Compare two configs, each as `compose.to_values` gives them; a key that one does not have counts as null.
 
-    What `before` does not have, as it was written before there was that key, counts as the default: so it was then.
+    A key that `before` lacks, because the key is newer than that config, counts as its default.
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     old = _defaults(new, old) | old
@@ -69,7 +69,7 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
 
 
 def _defaults(keys: Iterable[str], old: Iterable[str]) -> dict[str, Any]:
-    """The defaults of those keys that have one, whatever the names of the sources that there were before."""
+    """The defaults of the keys that have one, also of keys of sources, whose names are the user's."""
     sources = {".".join(key.split(".")[:3]) for key in old}
     known = dict(_leaves(to_values(RunConfig()), ""))
     of_source = dict(_leaves(plain(SourceConfig()), ""))

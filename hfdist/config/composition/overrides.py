@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import refuse_target
-from hfdist.config.schema import all_keys, find_key
+from hfdist.config.schema import all_keys, find_key, nested
 from hfdist.errors import ConfigError, nearest
 
 COMMAND_LINE = "command line"
@@ -78,7 +78,7 @@ def _prepare(text: str) -> GivenOverride:
         hint += f"text with a comma is '{key}=\"{given}\"'"
         raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()
-    for name in _names(key, value):
+    for name, _ in nested(value, key):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
     refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
@@ -105,16 +105,6 @@ def _for_hydra(override: Override, text: str) -> str:
     is_in_free_mapping = any(known.is_free and f"{key}.".startswith(f"{known.name}.") for known in all_keys().values())
     is_free_member = override.type is OverrideType.CHANGE and is_in_free_mapping
     return f"{'++' if is_free_member else _PREFIXES[override.type]}{key}={value}"
-
-
-def _names(key: str, value: Any) -> Iterator[str]:
-    yield key
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _names(f"{key}.{name}", item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _names(f"{key}.{index}", item)
 
 
 def _not_an_override(text: str) -> ConfigError:

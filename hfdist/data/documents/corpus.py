@@ -57,6 +57,11 @@ class Pool:
         """Number of its documents."""
         return sum(sum(shard.runs) for shard in self.shards)
 
+    @property
+    def holds_tokens(self) -> bool:
+        """Whether all of it is in token files."""
+        return all(hasattr(shard, "token_columns") for shard in self.shards)
+
 
 class Corpus:
     """Documents in canonical order: sources by name, shards by path, rows as they stand. Open it with `open_corpus`."""

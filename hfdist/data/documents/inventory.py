@@ -1,4 +1,4 @@
-"""What the files of a run held, on disk beside its ledger; a run that goes on says in which files and rows they differ.
+"""What the files of a run held, noted beside its ledger: a resumed run names the files and rows that have changed.
 
 A part of a file is known by its hash alone, at most 1024 of them a file: see `part_bytes`.
 """
@@ -66,17 +66,14 @@ class Inventory:
             lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
             write_atomically(path, lambda out: out.writelines(lines))
 
-    def check(self, digest: str | None, folder: Path | None, *, may_change: bool) -> None:
+    def check(self, digest: str, folder: Path | None, *, may_change: bool) -> None:
         """Compare with what a checkpoint counts on, and say what cannot be compared.
 
         Args:
-            digest: of the inventory of the run that has saved; None: it noted none.
+            digest: of the inventory of the run that has saved.
             folder: of that run's ledger, where there is one.
             may_change: warn of what has changed, instead of raising a CheckpointError.
         """
-        if digest is None:
-            logger.warning("the checkpoint does not say what its files held: only their sizes and ends are compared")
-            return
         touched = self._touched(digest, folder)
         if touched:
             logger.warning(
@@ -95,9 +92,9 @@ class Inventory:
         for change in changes:
             logger.warning("changed since the checkpoint, and read as it is now: %s", change)
 
-    def changes_since(self, digest: str | None, folder: Path | None) -> list[str]:
+    def changes_since(self, digest: str, folder: Path | None) -> list[str]:
         """Say in which files and rows the content has changed: at most some lines, one for each file; see `check`."""
-        if digest in (None, self.digest):
+        if digest == self.digest:
             return []
         before = read_inventory(folder, digest)
         if before is None:

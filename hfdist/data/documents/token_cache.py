@@ -37,7 +37,6 @@ _BUSY_SECONDS = 10.0
 _TOUCH_SECONDS = 600
 # What one `put` evicts at the most, so that it never holds the others up for long.
 _EVICTED_ROWS = 1 << 13
-_MOST_FILES = 8
 # Some builds of SQLite take 999 values.
 _ROWS_A_QUERY = 900
 _SCHEMA = f"""
@@ -76,7 +75,6 @@ class TokenCache:
         self._may_read = self._may_write = max_bytes > 0
         self._began = int(time.time())
         self._connection: sqlite3.Connection | None = None
-        self._opened: Path | None = None
         close = weakref.WeakMethod(self.close)
         os.register_at_fork(before=lambda: (method := close()) and method())
 
@@ -161,31 +159,29 @@ class TokenCache:
 
     @contextmanager
     def _guard(self, *, writes: bool) -> Iterator[None]:
-        """Turn what is wrong with the file into a warning, and go on with another one or without."""
+        """Turn what is wrong with the file into a warning, and go on without it, or without adding to it.
+
+        A damaged file is left as it is: other processes may have it open, and SQLite finds a file by its name.
+        """
         try:
             yield
         except (sqlite3.DatabaseError, OSError) as error:
             is_open = self._connection is not None
             self.close()
-            if _is_damage(error) and self._opened is not None:
-                logger.warning(
-                    "the token cache %s is set aside and begun anew: %s; it may be deleted", self._opened, error
-                )
-                self._set_aside(self._opened)
-                return
             self._may_write = False
             self._may_read = self._may_read and writes and is_open
             use = "for new tokens" if self._may_read else "at all"
-            logger.warning("the token cache %s is not used %s from here on: %s", self._path, use, error)
+            is_damaged = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
+            hint = f"; delete {self._path}* while no run uses it" if is_damaged else ""
+            logger.warning("the token cache %s is not used %s from here on: %s%s", self._path, use, error, hint)
 
     def _connect(self) -> sqlite3.Connection:
         if self._connection is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # One process at a time makes the file.
             with FileLock(f"{self._path}.lock", timeout=_BUSY_SECONDS):
-                self._opened = self._place()
                 connection = sqlite3.connect(
-                    self._opened, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+                    self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
                 )
                 try:
                     _prepare(connection)
@@ -194,36 +190,6 @@ class TokenCache:
                     raise
             self._connection = connection
         return self._connection
-
-    def _place(self) -> Path:
-        """The file, or the one that takes its place where it is damaged; OSError where many are: the disk is at fault.
-
-        A damaged one is marked, not moved: others may have it open, and SQLite goes by names when it tidies up.
-        """
-        for path in (self._path, *(Path(f"{self._path}.{number}") for number in range(2, _MOST_FILES + 1))):
-            if not _mark(path).exists():
-                return path
-        raise OSError(f"{_MOST_FILES} of them are damaged; delete {self._path}*")
-
-    def _set_aside(self, path: Path) -> None:
-        try:
-            _mark(path).touch()
-        except OSError as error:
-            self._may_read = self._may_write = False
-            logger.warning("the token cache %s cannot be used: %s", self._path, error)
-
-
-def _mark(path: Path) -> Path:
-    return Path(f"{path}.damaged")
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether the file itself is at fault, and not the disk, the permissions or another process."""
-    if not isinstance(error, sqlite3.DatabaseError):
-        return False
-    code = getattr(error, "sqlite_errorcode", None)
-    # Without a code: raised here. Extended codes have the primary one in the last byte.
-    return code is None or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _prepare(connection: sqlite3.Connection) -> None:

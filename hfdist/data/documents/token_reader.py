@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.config.data import BadRows, DataConfig, TooLong
-from hfdist.data.documents.corpus import Corpus, Pool, cache_dir
+from hfdist.data.documents.corpus import Corpus, cache_dir
 from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
@@ -47,9 +47,6 @@ class Documents:
         self.corpus = corpus
         self._encoders, self._cache = encoders, cache
         self._config, self._wants_held_out = config, held_out
-        self._are_token_files = {
-            pool.name: all(hasattr(shard, "token_columns") for shard in pool.shards) for pool in corpus.pools
-        }
         self._quarantined = np.array(sorted(corpus.quarantined), dtype=np.int64)
 
     def chunks(self, neighbours: NDArray[np.int64]) -> Iterator[DocumentBatch]:
@@ -69,10 +66,6 @@ class Documents:
                 examples = np.arange(len(rows) if shard.gives_examples else 0)
                 yield self._judge(together[first : first + len(rows)], _join(rows), bad, examples)
                 first += len(rows)
-
-    def are_token_files(self, pool: Pool) -> bool:
-        """Whether `tokens_at_once` can give all documents of a pool."""
-        return self._are_token_files[pool.name]
 
     def tokens_at_once(self, numbers: NDArray[np.int64]) -> DocumentBatch:
         """Give any documents of any token files in one chunk; this reads no token."""

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from hfdist.errors import CheckpointError
 
 FORMAT = 3
-_OLDER_FORMAT = 2
-"""Without `contents`, and without the number of documents."""
 
 
 class Place(NamedTuple):
@@ -50,8 +48,8 @@ class Cursor:
 
     identity: str
     """Of what the order depends on: corpus, tokenizer and settings."""
-    contents: str | None
-    """`Inventory.digest` of what the files held; None: a cursor of before that was noted."""
+    contents: str
+    """`Inventory.digest` of what the files held."""
     num_lanes: int
     samples: int
     """Sequences that the whole run has consumed."""
@@ -75,12 +73,12 @@ class Cursor:
     def from_json(cls, value: Any) -> Cursor:
         """Read what `to_json` gave; CheckpointError where it has another format or is damaged."""
         try:
-            if (found := value["format"]) not in (_OLDER_FORMAT, FORMAT):
-                what, allowed = "the data cursor has another format", f"{_OLDER_FORMAT}, {FORMAT}"
-                raise CheckpointError(what, where="cursor.format", found=found, allowed=allowed)
+            if (found := value["format"]) != FORMAT:
+                what = "the data cursor has another format"
+                raise CheckpointError(what, where="cursor.format", found=found, allowed=str(FORMAT))
             return cls(
                 identity=str(value["identity"]),
-                contents=None if value.get("contents") is None else str(value["contents"]),
+                contents=str(value["contents"]),
                 num_lanes=int(value["lanes"]),
                 samples=_natural(value["samples"]),
                 lanes={_natural(lane): _lane_state(digest, pools) for lane, digest, *pools in value["places"]},
@@ -110,9 +108,9 @@ class Cursor:
 
 def _lane_state(digest: str, pools: Sequence[Sequence[int]]) -> LaneState:
     progress = []
-    for epoch, position, offset, sequences, tokens, *documents in pools:
-        place = Place(_natural(epoch), _natural(position), _natural(offset))
-        progress.append(Progress(place, _natural(sequences), _natural(tokens), *map(_natural, documents)))
+    for pool in pools:
+        epoch, position, offset, sequences, tokens, documents = map(_natural, pool)
+        progress.append(Progress(Place(epoch, position, offset), sequences, tokens, documents))
     return LaneState(digest=int(digest, 16), pools=tuple(progress))
 
 

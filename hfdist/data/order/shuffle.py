@@ -99,9 +99,9 @@ class LaneOrder:
         return self.rest_of_blocks(epoch, lane, 0, length) if length else np.empty(0, dtype=np.int64)
 
     def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> NDArray[np.int64]:
-        """Canonical numbers from `position` on, which the lane must have, to the end of its block or of one behind it.
+        """Canonical numbers from `position` on, which must be in the lane, to the end of its block.
 
-        Further blocks are given as long as all have at most `most_rows` documents.
+        Whole blocks follow as long as all together have at most `most_rows` documents.
         """
         blocks, ends = self._lane_blocks(epoch, lane)
         place = int(np.searchsorted(ends, position, side="right"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import hashlib
 import json
@@ -19,11 +18,11 @@ from numpy.typing import NDArray
 from hfdist.data.cache import cached_array, write_atomically
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
-from hfdist.errors import DataError, ResourceError, first_line
+from hfdist.errors import DataError, ResourceError, first_line, nearest
 
 MOST_ROW_BYTES = 64 << 20
-# What each lane may hold of its block. Lanes take turns in runs of their own, and those of many writers hold a million
-# rows: only small runs can be kept decoded, and only in part.
+# What each lane may hold of its block. Each lane reads runs of its own, and a run may have a million rows: only a part
+# of it can be kept decoded.
 HELD_BYTES = 2 << 20
 MOST_ROWS_AT_ONCE = 1024
 _SHOWN_BYTES = 80
@@ -161,19 +160,14 @@ def rows_held_at_once(num_bytes: int, num_rows: int) -> int:
 
 
 def expands_too_much(packed_bytes: int, unpacked_bytes: int, *, allowed_bytes: int) -> bool:
-    """Whether it is more than that, and more than texts do: such files are made to fill memories and disks."""
+    """Whether a file unpacks to more than `allowed_bytes` and 1,000 times its size: it is made to fill a memory."""
     return unpacked_bytes > max(_MOST_EXPANSION * packed_bytes, allowed_bytes)
 
 
 def missing_column(column: str, present: Sequence[str], *, where: str, section: str) -> ContentError:
     """Say that there is no such column, which there are, and which one was probably meant."""
-    near = difflib.get_close_matches(column, present, n=1, cutoff=0.0)
-    return ContentError(
-        f"there is no column {column!r}",
-        where=where,
-        allowed=", ".join(present),
-        hint=f"{section}.text={near[0]}" if near else None,
-    )
+    hint = nearest(column, present, f"{section}.text={{}}", cutoff=0.0)
+    return ContentError(f"there is no column {column!r}", where=where, allowed=", ".join(present), hint=hint)
 
 
 def check_size(size_bytes: int, *, where: str) -> BadRow | None:
@@ -194,7 +188,7 @@ def check_text(value: Any, *, where: str) -> str | BadRow:
 
 
 def decode_text(data: bytes | memoryview, *, where: str, first_byte: int = 0, errors: str = "strict") -> str | BadRow:
-    """Give bytes, the first of which has that number, as text; `errors="replace"` takes those that are not UTF-8."""
+    """Decode bytes; `first_byte` is their place in the file, for messages. `errors="replace"` takes any bytes."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -204,7 +198,7 @@ def decode_text(data: bytes | memoryview, *, where: str, first_byte: int = 0, er
 
 
 def damage(what: str, error: Exception, *, where: str) -> ContentError:
-    """Say what a library found wrong with a file; raise what the network or this machine is to blame for."""
+    """Make an error of what a library found wrong with a file; raise one where the network or this machine failed."""
     if isinstance(error.__cause__, DataError):
         raise error.__cause__
     if isinstance(error, MemoryError):

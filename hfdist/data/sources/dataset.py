@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,8 +42,7 @@ class DatasetShard:
         self.rows_at_once = rows_held_at_once(sum(len(text or "") for text in texts), len(texts))
         # The library's own fingerprint holds times of files, which differ between machines, so that it is for the
         # caches only. It has no public name.
-        identity = json.dumps([rows.key, len(dataset), texts])
-        self.identity = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+        self.identity = digest_of([rows.key, len(dataset), texts])
         self.contents = self._read_contents(dataset, cache_dir) if self._rows.data.nbytes <= MOST_BYTES else None
         self.place = None if self.contents is not None else (name, dataset._fingerprint)
         self.local_identity = json.dumps([self.identity, dataset._fingerprint, *digests_of(self.contents)])

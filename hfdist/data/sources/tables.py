@@ -301,10 +301,10 @@ class ParquetShard(FileShard):
         self._columns = check_schema(schema, rows, where=file.url)
         leaves = _leaves(metadata, self._columns)
         # Other types have no dictionaries in Arrow.
-        self._byte_arrays = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-        self._has_lists = any(metadata.schema.column(leaf.number).max_repetition_level for leaf in leaves)
+        self._byte_arrays = [leaf.path for leaf in leaves.values() if leaf.physical_type == "BYTE_ARRAY"]
+        self._has_lists = any(leaf.max_repetition_level for leaf in leaves.values())
         self._dictionaries_of: dict[int, list[str]] = {}
-        self._groups = [_group_of(metadata.row_group(index), leaves) for index in range(metadata.num_row_groups)]
+        self._groups = [_group_of(metadata.row_group(index), [*leaves]) for index in range(metadata.num_row_groups)]
         packed_bytes = sum(group.packed_bytes for group in self._groups)
         text_bytes = sum(group.decoded_bytes for group in self._groups)
         if expands_too_much(packed_bytes, text_bytes, allowed_bytes=_MOST_DECODED_BYTES):
@@ -399,19 +399,10 @@ def _first_byte(group: pq.RowGroupMetaData) -> int:
     return int(column.dictionary_page_offset or column.data_page_offset)
 
 
-class _Leaf(NamedTuple):
-    """What is stored of a column: of a nested one each value by itself, such as messages.list.element.role."""
-
-    number: int
-    path: str
-    physical_type: str
-
-
-def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> list[_Leaf]:
-    """Those of some columns."""
-    every = [metadata.schema.column(number) for number in range(metadata.num_columns)]
-    leaves = [_Leaf(number, column.path, column.physical_type) for number, column in enumerate(every)]
-    return [leaf for leaf in leaves if leaf.path in columns or leaf.path.split(".")[0] in columns]
+def _leaves(metadata: pq.FileMetaData, columns: list[str]) -> dict[int, pq.ColumnSchema]:
+    """What is stored of some columns, by number: of a nested one each value, such as messages.list.element.role."""
+    every = {number: metadata.schema.column(number) for number in range(metadata.num_columns)}
+    return {n: leaf for n, leaf in every.items() if leaf.path in columns or leaf.path.split(".")[0] in columns}
 
 
 class _Group(NamedTuple):
@@ -422,8 +413,8 @@ class _Group(NamedTuple):
     """In memory, a value of a dictionary once."""
 
 
-def _group_of(group: pq.RowGroupMetaData, leaves: list[_Leaf]) -> _Group:
-    chunks = [group.column(leaf.number) for leaf in leaves]
+def _group_of(group: pq.RowGroupMetaData, leaves: list[int]) -> _Group:
+    chunks = [group.column(number) for number in leaves]
     return _Group(
         sum(chunk.total_compressed_size for chunk in chunks),
         # Each value has its place in memory, also where a million equal ones take a few bytes in the file.

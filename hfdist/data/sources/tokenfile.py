@@ -34,7 +34,6 @@ from hfdist.errors import ConfigError, DataError, first_line
 VERSION = 1
 META = "meta.json"
 TOKENIZER = "tokenizer"
-_MOST_META_BYTES = 1 << 30
 _MOST_ROWS_AT_ONCE = 1024
 _HELD_BYTES = 8 << 20
 _NPY_HEADER_BYTES = 128
@@ -232,8 +231,6 @@ def read_meta(folder: Path) -> Meta:
         what = "the folder holds no token files, or they are not finished"
         hint = "the same recipes/pretokenize.py command again goes on where it stopped"
         raise DataError(what, where=str(path), found="nothing", hint=hint)
-    if path.stat().st_size > _MOST_META_BYTES:
-        raise DataError("the file is too large", where=str(path), allowed=f"{_MOST_META_BYTES} bytes")
     values = read_json(path)
     version = values.get("version") if isinstance(values, dict) else None
     if version != VERSION:

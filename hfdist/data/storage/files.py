@@ -78,7 +78,7 @@ class LocalFile(DataFile):
         status = self._status()
         self.size_bytes, self.version = status.st_size, str(status.st_mtime_ns)
         self.changed_ns = status.st_ctime_ns
-        """When anything of it was changed last: also where the time of its content was set back."""
+        """Time of the last change of any kind; unlike `version`, nobody can set it back."""
         known = [str(path.absolute()), self.size_bytes, self.version, self.changed_ns, status.st_ino]
         self.key = hashlib.blake2b(json.dumps(known).encode(), digest_size=20).hexdigest()
 
@@ -130,7 +130,7 @@ class RemoteFile(DataFile):
         self._address, self._network = address, cache.network
 
     def local(self) -> AbstractContextManager[Path]:
-        """Give a copy in the cache; it is of the version that was found, and stays so."""
+        """Give a copy in the cache, of the version that was found."""
         return self.cache.fetch(self)
 
     def open(self) -> BinaryIO:
@@ -308,7 +308,7 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
 
 
 def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
-    """Give what `make` gives, from the cache under `key` where it is there; what was changed just now is not kept."""
+    """Load hashes that are kept under `key`, or make them; those of a file that was changed just now are not kept."""
     is_old = time.time_ns() - changed_ns > _RECENT_NS
     return cached_array(folder / "contents" / f"{key}.npy", make, keep=is_old)
 
@@ -334,29 +334,19 @@ _CHUNKS_A_THREAD, _LARGEST_CHUNK = 8, 16
 
 
 def thread_map(function: Callable[..., T], *columns: Sequence[Any]) -> Iterator[T]:
-    """Give what `function` gives for each item, in order, as `map` does; what it raises is raised at its place."""
+    """Give what `function` gives for each item, in order, as `map` does; what it raises is raised."""
     is_over = threading.Event()
 
-    def run(chunk: Sequence[tuple[Any, ...]]) -> tuple[list[T], Exception | None]:
-        results: list[T] = []
-        try:
-            for item in chunk:
-                if is_over.is_set():  # Else an error would wait for all chunks that have begun.
-                    break
-                results.append(function(*item))
-        except Exception as error:
-            return results, error
-        return results, None
+    def run(chunk: Sequence[tuple[Any, ...]]) -> list[T]:
+        # Else an error would wait for whole chunks, which may be files to fetch.
+        return [function(*item) for item in chunk if not is_over.is_set()]
 
     items = list(zip(*columns, strict=True))
     length = min(max(len(items) // (_THREADS * _CHUNKS_A_THREAD), 1), _LARGEST_CHUNK)
-    chunks = [items[start : start + length] for start in range(0, len(items), length)]
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            for results, error in pool.map(run, chunks):
+            for results in pool.map(run, (items[start : start + length] for start in range(0, len(items), length))):
                 yield from results
-                if error is not None:
-                    raise error
         finally:
             is_over.set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import re
@@ -64,8 +63,9 @@ class Retries:
         DataError: no answer after the last attempt, or one that trying again does not change (403, 404). OSError: a
         full disk.
         """
-        started = time.monotonic()
-        for attempt in itertools.count(1):
+        started, attempt = time.monotonic(), 0
+        while True:
+            attempt += 1
             try:
                 return action()
             except (HfdistError, RangeError):
@@ -83,7 +83,6 @@ class Retries:
                 "%s: %s; attempt %d of %d in %.1f s", redact(address), reason, attempt + 1, self.attempts, wait_seconds
             )
             time.sleep(wait_seconds)
-        raise AssertionError("the loop ends by return or raise")
 
 
 @dataclass(frozen=True)

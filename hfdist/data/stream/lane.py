@@ -24,7 +24,8 @@ from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import DataError, HfdistError
 
-# What a lane may read without a document to train on: a short lane may have only held-out ones, or a damaged file.
+# A lane without a document to train on gives up after so many epochs and documents: a short lane may have only held-out
+# ones, or a damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 # The most sequences that a `MultiLaneReader` makes at once, for one lane and for all lanes. Each time it doubles the
 # lanes, and then the sequences, so that a first batch comes soon.
@@ -91,7 +92,7 @@ def open_lanes(plan: Plan, documents: Documents, progress: Mapping[int, Sequence
         places = {lane: pools[pool].place for lane, pools in progress.items()}
         left = {lane: place for lane, place in places.items() if not plan.is_finished(pool, lane, place)}
         # `best_fit` and `none` depend on the chunks that are read; `concat` does not.
-        if plan.packing is Packing.concat and documents.are_token_files(plan.pools[pool]):
+        if plan.packing is Packing.concat and plan.pools[pool].holds_tokens:
             iterators = {lane: plan.documents(pool, lane, place) for lane, place in left.items()}
             reader = MultiLaneReader(iterators, documents, plan.shape)
             for lane in left:

@@ -1,6 +1,6 @@
 """The training stream: this data rank's share of every global batch, in the run's one order, and read ahead.
 
-Behind it its figures: the steps of some epochs; how much of each source a run has read; what was cut or left out.
+Its figures follow below: the steps of some epochs; how much of each source a run has read; what was cut or left out.
 """
 
 from __future__ import annotations
@@ -126,8 +126,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         for lane in self.lanes:
             self._check(lane, cursor.lanes.get(lane))
         self._states = {lane: cursor.lanes[lane] for lane in self.lanes}
-        if cursor.contents is None:
-            self._states = {lane: self._with_documents(lane, state) for lane, state in self._states.items()}
         self._num_sequences = cursor.samples // self._data_size
         self.truncate_ledger()
 
@@ -158,7 +156,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         return self.ledger.folder if ledger is None and self.ledger is not None else ledger
 
     def _begin_anew(self, before: Cursor) -> None:
-        """Continue to count the run's sequences, from the next one at which a step and a round of lanes begin."""
+        """Read the new data from their beginning, and count on from where a step and a round of lanes begin."""
         logger.warning("the data, the tokenizer or data.* have changed since the checkpoint: they are read anew")
         whole = math.lcm(self.config.lanes, self._global_batch_size or 1)
         self._num_sequences = -(-before.samples // whole) * whole // self._data_size
@@ -181,14 +179,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if not fits:
             where = f"cursor.places, lane {lane}"
             raise CheckpointError("the data cursor is damaged", where=where, found=places or "no place")
-
-    def _with_documents(self, lane: int, state: LaneState) -> LaneState:
-        """Compute the number of documents, which a cursor of format 2 does not have."""
-        pools = []
-        for progress, order in zip(state.pools, self.plan.orders, strict=True):
-            before = sum(order.lane_length(epoch, lane) for epoch in range(progress.place.epoch))
-            pools.append(progress._replace(documents=before + progress.place.position))
-        return state._replace(pools=tuple(pools))
 
     @property
     def may_lack_targets(self) -> bool:
@@ -351,7 +341,6 @@ class _Worker(IterableDataset[Any]):
                 item = []
                 for _ in range(item_size):
                     item.append(next(sequences))
-                self._vitals.note(info.id)
                 yield _pack(item), None
         except HfdistError as error:
             yield _pack(item) if item else None, error

@@ -1,6 +1,6 @@
-"""The loader processes that read data ahead: what is said when one is killed, and the signals that they pass on.
+"""The loader processes that read data ahead: the message when one is killed, and the signals that they pass on.
 
-torch reports the death of one wherever the rank happens to be: its handler of SIGCHLD raises a RuntimeError there.
+torch's handler of SIGCHLD reports such a death: it raises a RuntimeError wherever the rank is at that moment.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 
 from hfdist.errors import ResourceError
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -56,25 +55,15 @@ class Vitals:
         _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(before) and not isinstance(before, _Handler):
-            signal.signal(signal.SIGCHLD, _Handler(before))
+        # What is wrapped is ours: torch's handler, which stays for good, with what it raises explained.
+        if is_main and callable(before) and not hasattr(before, "__wrapped__"):
+            signal.signal(signal.SIGCHLD, _explained()(before))
         with _explained():
             yield
 
 
 # Of the process, as the handler is: several loaders may be open, and end in any order.
 _alive: weakref.WeakSet[Vitals] = weakref.WeakSet()
-
-
-class _Handler:
-    """torch's handler of SIGCHLD, which stays for good, with what it raises explained."""
-
-    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
-        self._handler = handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        with _explained():
-            self._handler(number, frame)
 
 
 @contextlib.contextmanager
@@ -103,46 +92,28 @@ def _describe(error: RuntimeError) -> ResourceError:
 
 def system_memory() -> str:
     """Describe what is left to the machine, and to its control group where that has a limit."""
-    parts = []
-    with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
-        values = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        left, total = (int(values[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-        parts.append(f"the machine has {_mib(left)} left of {_mib(total)}")
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    machine = psutil.virtual_memory()
+    parts = [f"the machine has {_mib(machine.available)} left of {_mib(machine.total)}"]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
         parts += _control_group()
-    return "; ".join(parts) or "what the machine has left is not known"
+    return "; ".join(parts)
 
 
-def _control_group() -> Iterator[str]:
-    """Limit, use and kills of the group of this process, in cgroup version 1 or 2; nothing where it has no limit."""
-    for line in _OWN_CGROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, names = _CGROUPS, ("memory.max", "memory.current", "memory.events")
-        elif "memory" in controllers.split(","):
-            top = _CGROUPS / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
-        else:
-            continue
-        # Inside a container its own group is at the top.
-        folders = [folder for folder in (top / path.lstrip("/"), top) if (folder / names[0]).is_file()]
-        if not folders:
-            continue
-        limit, used = ((folders[0] / name).read_text().strip() for name in names[:2])
-        # Version 1 has a number for "none".
-        if limit == "max" or int(limit) >= 1 << 60:
-            continue
-        events = dict(line.split() for line in (folders[0] / names[2]).read_text().splitlines())
-        kills = f", its processes killed for memory so far: {events['oom_kill']}" if "oom_kill" in events else ""
-        yield f"its control group uses {_mib(int(used))} of {_mib(int(limit))}{kills}"
-        return
+def _control_group() -> list[str]:
+    """Limit, use and kills of the group of this process, in cgroup version 2; nothing where it has no limit."""
+    path = _OWN_CGROUP.read_text().rpartition("::/")[2].strip()
+    # Inside a container its own group is at the top.
+    folder = next(one for one in (_CGROUPS / path, _CGROUPS) if (one / "memory.max").is_file())
+    limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    if limit == "max":
+        return []
+    events = dict(line.split() for line in (folder / "memory.events").read_text().splitlines())
+    kills = f"its processes killed for memory so far: {events.get('oom_kill', 0)}"
+    return [f"its control group uses {_mib(int(used))} of {_mib(int(limit))}, {kills}"]
 
 
 def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
+    return int(psutil.Process().memory_info().rss)
 
 
 def _mib(num_bytes: int) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
+from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_template import MARKS, ChatTemplate, RefusedError, Span, Tools, find_turns
@@ -85,8 +86,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of all that decides the tokens of a text."""
     # Some classes do more than their vocabulary or their backend says.
     sample = _call(tokenizer, _SAMPLE)
-    identity = json.dumps([_rules(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
-    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    return digest_of([_rules(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, sample])
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -149,23 +149,6 @@ def test_what_is_too_large_to_be_read_at_a_start_is_named(tmp_path, caplog, monk
     assert "too large to be compared: of 1 files, files:rows.jsonl among them" in caplog.text
 
 
-def test_a_cursor_of_before_contents_were_noted_goes_on_and_says_so(tmp_path, caplog):
-    config = memory_config(tmp_path)
-    corpus = memory_corpus(config)
-    run = Run(corpus, config, 1)
-    run.step()
-    state = run.state()
-    old = {
-        **state,
-        "format": 2,
-        "places": [[*place[:2], *(pool[:5] for pool in place[2:])] for place in state["places"]],
-    }
-    del old["contents"]
-    resumed = Run(corpus, config, 1, old)
-    assert "only their sizes and ends are compared" in caplog.text
-    assert resumed.step().keys() == run.step().keys()
-
-
 def test_rows_of_a_dataset_are_compared_whatever_its_chunks(tmp_path):
     chats = [[{"role": "user", "content": row[:40]}, {"role": "assistant", "content": "yes"}] for row in ROWS]
     columns = {"text": ROWS, "n": list(range(len(ROWS)))}

@@ -50,7 +50,7 @@ def lanes_of(config, progress, *, together):
     corpus = open_corpus(config)
     plan = TokenStream(corpus, tokenizer(), config).plan
     documents = Documents(corpus, Encoders(tokenizer(), config.chat), open_token_cache(config), config)
-    with patch.object(documents, "are_token_files", lambda pool: together):
+    with patch.object(Pool, "holds_tokens", together):
         return open_lanes(
             plan, documents, progress or {lane: (Progress(),) * len(plan.pools) for lane in range(config.lanes)}
         )
