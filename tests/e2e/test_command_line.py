@@ -85,12 +85,6 @@ def test_questions_are_answered_quickly_without_torch(arguments, words, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["watch"]
 
 
-def test_launch_files_are_not_offered_as_a_group(tmp_path):
-    groups, _, keys = run("--help", cwd=tmp_path).stdout.partition("Keys")
-    assert "launch:" not in groups
-    assert "  launch:" in keys
-
-
 def test_shell_completion_knows_options_and_keys(tmp_path):
     for word, expected in (("strategy=ze", "strategy=zero2"), ("optimizer.warm", "optimizer.warmup_steps=")):
         line = f"python {RECIPE} {word}"

@@ -72,16 +72,6 @@ def test_attention_stays_multi_head_grouped_or_multi_query(keys, small_keys):
     assert small("mistral", num_attention_heads=32, num_key_value_heads=keys).num_key_value_heads == small_keys
 
 
-def test_a_small_config_stays_as_it_is():
-    tiny = small("qwen3_next", 4)
-    assert shrink(tiny, num_blocks=4).to_dict() == tiny.to_dict()
-
-
-def test_the_implementation_of_attention_stays():
-    config = AutoConfig.for_model("llama", attn_implementation="eager")
-    assert shrink(config)._attn_implementation == "eager"
-
-
 def test_a_model_stays_as_it_is_when_its_config_is_made_small():
     """A class may write into the configs that it is made of, which the model reads at each forward."""
     config = AutoConfig.for_model("blt")
@@ -117,16 +107,6 @@ class TestBlocks:
         tiny = small("mllama", 4, text_config={"num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18]})
         # Blocks 0, 3, 8 and 39 are kept.
         assert tiny.text_config.cross_attention_layers == [1, 2]
-
-    def test_periods(self):
-        """Jamba's experts are every other block and its attention every eighth, where no experts are."""
-        tiny = small("jamba", 8)
-        assert [i for i, kind in enumerate(tiny.layers_block_type) if kind == "attention"] == [0, 4]
-        assert [i for i, experts in enumerate(tiny.layers_num_experts) if experts > 1] == [1, 3, 5, 7]
-
-    def test_patterns(self):
-        tiny = small("gpt_neo", 6, num_layers=24, attention_types=[[["global", "local"], 12]])
-        assert tiny.attention_layers == ["global", "local"] * 3
 
     def test_keys_are_shared_with_blocks_of_each_kind(self):
         for num_blocks in range(3, 12):
