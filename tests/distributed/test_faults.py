@@ -141,7 +141,7 @@ def test_one_process_is_told_to_stop(references, tmp_path, stop):
 
 
 def test_a_run_that_is_killed_again_and_again_goes_on_with_other_numbers_of_ranks(tmp_path, cache_dir):
-    comparison = run_both(tmp_path, num_kills=3, report=lambda outcome: None)
+    comparison = run_both(tmp_path, num_kills=3, report=lambda line: None)
     assert comparison.loss <= BOUND
     assert comparison.held_out_loss <= BOUND
     assert comparison.audit[-1] == "AUDIT: passed: every document was seen exactly as often as planned"

@@ -165,25 +165,6 @@ def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
     assert "train_loss" in log_history[-1]
 
 
-def bounded_history(folder):
-    checkpointer.NUM_ENTRIES = 2
-    trainer = make_trainer(folder, arguments=SAVING | EVALUATING)
-    trainer.train()
-    written = [
-        json.loads((path / "trainer_state.json").read_text())["log_history"]
-        for path in sorted(folder.glob("checkpoint-*"))
-    ]
-    return written, trainer.state.log_history
-
-
-def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_path):
-    written, log_history = run_ranks(bounded_history, 1, tmp_path)[0]
-    assert [len(entries) for entries in written] == [2, *[4] * (STEPS - 1)]
-    assert [entry["step"] for entry in log_history if "eval_loss" in entry] == list(range(1, STEPS + 1))
-    assert all(entry in log_history for entry in written[-1])
-    assert [entry["step"] for entry in written[-1] if "eval_loss" in entry] == [STEPS - 1, STEPS]
-
-
 def history_of_a_run(folder):
     checkpointer.NUM_ENTRIES = 1
     trainer = make_trainer(folder, arguments={"logging_steps": 1}, options=RunOptions(run_values={}))
