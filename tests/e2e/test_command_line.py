@@ -104,9 +104,7 @@ def test_a_typo_is_one_message_and_exit_code_2(tmp_path, watched):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["train.global_batch_size=12"], "train.global_batch_size"),
         (["data=no/such.jsonl"], "data.sources.files.path"),
-        (["report.to=tensorbord"], "report.to"),
         (["strategy=zero2"], "strategy.data"),
         (["model=hub", "model.name=./none"], "model.name"),
     ],
@@ -118,7 +116,7 @@ def test_what_needs_no_torch_is_found_without_it(arguments, where, tmp_path, wat
     assert done.stderr.endswith("HEAVY=[]\n")
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"]])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
 def test_questions_about_a_wrong_config_get_our_message(arguments, tmp_path):
     done = run(*arguments, "strategy=zero4", cwd=tmp_path)
     assert done.returncode == 2
