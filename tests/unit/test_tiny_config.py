@@ -103,23 +103,6 @@ class TestBlocks:
         )
         assert kept == [dense, dense, full, sliding, sliding, full]
 
-    def test_blocks_that_are_named_by_number(self):
-        tiny = small("mllama", 4, text_config={"num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18]})
-        # Blocks 0, 3, 8 and 39 are kept.
-        assert tiny.text_config.cross_attention_layers == [1, 2]
-
-    def test_keys_are_shared_with_blocks_of_each_kind(self):
-        for num_blocks in range(3, 12):
-            tiny = small("gemma3n_text", num_blocks)
-            own = tiny.layer_types[: num_blocks - tiny.num_kv_shared_layers]
-            assert set(own) == set(tiny.layer_types)
-        assert tiny.num_kv_shared_layers == 5
-
-    def test_fields_of_single_blocks_keep_their_proportion(self):
-        tiny = small("gemma4_text", 6)
-        sizes = [block.head_dim for block in tiny.per_layer_config]
-        assert sizes == [32 if kind == "full_attention" else 16 for kind in tiny.layer_types]
-
 
 def test_towers_are_small_and_the_language_model_gets_the_blocks():
     tiny = small("gemma3", 3)
@@ -128,19 +111,6 @@ def test_towers_are_small_and_the_language_model_gets_the_blocks():
     assert tiny.vision_config.hidden_size == 64
     assert tiny.image_token_index in special_token_ids(tiny)
     assert tiny.image_token_index < tiny.text_config.vocab_size
-
-
-@pytest.mark.parametrize(
-    ("model_type", "expand", "heads", "size"),
-    [
-        ("mamba2", "expand", "num_heads", "head_dim"),
-        ("bamba", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
-        ("nemotron_h", "expand", "mamba_num_heads", "mamba_head_dim"),
-    ],
-)
-def test_the_heads_of_mamba_fill_its_inner_width(model_type, expand, heads, size):
-    tiny = small(model_type)
-    assert getattr(tiny, heads) * getattr(tiny, size) == getattr(tiny, expand) * tiny.hidden_size
 
 
 def test_rotary_sections_fill_the_rotated_part_of_a_head():

@@ -205,7 +205,7 @@ def test_connections_are_not_shared_over_a_fork(request, cache, store):
         file.check_unchanged()
         with file.open() as opened:
             assert opened.read() == CONTENT
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20, "a connection of the other process would be waited for"
 
 
 def test_headers_are_parsed_by_one_thread_at_a_time(tmp_path, monkeypatch):
