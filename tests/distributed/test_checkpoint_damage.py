@@ -13,7 +13,7 @@ import torch
 from hfdist.checkpoint import find_newest, read_checkpoint, restore_random_state, verify
 from hfdist.errors import CheckpointError
 from hfdist.testing import run_ranks
-from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
+from tests.unit.checkpoint.pieces import blank, edit_manifest, files_of, save, small_pieces
 
 pytestmark = pytest.mark.distributed
 
@@ -30,10 +30,6 @@ def checkpoints(tmp_path_factory):
         run_ranks(save, 2, folder, step, small_pieces(step), {"step": step})
     assert len(list((folder / NEWER).rglob("rng-*"))) == 2
     return folder
-
-
-def files_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check_fallback(folder):

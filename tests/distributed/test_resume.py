@@ -12,7 +12,7 @@ from hfdist.trainer.reporting.callbacks import METRICS, earlier, read_metrics
 from hfdist.trainer.run.run_lock import LOCK
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
-from tests.unit.checkpoint.pieces import edit_manifest
+from tests.unit.checkpoint.pieces import edit_manifest, flip_a_bit
 
 pytestmark = pytest.mark.distributed
 
@@ -168,9 +168,7 @@ def test_a_branch_in_the_same_folder_is_refused(whole_runs, tmp_path):
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(whole_runs, tmp_path):
     shutil.copytree(whole_runs("single", 1), tmp_path / "old")
     chosen = tmp_path / "old" / "checkpoints" / "step-00000012"
-    content = bytearray((chosen / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (chosen / "model.safetensors").write_bytes(content)
+    flip_a_bit(chosen / "model.safetensors")
     with pytest.raises(RankFailed, match=r"model\.safetensors"):
         pretrain(tmp_path / "new", 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
 
@@ -178,10 +176,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(whole_runs, tmp_pat
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path):
     whole = whole_runs("single", 1)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    weights_file = tmp_path / "checkpoints" / "step-00000012" / "model.safetensors"
-    content = bytearray(weights_file.read_bytes())
-    content[-1] ^= 1
-    weights_file.write_bytes(content)
+    flip_a_bit(tmp_path / "checkpoints" / "step-00000012" / "model.safetensors")
     pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert any(name.startswith("step-00000012.bad-") for name in names), names

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
 from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.lazy_logits import _DeferredLogits, deferring
+from hfdist.models.lazy_logits import Step, _DeferredLogits, cast, deferring
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
@@ -237,6 +237,15 @@ def test_a_loss_goes_backward_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"goes backward once.*model\.loss=full"):
         loss.backward()
+
+
+def test_the_type_is_known_without_logits():
+    head = nn.Linear(WIDTH, VOCABULARY)
+    with torch.autocast("cpu", dtype=torch.bfloat16), deferring(head, VOCABULARY, ChunkedLoss(CPU)) as seen:
+        logits = head(torch.randn(2, 3, WIDTH))
+        assert (logits.dtype, logits.float().dtype, tuple(logits.shape)) == (torch.bfloat16, torch.float32, (2, 3, 40))
+        assert (logits * 0.5).float()._per_row == (Step(torch.mul, (0.5,)), cast(torch.float32))
+    assert seen.made_whole == []
 
 
 def computed_with(logits, targets):

@@ -103,6 +103,10 @@ class TestBlocks:
         )
         assert kept == [dense, dense, full, sliding, sliding, full]
 
+    def test_patterns(self):
+        tiny = small("gpt_neo", 6, num_layers=24, attention_types=[[["global", "local"], 12]])
+        assert tiny.attention_layers == ["global", "local"] * 3
+
 
 def test_towers_are_small_and_the_language_model_gets_the_blocks():
     tiny = small("gemma3", 3)

@@ -66,6 +66,11 @@ def test_the_launchers_environment():
         read_launcher({"WORLD_SIZE": "four"})
 
 
+def test_description():
+    assert Topology.of(Degrees(), world_size=1).describe() == "1 process"
+    assert Topology.of(Degrees(pipeline=2), world_size=8).describe() == "8 processes: pipeline 2 x data 4"
+
+
 def plan(global_batch_size=32, micro_batch_size=4, data_size=2, sequence_length=128, lanes=48):
     return plan_batch(
         global_batch_size=global_batch_size,

@@ -110,19 +110,6 @@ def test_one_message_with_key_place_and_way_out(override):
     assert error.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("override", "found"),
-    [
-        ("optimizer.lr=abc", "'abc'"),
-        ("train.max_steps=1.5", 1.5),
-        ("optimizer.lrr=1", "1"),
-        ("optimizer.lr=null", "null"),
-    ],
-)
-def test_the_value_is_quoted_back(override, found):
-    assert mistake(override).found == found
-
-
 def test_the_whole_message_as_people_see_it():
     assert str(mistake("optimizer.schedule=cosin")) == (
         "Config error: the value has the wrong type or is not among the allowed\n"

@@ -263,7 +263,7 @@ def test_equal_blocks_cost_the_same_and_are_timed_once():
         assert parameter.grad is None
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "zamba2", "mixtral", "xlm"])
+@pytest.mark.parametrize("kind", ["zamba2", "xlm"])
 def test_kinds_of_blocks_are_timed_apart(kind):
     model = tiny_model(kind)
     costs = times(model)
