@@ -12,6 +12,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF, GROUPS
+from tests.unit.config.test_hints import exists
 from tests.unit.config.test_mistakes import outcome
 
 VALUES = {  # values for which a synonym's override makes sense
@@ -67,7 +68,7 @@ def test_a_synonyms_value_fits_its_key(name):
 def test_each_synonym_leads_to_keys_that_exist():
     for override in {part for name in OVERRIDES for part in override_for(name, 2).strip("'").split(" ") if "=" in part}:
         key, _, value = override.partition("=")
-        assert find_key(key) is not None or key in GROUPS, override
+        assert exists(key) or key in GROUPS, override
         assert key not in GROUPS or value in list_options(CONF, key), override
 
 
