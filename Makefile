@@ -67,7 +67,7 @@ mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and se
 TESTS ?= tests/unit
 coverage: $(READY)  ## Print the CPU seconds of each file of TESTS=tests/unit, and the lines of hfdist/ that it alone runs.
 	$(BIN)/python -m pip install --quiet coverage==7.17.3 pytest-cov==7.1.0
-	$(BIN)/python -m tests.coverage_by_test $(TESTS)
+	$(BIN)/python -m tests.coverage_table $(TESTS)
 
 readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
 	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12

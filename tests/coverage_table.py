@@ -1,4 +1,4 @@
-"""What each test file costs and covers alone: `python -m tests.coverage_by_test tests/unit` (needs pytest-cov).
+"""What each test file costs and covers alone: `python -m tests.coverage_table tests/unit` (needs pytest-cov).
 
 Prints for each file its tests, the CPU seconds of its process and of those that it waited for, its lines, the lines of
 hfdist/ that it runs, and how many of these no other of the files runs. Ranks that a test forks count as well.
