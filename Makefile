@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak mutations readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity layouts finetuning interruptions faults soak mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -63,6 +63,11 @@ soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold 
 
 mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
 	$(BIN)/python -m tests.mutations
+
+TESTS ?= tests/unit
+coverage: $(READY)  ## Print the CPU seconds of each file of TESTS=tests/unit, and the lines of hfdist/ that it alone runs.
+	$(BIN)/python -m pip install --quiet coverage==7.17.3 pytest-cov==7.1.0
+	$(BIN)/python -m tests.coverage_table $(TESTS)
 
 readme:  ## Follow README, and then the pages of docs/, in small, in a fresh clone with an environment of its own.
 	$(PYTHON) tests/e2e/follow_readme.py $$(mktemp -d) train.max_steps=12

@@ -71,35 +71,6 @@ class Kill:
     """Chooses among several victims."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a kill has left behind."""
-
-    kill: Kill
-    chosen: str | None
-    """The checkpoint that this life went on from, as far as it came to choose one."""
-    last_step: int
-    newest: str | None
-    """The newest checkpoint that verifies."""
-    leaves_unfinished: bool
-    """A checkpoint that was being written."""
-    num_lanes_ahead: int
-    """Whose records were written for a checkpoint that never came."""
-    seconds_to_end: float
-    """From the kill until the last rank was gone."""
-
-    def __str__(self) -> str:
-        """One line."""
-        ahead = f", {self.num_lanes_ahead} of {NUM_LANES} lanes ahead of it" if self.num_lanes_ahead else ""
-        unfinished = ", half a checkpoint" if self.leaves_unfinished else ""
-        who = f"{self.kill.num_ranks} rank{'s' if self.kill.num_ranks > 1 else ' '} {self.kill.victim.value:15}"
-        went_on = f"from {self.chosen or '-':13} to step {self.last_step:3}"
-        return (
-            f"{who} {self.kill.moment.value[0]:21} {went_on}, over after {self.seconds_to_end:4.1f} s; "
-            f"whole: {self.newest or '-'}{unfinished}{ahead}"
-        )
-
-
 def draw_kills(num_kills: int, seed: int) -> list[Kill]:
     """The layouts in turn; every victim at every moment about equally often.
 
@@ -165,8 +136,8 @@ def make_config(run_dir: Path, texts: Path, max_steps: int, strategy: str) -> Ru
     )
 
 
-def interrupt(run_dir: Path, config: RunConfig, kill: Kill, log: Path) -> tuple[Outcome, int]:
-    """Start the run once more, kill it, and look at what is left."""
+def interrupt(run_dir: Path, config: RunConfig, kill: Kill, log: Path) -> tuple[str, int]:
+    """Start the run once more, kill it, and give a line on what is left, and the process group."""
     before = newest_whole(run_dir)
     unfinished, metrics = _unfinished(run_dir), run_dir / METRICS
     # Lines of steps that will be done again are in the file until training begins, which writes it anew.
@@ -189,17 +160,11 @@ def interrupt(run_dir: Path, config: RunConfig, kill: Kill, log: Path) -> tuple[
     assert chosen is None or chosen[1] == before, f"{chosen} instead of {before}"
     damaged = [path.name for path in (run_dir / "checkpoints").glob("*.bad-*")]
     assert not damaged, "a kill leaves whole checkpoints or none"
-    newest = newest_whole(run_dir)
-    outcome = Outcome(
-        kill,
-        chosen=chosen and chosen[1],
-        last_step=_last_step(metrics),
-        newest=newest,
-        leaves_unfinished=bool(_unfinished(run_dir) - unfinished),
-        num_lanes_ahead=_lanes_ahead(run_dir, newest),
-        seconds_to_end=seconds_to_end,
+    line = (
+        f"{kill.num_ranks} ranks, {kill.victim.value} {kill.moment.value[0]}: from {before} to step "
+        f"{_last_step(metrics)}, over after {seconds_to_end:.1f} s; whole: {newest_whole(run_dir)}"
     )
-    return outcome, life.group
+    return line, life.group
 
 
 def _unfinished(run_dir: Path) -> set[str]:
@@ -232,12 +197,6 @@ def newest_whole(run_dir: Path) -> str | None:
             continue
         return path.name
     return None
-
-
-def _lanes_ahead(run_dir: Path, newest: str | None) -> int:
-    # A lane gives one sequence to each global batch.
-    records = [read_records(run_dir / LEDGER, lane) for lane in range(NUM_LANES)]
-    return sum(len(lane) > 0 and lane[-1]["sequence"] >= _step(newest) for lane in records)
 
 
 @dataclass(frozen=True)
@@ -281,7 +240,7 @@ def _largest_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
-def run_both(folder: Path, num_kills: int, report: Callable[[Outcome], object]) -> Comparison:
+def run_both(folder: Path, num_kills: int, report: Callable[[str], object]) -> Comparison:
     """Make an uninterrupted run and one that is killed, and compare them."""
     max_steps = STEPS_PER_KILL * num_kills
     texts, run_dir, whole = write_texts(folder / "texts"), folder / "killed", folder / "whole"
@@ -289,9 +248,9 @@ def run_both(folder: Path, num_kills: int, report: Callable[[Outcome], object]) 
     Life(config(whole, strategy="single"), 1, folder / "whole.log").join()
     groups = []
     for number, kill in enumerate(draw_kills(num_kills, SEED), start=1):
-        outcome, group = interrupt(run_dir, config(run_dir, strategy=kill.strategy), kill, folder / f"{number}.log")
+        line, group = interrupt(run_dir, config(run_dir, strategy=kill.strategy), kill, folder / f"{number}.log")
         groups.append(group)
-        report(outcome)
+        report(f"{number:3}. {line}")
     strategy, num_ranks = LAYOUTS[num_kills % len(LAYOUTS)]
     last = config(run_dir, strategy=strategy)
     Life(last, num_ranks, folder / "last.log").join()
@@ -300,11 +259,8 @@ def run_both(folder: Path, num_kills: int, report: Callable[[Outcome], object]) 
 
 
 def _kill_and_print(num_kills: int) -> None:
-    numbers = itertools.count(1)
     with tempfile.TemporaryDirectory() as name:
-        comparison = run_both(
-            Path(name), num_kills, lambda outcome: sys.stdout.write(f"{next(numbers):3}. {outcome}\n")
-        )
+        comparison = run_both(Path(name), num_kills, lambda line: sys.stdout.write(f"{line}\n"))
     for line in comparison.audit:
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(

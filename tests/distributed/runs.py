@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
@@ -47,3 +48,14 @@ def eval_losses(run_dir: Path) -> list[float]:
 def weights(run_dir: Path) -> dict:
     """Exported parameters by name."""
     return load_file(run_dir / "model" / "model.safetensors")
+
+
+class StopsAt(TrainerCallback):
+    """Ends the training behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **named):
+        """After each."""
+        control.should_training_stop = state.global_step == self.step

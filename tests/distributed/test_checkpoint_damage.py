@@ -13,7 +13,7 @@ import torch
 from hfdist.checkpoint import find_newest, read_checkpoint, restore_random_state, verify
 from hfdist.errors import CheckpointError
 from hfdist.testing import run_ranks
-from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
+from tests.unit.checkpoint.pieces import blank, edit_manifest, files_of, save, small_pieces
 
 pytestmark = pytest.mark.distributed
 
@@ -30,10 +30,6 @@ def checkpoints(tmp_path_factory):
         run_ranks(save, 2, folder, step, small_pieces(step), {"step": step})
     assert len(list((folder / NEWER).rglob("rng-*"))) == 2
     return folder
-
-
-def files_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check_fallback(folder):
@@ -86,20 +82,10 @@ def test_any_bit_that_flips_is_noticed(checkpoints, tmp_path):
 
 
 @pytest.mark.faults
-def test_hundreds_of_bits(checkpoints, tmp_path):
-    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
-    check_flips(tmp_path, draw_flips(tmp_path, 504, seed=1))
-
-
-def every_bit(folder, name):
-    return [(name, bit) for bit in range(8 * (folder / NEWER / name).stat().st_size)]
-
-
-@pytest.mark.faults
 @pytest.mark.parametrize("name", [MANIFEST, STATE, MODEL, OPTIMIZER])
 def test_every_bit_of_a_file(checkpoints, tmp_path, name):
     shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
-    check_flips(tmp_path, every_bit(tmp_path, name))
+    check_flips(tmp_path, [(name, bit) for bit in range(8 * (tmp_path / NEWER / name).stat().st_size)])
 
 
 # ---- whole files ----
@@ -113,29 +99,12 @@ def cut(data, generator):
     return data[: generator.randrange(len(data))]
 
 
-def empty(data, generator):
-    return b""
-
-
-def grow(data, generator):
-    return data + b"\0"
-
-
 def zero(data, generator):
     """What a power cut leaves of a file whose content never came to the disk."""
     return bytes(len(data))
 
 
-def zero_the_end(data, generator):
-    return data[: len(data) // 2] + bytes(len(data) - len(data) // 2)
-
-
-def shuffle(data, generator):
-    middle = len(data) // 2
-    return data[middle:] + data[:middle]
-
-
-@pytest.mark.parametrize("change", [cut, empty, grow, zero, zero_the_end, shuffle])
+@pytest.mark.parametrize("change", [cut, zero])
 def test_a_changed_file_is_noticed(checkpoints, tmp_path, change):
     shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     generator = random.Random(0)
@@ -165,12 +134,7 @@ def make_pipe(folder, name):
     os.mkfifo(folder / NEWER / name)
 
 
-def link_to_the_older(folder, name):
-    take_away(folder, name)
-    (folder / NEWER / name).symlink_to(folder / OLDER / name)
-
-
-@pytest.mark.parametrize("change", [take_away, make_folder, make_pipe, link_to_the_older])
+@pytest.mark.parametrize("change", [take_away, make_folder, make_pipe])
 def test_a_file_that_is_not_there_is_noticed(checkpoints, tmp_path, change):
     for name in all_names(checkpoints):
         folder = tmp_path / name.replace("/", "-")
@@ -272,6 +236,12 @@ def make_huge(name):
     return lambda path: os.truncate(path / name, 10**12)
 
 
+def name_twice(path):
+    """Of two ranks' files, one hides the other."""
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace("rng-00000", "rng-00001"))
+
+
 NOT_ONE = {
     "bytes": edit_record(bytes=10**15),
     "negative bytes": edit_record(bytes=-1),
@@ -289,6 +259,8 @@ NOT_ONE = {
     "a huge manifest": make_huge(MANIFEST),
     "a huge state": make_huge(STATE),
     "a huge model": make_huge(MODEL),
+    "no files": tell(lambda content: content.update(files={})),
+    "a file twice": name_twice,
 }
 """What `find_newest` passes over."""
 
@@ -358,22 +330,3 @@ def test_absurd_sizes_are_not_read(checkpoints, tmp_path):
         damage(tmp_path / name)
     (answers,) = run_ranks(read_all, 1, [tmp_path / name for name in NOT_READ], group=False)
     assert max(answers) < MOST_SECONDS, dict(zip(NOT_READ, answers, strict=True))
-
-
-def name_twice(path):
-    """Of two ranks' files, one hides the other."""
-    text = (path / MANIFEST).read_text()
-    (path / MANIFEST).write_text(text.replace("rng-00000", "rng-00001"))
-
-
-MISTAKEN = {
-    "no files": tell(lambda content: content.update(files={})),
-    "a file twice": name_twice,
-}
-
-
-@pytest.mark.parametrize("name", MISTAKEN)
-def test_what_the_manifest_may_not_say(checkpoints, tmp_path, name):
-    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
-    MISTAKEN[name](tmp_path / NEWER)
-    check_fallback(tmp_path)

@@ -15,6 +15,7 @@ import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.testing import run_ranks
+from tests.distributed.runs import StopsAt
 from tests.distributed.test_trainer import history, make_arguments, make_model, make_strategy, uneven_items
 
 pytestmark = pytest.mark.distributed
@@ -101,14 +102,6 @@ def with_opens(folder):
 
 def test_a_callback_that_is_told_of_a_save_finds_the_folder(tmp_path):
     assert run_ranks(with_opens, 1, tmp_path) == [[True] * 4]
-
-
-class StopsAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
 
 
 def interrupted(folder, sharding):

@@ -105,8 +105,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hi
 NUM_RANKS, ITEM_BYTES = 4, 4
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("replicate", "reshard"), [(1, True), (2, False)])
 def test_a_rank_sends_and_holds_what_the_formulas_say(replicate, reshard):
     layout = {"sharding": "fsdp2", "replicate": replicate, "reshard": reshard}
     work = training.Work(layout=layout, sizes=SIZES, global_batch_size=4, sequence_tokens=16, num_steps=1)

@@ -1,7 +1,6 @@
 """A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 225 changes."""
 
 import pytest
-from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import run_ranks
@@ -16,26 +15,16 @@ from tests.distributed.layout_changes import (
     change_checkpoint,
     check_clipped,
 )
-from tests.distributed.runs import SMALL, losses, pretrain
+from tests.distributed.runs import SMALL, StopsAt, losses, pretrain
 
 pytestmark = pytest.mark.distributed
 
-# Each layout goes on from one that keeps its state in another way. test_optimizers.py goes from one process to others.
-CHAIN = (
-    "single", "fsdp2 x2 x tensor 2", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2", "pp4 interleaved", "tensor 2", "zero2 x2",
-    "fsdp2 x2", "pp2 x zero1 x2",
-)  # fmt: skip
+# Each layout goes on from one that keeps its state in another way. test_checkpoint_layouts.py has more changes, of
+# engines without a Trainer, and test_optimizers.py goes from one process to others.
+CHAIN = ("single", "fsdp2 x2 x tensor 2", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2", "pp4 interleaved")
 STEPS = 2  # of each
 SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=11")
 BOUND = 1e-5
-
-
-class StopsAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **named):
-        control.should_training_stop = state.global_step == self.step
 
 
 def train_until(config, step):

@@ -96,6 +96,8 @@ CASES = {
     "caches": (lambda: make_toy(toys.Remembers), LENGTHS[:2]),
     "skipped": (lambda: make_toy(toys.Skips), [plain()]),
     "in place": (lambda: make_toy(toys.WritesInPlace), [plain()]),
+    "two lists": (lambda: make_toy(toys.TwoLists), [plain()]),
+    "a cache": (lambda: make_llama(use_cache=True), [plain()]),
 }
 # What is summed over ranks, or travels past a stage, in each kind of schedule; the other cases in one of two by turns.
 RISKY = ("lengths", "tied", "between", "tied embedding", "skipped")

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.testing import RankFailed
@@ -13,7 +12,7 @@ from hfdist.trainer.reporting.callbacks import METRICS, earlier, read_metrics
 from hfdist.trainer.run.run_lock import LOCK
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
-from tests.unit.checkpoint.pieces import edit_manifest
+from tests.unit.checkpoint.pieces import edit_manifest, flip_a_bit
 
 pytestmark = pytest.mark.distributed
 
@@ -72,19 +71,8 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
             assert torch.allclose(weights(tmp_path)[name], reference, rtol=1e-6, atol=1e-7), name
 
 
-def test_checkpoints_are_hub_models_without_pickle(whole_runs):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    for checkpoint in sorted((whole_runs("zero3", 2) / "checkpoints").iterdir()):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        assert model.config.use_cache
-        assert len(AutoTokenizer.from_pretrained(checkpoint)) <= model.config.vocab_size
-        suffixes = {path.suffix for path in checkpoint.rglob("*") if path.is_file()}
-        assert suffixes <= {".json", ".safetensors", ".jinja", ".txt"}
-
-
 def test_only_the_newest_are_kept(whole_runs):
-    names = sorted(path.name for path in (whole_runs("ddp", 2) / "checkpoints").iterdir())
+    names = sorted(path.name for path in (whole_runs("single", 1) / "checkpoints").iterdir())
     assert names == ["step-00000010", "step-00000012"]
 
 
@@ -161,9 +149,9 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(whole_runs,
 
 
 def test_a_finished_run_does_no_further_step(whole_runs, tmp_path):
-    whole = whole_runs("ddp", 2)
+    whole = whole_runs("single", 1)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    pretrain(tmp_path, 2, "strategy=ddp", *SAVING, *DROPOUT)
+    pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
     assert losses(tmp_path) == losses(whole)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000012"
     for name, reference in weights(whole).items():
@@ -180,29 +168,15 @@ def test_a_branch_in_the_same_folder_is_refused(whole_runs, tmp_path):
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(whole_runs, tmp_path):
     shutil.copytree(whole_runs("single", 1), tmp_path / "old")
     chosen = tmp_path / "old" / "checkpoints" / "step-00000012"
-    content = bytearray((chosen / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (chosen / "model.safetensors").write_bytes(content)
+    flip_a_bit(chosen / "model.safetensors")
     with pytest.raises(RankFailed, match=r"model\.safetensors"):
         pretrain(tmp_path / "new", 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoints(tmp_path, cache_dir):
-    explode = ("optimizer.lr=1e30", "optimizer.warmup_steps=3", "train.max_grad_norm=1e30", "checkpoint.every=1")
-    with pytest.raises(RankFailed, match="NumericsError"):
-        pretrain(tmp_path, 2, "strategy=zero2", "checkpoint=default", *explode)
-    for file in (tmp_path / "checkpoints").rglob("*.safetensors"):
-        if "rng" not in file.name:
-            assert all(torch.isfinite(tensor).all() for tensor in load_file(file).values()), file
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path):
     whole = whole_runs("single", 1)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    weights_file = tmp_path / "checkpoints" / "step-00000012" / "model.safetensors"
-    content = bytearray(weights_file.read_bytes())
-    content[-1] ^= 1
-    weights_file.write_bytes(content)
+    flip_a_bit(tmp_path / "checkpoints" / "step-00000012" / "model.safetensors")
     pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
     names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert any(name.startswith("step-00000012.bad-") for name in names), names
@@ -241,7 +215,7 @@ def test_other_data_are_read_from_their_beginning_if_that_is_allowed(whole_runs,
 
 
 def test_the_config_of_the_run_is_written(whole_runs):
-    run = whole_runs("ddp", 2)
+    run = whole_runs("single", 1)
     text = (run / "config.yaml").read_text()
     assert "sharding: none" in text
     assert f"dir: {run}" in text

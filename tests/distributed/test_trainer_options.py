@@ -1,7 +1,6 @@
 """What users of the Trainer set, pass or override, with a strategy: schedules, callbacks, losses, loaders."""
 
 import json
-import math
 import time
 from types import SimpleNamespace
 
@@ -89,28 +88,6 @@ def test_a_schedule_with_a_state_of_its_own_goes_on(tmp_path, name):
     assert len(set(rates)) > 1
 
 
-class Breaks(TrainerCallback):
-    """Makes all losses NaN from a step on."""
-
-    def __init__(self, first_step):
-        self.first_step = first_step
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        if state.global_step + 1 >= self.first_step:
-            with torch.no_grad():
-                model.lm_head.weight.fill_(math.nan)
-
-
-def with_nan(folder):
-    make_trainer(folder, callbacks=[Breaks(2)]).train()
-
-
-def test_a_loss_that_is_not_finite_is_seen_with_the_arguments_defaults(tmp_path):
-    with pytest.raises(RankFailed, match="not finite") as failed:
-        run_ranks(with_nan, 1, tmp_path)
-    assert "though its loss is" not in str(failed.value)
-
-
 def patience(folder):
     arguments = SAVING | EVALUATING | {"metric_for_best_model": "eval_loss", "greater_is_better": True}
     trainer = make_trainer(folder, arguments=arguments, callbacks=[EarlyStoppingCallback(2)])
@@ -163,25 +140,6 @@ def test_every_save_is_reported_once_before_the_training_ends(tmp_path):
     assert told[-1] == "end"
     assert "train_loss" in told[-2]
     assert "train_loss" in log_history[-1]
-
-
-def bounded_history(folder):
-    checkpointer.NUM_ENTRIES = 2
-    trainer = make_trainer(folder, arguments=SAVING | EVALUATING)
-    trainer.train()
-    written = [
-        json.loads((path / "trainer_state.json").read_text())["log_history"]
-        for path in sorted(folder.glob("checkpoint-*"))
-    ]
-    return written, trainer.state.log_history
-
-
-def test_a_checkpoint_holds_the_newest_of_the_history_and_the_trainer_all(tmp_path):
-    written, log_history = run_ranks(bounded_history, 1, tmp_path)[0]
-    assert [len(entries) for entries in written] == [2, *[4] * (STEPS - 1)]
-    assert [entry["step"] for entry in log_history if "eval_loss" in entry] == list(range(1, STEPS + 1))
-    assert all(entry in log_history for entry in written[-1])
-    assert [entry["step"] for entry in written[-1] if "eval_loss" in entry] == [STEPS - 1, STEPS]
 
 
 def history_of_a_run(folder):
@@ -289,12 +247,3 @@ def counted(folder):
 def test_tokens_are_counted_once_and_the_last_checkpoint_is_found(tmp_path):
     num_tokens = STEPS * 8 * LENGTH
     assert run_ranks(counted, 1, tmp_path) == [(num_tokens, num_tokens, STEPS)]
-
-
-def nothing_to_go_on_from(folder):
-    make_trainer(folder).train(resume_from_checkpoint=True)
-
-
-def test_without_a_checkpoint_there_is_none_to_go_on_from(tmp_path):
-    with pytest.raises(RankFailed, match="no checkpoint to go on from"):
-        run_ranks(nothing_to_go_on_from, 1, tmp_path)

@@ -85,12 +85,6 @@ def test_questions_are_answered_quickly_without_torch(arguments, words, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["watch"]
 
 
-def test_launch_files_are_not_offered_as_a_group(tmp_path):
-    groups, _, keys = run("--help", cwd=tmp_path).stdout.partition("Keys")
-    assert "launch:" not in groups
-    assert "  launch:" in keys
-
-
 def test_shell_completion_knows_options_and_keys(tmp_path):
     for word, expected in (("strategy=ze", "strategy=zero2"), ("optimizer.warm", "optimizer.warmup_steps=")):
         line = f"python {RECIPE} {word}"
@@ -110,9 +104,7 @@ def test_a_typo_is_one_message_and_exit_code_2(tmp_path, watched):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["train.global_batch_size=12"], "train.global_batch_size"),
         (["data=no/such.jsonl"], "data.sources.files.path"),
-        (["report.to=tensorbord"], "report.to"),
         (["strategy=zero2"], "strategy.data"),
         (["model=hub", "model.name=./none"], "model.name"),
     ],
@@ -124,7 +116,7 @@ def test_what_needs_no_torch_is_found_without_it(arguments, where, tmp_path, wat
     assert done.stderr.endswith("HEAVY=[]\n")
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"], ["--info", "all"]])
+@pytest.mark.parametrize("arguments", [["--cfg", "job"], ["--help"]])
 def test_questions_about_a_wrong_config_get_our_message(arguments, tmp_path):
     done = run(*arguments, "strategy=zero4", cwd=tmp_path)
     assert done.returncode == 2

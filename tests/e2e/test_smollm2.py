@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.forked import run_forked
@@ -19,9 +18,8 @@ TRAIN = ("data=docstrings", "data.sequence_length=64", "data.eval_sequences=2", 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def answer(folder, adapter=None):
+def answer(folder):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
@@ -55,13 +53,3 @@ def test_two_ranks_fine_tune_it_as_one_process_does(tmp_path, cache_dir, short_l
     (whole,) = peaks_mib(single)
     assert all(peak < 0.85 * whole for peak in peaks_mib(split)), (whole, peaks_mib(split))
     assert "Paris" in answer(tmp_path / "runs" / "split" / "model")
-
-
-@pytest.mark.many
-def test_an_adapter_opens_in_peft(tmp_path, cache_dir, short_library, forked_ranks):  # noqa: F811
-    tune(tmp_path, "strategy=pipeline", "launch.processes=2", "adapter=lora", "run.name=lora")
-    run_dir = tmp_path / "runs" / "lora"
-    losses = [line["eval_loss"] for line in lines(run_dir) if "eval_loss" in line]
-    assert losses[-1] < losses[0]
-    (base,) = (cache_dir / "gguf").glob("*/config.json")
-    assert answer(run_dir / "model") == answer(base.parent, run_dir / "adapter")

@@ -70,11 +70,9 @@ _hfdist; echo "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("line", "choices"),
     [
-        ("hfdist pre", {"pretrain", "pretokenize"}),
         ("hfdist audit st", {"step="}),
         ("hfdist pretrain model=tiny strategy=ze", {"strategy=zero1", "strategy=zero2", "strategy=zero3",
                                                     "strategy=zero3_offload"}),
-        ("hfdist finetune launch.", {"launch.processes=", "launch.max_restarts="}),
     ],
 )  # fmt: skip
 def test_bash_completes(line, choices):

@@ -104,7 +104,8 @@ def test_a_loader_process_passes_signals_on_and_ends_by_its_ranks():
 
 
 def read_and_wait(folder, pids):
-    """A rank whose loader process reads more ahead than a pipe holds."""
+    """A rank whose loader process reads more ahead than a pipe holds; it says when it is told to stop."""
+    signal.signal(signal.SIGTERM, lambda number, frame: pids.put(-number))
     config = files_config(write_txt(folder), folder / "cache", sequence_length=4096, workers=1)
     batches = iter(TokenStream(open_corpus(config), tokenizer(), config).loader(batch_size=1))
     next(batches)
@@ -113,11 +114,13 @@ def read_and_wait(folder, pids):
     time.sleep(60)
 
 
-def test_a_loader_process_does_not_outlive_a_rank_that_is_killed(tmp_path):
+def test_the_loader_of_a_stream_passes_signals_on_and_does_not_outlive_a_rank_that_is_killed(tmp_path):
     pids = FORK.Queue()
     rank = FORK.Process(target=read_and_wait, args=(tmp_path, pids))
     rank.start()
     loader = psutil.Process(pids.get(timeout=60))
+    loader.send_signal(signal.SIGTERM)
+    assert pids.get(timeout=60) == -signal.SIGTERM
     # Until it waits for its rank to take what it has read.
     time.sleep(1)
     rank.kill()

@@ -58,7 +58,14 @@ def test_keeps_attention_and_half_of_the_products():
     assert repeated * 0.3 <= some.products - once.products <= repeated * 0.6
 
 
-def test_compiled_blocks_keep_names_and_gradients():
+@pytest.fixture
+def aot_eager(monkeypatch):
+    """The compiler's front end alone, which is where blocks are traced: distributed/test_layouts.py has all of it."""
+    compiler = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiler(module, backend="aot_eager"))
+
+
+def test_compiled_blocks_keep_names_and_gradients(aot_eager):
     model = llama()
     names = list(dict(model.named_parameters()))
     compile_blocks(model)
@@ -86,7 +93,7 @@ def test_a_block_that_writes_to_what_is_kept_is_refused():
     assert (caught.value.where, caught.value.hint) == ("train.recompute", "train.recompute=all")
 
 
-def test_a_compiled_block_checkpoints_inside_and_writes_to_nothing():
+def test_a_compiled_block_checkpoints_inside_and_writes_to_nothing(aot_eager):
     plain, compiled = (clipping_gradients(cheap=cheap, compiled=cheap) for cheap in (False, True))
     for one, other in zip(plain, compiled, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -72,16 +72,6 @@ def test_attention_stays_multi_head_grouped_or_multi_query(keys, small_keys):
     assert small("mistral", num_attention_heads=32, num_key_value_heads=keys).num_key_value_heads == small_keys
 
 
-def test_a_small_config_stays_as_it_is():
-    tiny = small("qwen3_next", 4)
-    assert shrink(tiny, num_blocks=4).to_dict() == tiny.to_dict()
-
-
-def test_the_implementation_of_attention_stays():
-    config = AutoConfig.for_model("llama", attn_implementation="eager")
-    assert shrink(config)._attn_implementation == "eager"
-
-
 def test_a_model_stays_as_it_is_when_its_config_is_made_small():
     """A class may write into the configs that it is made of, which the model reads at each forward."""
     config = AutoConfig.for_model("blt")
@@ -113,32 +103,9 @@ class TestBlocks:
         )
         assert kept == [dense, dense, full, sliding, sliding, full]
 
-    def test_blocks_that_are_named_by_number(self):
-        tiny = small("mllama", 4, text_config={"num_hidden_layers": 40, "cross_attention_layers": [3, 8, 13, 18]})
-        # Blocks 0, 3, 8 and 39 are kept.
-        assert tiny.text_config.cross_attention_layers == [1, 2]
-
-    def test_periods(self):
-        """Jamba's experts are every other block and its attention every eighth, where no experts are."""
-        tiny = small("jamba", 8)
-        assert [i for i, kind in enumerate(tiny.layers_block_type) if kind == "attention"] == [0, 4]
-        assert [i for i, experts in enumerate(tiny.layers_num_experts) if experts > 1] == [1, 3, 5, 7]
-
     def test_patterns(self):
         tiny = small("gpt_neo", 6, num_layers=24, attention_types=[[["global", "local"], 12]])
         assert tiny.attention_layers == ["global", "local"] * 3
-
-    def test_keys_are_shared_with_blocks_of_each_kind(self):
-        for num_blocks in range(3, 12):
-            tiny = small("gemma3n_text", num_blocks)
-            own = tiny.layer_types[: num_blocks - tiny.num_kv_shared_layers]
-            assert set(own) == set(tiny.layer_types)
-        assert tiny.num_kv_shared_layers == 5
-
-    def test_fields_of_single_blocks_keep_their_proportion(self):
-        tiny = small("gemma4_text", 6)
-        sizes = [block.head_dim for block in tiny.per_layer_config]
-        assert sizes == [32 if kind == "full_attention" else 16 for kind in tiny.layer_types]
 
 
 def test_towers_are_small_and_the_language_model_gets_the_blocks():
@@ -148,19 +115,6 @@ def test_towers_are_small_and_the_language_model_gets_the_blocks():
     assert tiny.vision_config.hidden_size == 64
     assert tiny.image_token_index in special_token_ids(tiny)
     assert tiny.image_token_index < tiny.text_config.vocab_size
-
-
-@pytest.mark.parametrize(
-    ("model_type", "expand", "heads", "size"),
-    [
-        ("mamba2", "expand", "num_heads", "head_dim"),
-        ("bamba", "mamba_expand", "mamba_n_heads", "mamba_d_head"),
-        ("nemotron_h", "expand", "mamba_num_heads", "mamba_head_dim"),
-    ],
-)
-def test_the_heads_of_mamba_fill_its_inner_width(model_type, expand, heads, size):
-    tiny = small(model_type)
-    assert getattr(tiny, heads) * getattr(tiny, size) == getattr(tiny, expand) * tiny.hidden_size
 
 
 def test_rotary_sections_fill_the_rotated_part_of_a_head():

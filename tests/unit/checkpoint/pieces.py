@@ -65,3 +65,15 @@ def edit_manifest(path, change):
     del content["xxh128"]
     change(content)
     (path / MANIFEST).write_text(json.dumps(content | {"xxh128": hash_of_content(content)}))
+
+
+def flip_a_bit(file):
+    """Of its last byte."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def files_of(folder):
+    """Contents by path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

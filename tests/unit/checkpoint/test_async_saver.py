@@ -125,14 +125,6 @@ def test_what_is_trained_and_not_finite_is_not_saved(tmp_path, in_background, ke
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 
-def test_without_a_copy_it_is_done_at_once(tmp_path):
-    saver = Saver(in_background=False)
-    begin(saver, tmp_path, 1, small_pieces())
-    verify(tmp_path / "step-00000001")
-    (report,) = saver.take_reports()
-    assert report.stall_seconds == report.total_seconds
-
-
 def test_a_parameter_that_comes_later_is_saved_too(tmp_path):
     saver, pieces = Saver(), small_pieces(2)
     begin(saver, tmp_path, 1, pieces[:2] + pieces[3:])

@@ -15,19 +15,13 @@ from hfdist.checkpoint import Keep, find_newest, prune, read_checkpoint, read_st
 from hfdist.checkpoint.manifest import MANIFEST, FormatError
 from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed, run_ranks
-from tests.unit.checkpoint.pieces import blank, edit_manifest, save, small_pieces
+from tests.unit.checkpoint.pieces import blank, edit_manifest, files_of, flip_a_bit, save, small_pieces
 
 OPTIMIZER = "training_state/optimizer-00001-of-00001.safetensors"
 
 
 def cut(path):
     (path / OPTIMIZER).write_bytes((path / OPTIMIZER).read_bytes()[:-1])
-
-
-def flip_a_bit(path):
-    content = bytearray((path / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (path / "model.safetensors").write_bytes(content)
 
 
 def tell(change):
@@ -56,7 +50,7 @@ DAMAGE = {
     "no-manifest": [lambda path: (path / MANIFEST).unlink()],
     "missing-file": [lambda path: (path / "config.json").unlink()],
     "size": [cut],
-    "hash": [flip_a_bit],
+    "hash": [lambda path: flip_a_bit(path / "model.safetensors")],
     "bad-json": [lambda path: (path / MANIFEST).write_text("{"), lambda path: (path / MANIFEST).write_bytes(b"\xff")],
     "bad-manifest": [
         lambda path: (path / MANIFEST).write_text("[]"),
@@ -153,12 +147,8 @@ def test_the_newest_is_chosen_by_number(tmp_path):
     assert find_newest(tmp_path) == newest
 
 
-def files_of(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_where_none_can_be_used_nothing_is_touched(tmp_path):
-    flip_a_bit(save(tmp_path, 1))
+    flip_a_bit(save(tmp_path, 1) / "model.safetensors")
     cut(save(tmp_path, 2))
     before = files_of(tmp_path)
     with pytest.raises(CheckpointError, match="none of the run's checkpoints can be used") as caught:

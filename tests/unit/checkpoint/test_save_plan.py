@@ -1,6 +1,5 @@
 """Who writes what: every element once, by a rank that has it, evenly, and the same on all ranks."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -80,11 +79,6 @@ def test_those_who_must_write_get_less_of_what_anybody_could():
 def test_gaps_and_ranks_that_disagree_are_named(declared, message):
     with pytest.raises(CheckpointError, match=message):
         assign_writers(declared)
-
-
-def test_regions_travel_as_lists():
-    original = region(2, 7, spec(shape=(2, 5)))
-    assert Region.from_json(json.loads(json.dumps(original))) == original
 
 
 def test_files_depend_on_names_and_sizes_alone():

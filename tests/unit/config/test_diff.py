@@ -1,6 +1,7 @@
 """What has changed since a checkpoint: told readably, and refused where it changes the training."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -9,10 +10,14 @@ from hfdist.config.composition.diff import check_changes, find_changes
 from hfdist.errors import CheckpointError
 
 
+@cache
+def values_of(*overrides):
+    return to_values(compose_config(overrides))
+
+
 def changes(before, after):
     """As found between a checkpoint's JSON and the config of now."""
-    values = [to_values(compose_config(overrides)) for overrides in (before, after)]
-    return find_changes(json.loads(json.dumps(values[0])), values[1])
+    return find_changes(json.loads(json.dumps(values_of(*before))), values_of(*after))
 
 
 def test_an_equal_config_has_none():

@@ -100,11 +100,11 @@ def test_one_message_with_file_line_and_way_out(name, tmp_path, monkeypatch):
     ids=["empty", "header", "no text", "too big", "aliases"],
 )
 def test_a_file_that_is_no_config_costs_nothing(text, words, tmp_path, monkeypatch):
-    start = time.perf_counter()
+    start = time.process_time()
     error = error_of(tmp_path, monkeypatch, text)
     assert error.where == FILE
     assert words in str(error)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_few_aliases_are_fine(tmp_path):

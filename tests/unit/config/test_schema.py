@@ -6,10 +6,13 @@ import pytest
 
 from hfdist.config.composition.aliases import OVERRIDES, REASONS, override_for, reason_against
 from hfdist.config.composition.compose import compose_config, compose_untyped, make_request
+from hfdist.config.composition.files import list_options
 from hfdist.config.composition.help import describe, descriptions
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, members, nearest_key, unknown_keys
 from hfdist.errors import ConfigError
+from tests.unit.config.shipped import CONF, GROUPS
+from tests.unit.config.test_hints import exists
 from tests.unit.config.test_mistakes import outcome
 
 VALUES = {  # values for which a synonym's override makes sense
@@ -55,16 +58,18 @@ def test_names_of_sources_are_free_and_their_members_are_not():
     assert list(unknown_keys(values)) == [("data.sources.a.pth", 1), ("z", 2)]
 
 
-# One name of several that mean the same.
-@pytest.mark.parametrize("name", {override: name for name, override in OVERRIDES.items()}.values())
-def test_each_synonym_leads_to_keys_that_exist(name):
-    value = VALUES.get(name, "2")
-    for override in override_for(name, value).split(" "):
-        # A contradiction with the rest is another matter; the key and the type must fit.
-        what = outcome(override)
-        assert "there is no" not in what
-        assert "wrong type" not in what
-        assert "no option" not in what
+@pytest.mark.parametrize("name", VALUES)
+def test_a_synonyms_value_fits_its_key(name):
+    what = outcome(override_for(name, VALUES[name]))
+    assert "there is no" not in what
+    assert "wrong type" not in what
+
+
+def test_each_synonym_leads_to_keys_that_exist():
+    for override in {part for name in OVERRIDES for part in override_for(name, 2).strip("'").split(" ") if "=" in part}:
+        key, _, value = override.partition("=")
+        assert exists(key) or key in GROUPS, override
+        assert key not in GROUPS or value in list_options(CONF, key), override
 
 
 @pytest.mark.parametrize("name", ["steps", "train.learning_rate", "data.block_size", "streaming", "model.use_cpu"])

@@ -35,11 +35,15 @@ def memory_config(cache_dir, *, weights=None, epochs=None, **settings) -> DataCo
 class Run:
     """The data ranks of one run, stepped together."""
 
-    def __init__(self, corpus, config, data_size, state=None, *, global_batch=12, ledger=None):
-        self.global_batch = global_batch
+    def __init__(self, corpus, config, data_size, state=None, *, global_batch=12, ledger=None, encoder=None):
         self.streams = [
             TokenStream(
-                corpus, tokenizer(), config, data_rank=rank, data_size=data_size, global_batch_size=global_batch
+                corpus,
+                encoder or tokenizer(),
+                config,
+                data_rank=rank,
+                data_size=data_size,
+                global_batch_size=global_batch,
             )
             for rank in range(data_size)
         ]

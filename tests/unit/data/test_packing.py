@@ -48,15 +48,6 @@ def test_two_documents_in_one_sequence():
     assert of.tolist() == [(5, 0, 3, 3), (6, 0, 3, 3)]
 
 
-def test_a_document_goes_on_in_the_next_sequence_with_new_positions():
-    first, second = pack(concat, [document(0, 3, 4, 5, 6, 7, 8, 9)], 4)
-    assert first.rows[LABELS].tolist() == [IGNORED, 4, 5, 6]
-    assert first.next_place == Place(0, 0, 4)
-    # Filled up, where the documents end.
-    assert second.rows.tolist() == [[7, 8, 9, FILL], [0, 1, 2, 0], [IGNORED, 8, 9, IGNORED]]
-    assert second.num_tokens == 3
-
-
 def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
     documents = [document(0, 1, 2), document(1, 3, 4, 5, fate=Status.quarantined), document(2, 6, 7, 8)]
     (with_it,) = pack(concat, documents, 8)

@@ -119,18 +119,6 @@ def test_rows_are_given_as_asked_and_know_where_they_come_from(made):
     assert shared.identity != large.identity
 
 
-def test_a_block_is_read_in_a_millisecond(made):
-    (large, _) = open_shards(made[0])
-    asked = np.random.default_rng(0).permutation(500)
-    large.token_columns(asked)
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        large.token_columns(asked)
-        seconds.append(time.perf_counter() - began)
-    assert min(seconds) < 1e-3
-
-
 def test_the_number_of_workers_changes_nothing(made, tmp_path):
     write(corpus(), tmp_path / "alone")
     assert contents(tmp_path / "alone") == contents(made[0])

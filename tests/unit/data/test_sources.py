@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind
-from hfdist.data import Cursor, TokenStream, open_corpus
+from hfdist.data import TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order import shuffle
 from hfdist.data.sources import tables
@@ -232,22 +232,6 @@ def test_long_rows_are_read_in_chunks_and_short_ones_by_the_thousand(data, cache
     assert shard.rows_at_once == MOST_ROWS_AT_ONCE
 
 
-def test_a_lane_decodes_a_row_group_once_a_block(data, cache, monkeypatch):
-    numbered(data, 4000, row_group_size=4000)
-    config = files_config(str(data), cache, lanes=4)
-    stream = TokenStream(open_corpus(config), tokenizer(), config)
-    together = []
-    decode = tables.ParquetShard._decode_rows
-    monkeypatch.setattr(
-        tables.ParquetShard, "_decode_rows", lambda *args: together.append(len(args[-1])) or decode(*args)
-    )
-    sequences = iter(stream)
-    while Cursor.from_json(stream.state_dict()).lanes[0].pools[0].place.position < 300:
-        next(sequences)
-    # Blocks of 4000 // (4 * 16) = 62 rows.
-    assert np.mean(together) > 60
-
-
 def test_every_document_is_mixed_in_once_whatever_the_lanes(data, cache):
     numbered(data, 5000, row_group_size=900)
     blocks = list(open_corpus(files_config(str(data), cache)).mixed_blocks())
@@ -358,12 +342,6 @@ class TestBarrenLanes:
     def test_a_lane_in_a_bad_shard_goes_on_with_others(self, stream):
         assert sum(1 for _ in itertools.islice(stream, 2000)) == 2000
 
-    def test_a_limit_ends_it_like_the_others(self, config, stream):
-        config.sources["files"].epochs = 1
-        stream = TokenStream(open_corpus(config), tokenizer(), config)
-        assert sum(1 for _ in stream) > 300
-        assert stream.has_ended
-
     @pytest.mark.parametrize("taken_out", [False, True])
     def test_nothing_but_bad_or_quarantined_rows_is_told(self, config, data, taken_out):
         for number in (0, 2, 3):
@@ -417,10 +395,3 @@ def test_a_large_row_group_is_not_held_whole(data, cache):
     finally:
         pa.set_memory_pool(usual)
     assert 0 < pool.max_memory() < 8 << 20
-
-
-def test_large_row_groups_are_not_kept(data, cache, monkeypatch):
-    rows = numbered(data, 60, row_group_size=60, size=100_000)
-    (shard,) = open_shards(str(data), cache)
-    monkeypatch.setattr(tables.recent, "put", None)
-    assert shard.read([3, 1]) == [rows[3], rows[1]]

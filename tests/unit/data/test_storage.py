@@ -12,7 +12,7 @@ from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import find_files, identify, identify_all
 from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import ConfigError, DataError
-from tests.unit.data.servers import Cut, Slow
+from tests.unit.data.servers import Cut
 
 KEY = "data.sources.x.path"
 SUFFIXES = (".parquet", ".jsonl", ".txt")
@@ -217,12 +217,6 @@ def test_retries_take_no_longer_than_they_may():
     with pytest.raises(DataError, match=r"ConnectionResetError: by the test, after [23] attempts"):
         Retries(attempts=100, first_wait_seconds=0.1, total_seconds=0.2).run(fail, "http://h/a?sig=1")
     assert calls[-1] - calls[0] < 0.2
-
-
-def test_a_slow_answer_is_waited_for(web, cache):
-    web.files["/a.txt"] = b"late"
-    web.faults["/a.txt"] = [Slow(0.3)]
-    assert contents(find(f"{web.url}/a.txt?download=1", cache)) == {"a.txt": b"late"}
 
 
 class TestAddresses:

@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline one after the other in one process, beside the whole model."""
+"""The stages of a pipeline in one process, and what travels between them."""
 
 from __future__ import annotations
 
@@ -48,39 +48,7 @@ def cut_stages(make: Callable[[], PreTrainedModel], stages: tuple[range, ...], c
     return cuts
 
 
-def staged_step(
-    cuts: list[SplitModel], carry: Carry, batch: dict[str, Any]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run one forward and backward through all stages; give the loss, and the gradients summed by name."""
-    sent: list[tuple[torch.Tensor, ...]] = []
-    received: list[tuple[torch.Tensor, ...]] = []
-    incoming = None
-    for stage, cut in enumerate(cuts):
-        value = cut.stage_module(stage, carry).run(lambda model: loss_of(model, batch), incoming)
-        if stage < len(cuts) - 1:
-            incoming = travel(value)
-            sent.append(unpack(value)[1])
-            received.append(unpack(incoming)[1])
-    value.backward()
-    for outputs, arrived in zip(reversed(sent), reversed(received), strict=True):
-        pairs = [(o, a.grad) for o, a in zip(outputs, arrived, strict=True) if a.grad is not None]
-        torch.autograd.backward([o for o, _ in pairs], [grad for _, grad in pairs])
-    gradients: dict[str, torch.Tensor] = {}
-    for cut in cuts:
-        for name, parameter in cut.model.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = gradients.get(name, 0) + parameter.grad
-    return value.detach(), gradients
-
-
 def loss_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
     """Call a model that returns its loss by name or first."""
     outputs = model(**batch)
     return outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
-
-
-def whole_step(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The same in one piece."""
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -69,7 +69,7 @@ placements = st.one_of(
 def problems(draw):
     rank_of_stage = draw(placements)
     # Whole numbers, so that sums are exact in whatever order they are taken.
-    cost = st.integers(1, 20).map(float)
+    cost = st.integers(0, 20).map(float)
     blocks = draw(st.lists(cost, min_size=len(rank_of_stage), max_size=10))
     ends = st.integers(0, 60).map(float)
     return Costs(blocks=tuple(blocks), prologue=draw(ends), epilogue=draw(ends)), rank_of_stage
@@ -91,25 +91,6 @@ def test_no_other_partition_is_better(problem):
         assert found[0] <= best[0] + max(costs.blocks)
 
 
-def test_uneven_numbers_of_blocks_differ_by_one():
-    assert sorted(lengths(partition(uniform(10), loop(4, 1)))) == [2, 2, 3, 3]
-    assert sorted(lengths(partition(uniform(30), v_shape(4)))) == [3, 3, 4, 4, 4, 4, 4, 4]
-    assert sorted(lengths(partition(uniform(30), loop(4, 2)))) == [3, 3, 4, 4, 4, 4, 4, 4]
-
-
-def test_a_head_with_a_large_vocabulary_takes_blocks_off_its_rank():
-    """The head costs as much as 5 blocks: 35 in all, so that the best of 4 ranks is 9."""
-    costs = uniform(30, epilogue=5.0)
-    runs = partition(costs, loop(4, 1))
-    assert largest(costs, loop(4, 1), runs) == (9.0, 9.0)
-    assert len(runs[-1]) <= 4
-    # In a V the head comes back to the first rank.
-    runs = partition(costs, v_shape(4))
-    assert largest(costs, v_shape(4), runs) == (9.0, 6.0)
-    assert len(runs[-1]) == 1
-    assert len(runs[0]) <= 3
-
-
 def test_a_head_heavier_than_any_share_gets_one_block_and_the_rest_is_even():
     assert lengths(partition(uniform(13, epilogue=20.0), loop(4, 1))) == [4, 4, 4, 1]
     runs = partition(uniform(128, epilogue=12.0), loop(16, 2))
@@ -125,22 +106,6 @@ def test_deep_models_are_partitioned_the_same_each_time(rank_of_stage):
     assert runs == partition(costs, rank_of_stage)
     average = (sum(costs.blocks) + 8.0) / len(set(rank_of_stage))
     assert largest(costs, rank_of_stage, runs)[0] <= average + 3.0
-
-
-def test_costs_may_be_measured_seconds():
-    blocks = tuple(1e-3 * (1 + (37 * i % 101) / 300) for i in range(48))
-    costs = Costs(blocks=blocks, prologue=2e-4, epilogue=3e-3)
-    for rank_of_stage in (loop(8, 1), v_shape(4), loop(4, 2)):
-        share = (sum(blocks) + 3.2e-3) / len(set(rank_of_stage))
-        assert largest(costs, rank_of_stage, partition(costs, rank_of_stage))[0] < share + max(blocks)
-
-
-def test_blocks_that_cost_nothing_are_given_out_all_the_same():
-    costs = Costs(blocks=(0.0,) * 5, prologue=1.0, epilogue=2.0)
-    for rank_of_stage in (loop(3, 1), v_shape(2), loop(2, 2)):
-        runs = partition(costs, rank_of_stage)
-        assert min(lengths(runs)) >= 1
-        assert sum(lengths(runs)) == 5
 
 
 def test_too_many_stages_are_refused_with_the_most_that_fit():
@@ -298,7 +263,7 @@ def test_equal_blocks_cost_the_same_and_are_timed_once():
         assert parameter.grad is None
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "zamba2", "mixtral", "xlm"])
+@pytest.mark.parametrize("kind", ["zamba2", "xlm"])
 def test_kinds_of_blocks_are_timed_apart(kind):
     model = tiny_model(kind)
     costs = times(model)

@@ -20,11 +20,10 @@ def problems(kind, carry=HIDDEN, stages=HALVES):
     return [finding.problem for finding in probe_all(lambda: make_toy(kind), stages, carry) if finding.problem]
 
 
-@pytest.mark.parametrize("stages", [THIRDS, QUARTERS])
 @pytest.mark.parametrize("kind", NEEDED)
-def test_the_least_that_must_travel_is_found(kind, stages):
+def test_the_least_that_must_travel_is_found(kind):
     for carry in CARRIES:
-        if not problems(kind, carry, stages):
+        if not problems(kind, carry, QUARTERS):
             assert carry == NEEDED[kind]
             return
     pytest.fail("refused")
@@ -40,7 +39,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("carry", CARRIES, ids=Carry.describe)
+@pytest.mark.parametrize("carry", [CARRIES[0], CARRIES[-1]], ids=Carry.describe)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_that_cannot_be_split_are_refused_with_the_reason(kind, carry):
     found = problems(kind, carry, THIRDS)

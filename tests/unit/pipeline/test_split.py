@@ -44,11 +44,6 @@ def test_each_rank_keeps_its_blocks_and_its_end_of_the_model(mine, blocks, untie
     assert kept.model is model
 
 
-def test_it_says_which_ends_it_has():
-    ends = [(kept.has_first, kept.has_last) for kept in (cut(make_toy(), *mine) for mine in ([0], [1], [2], [0, 2]))]
-    assert ends == [(True, False), (False, False), (False, True), (True, True)]
-
-
 def test_nothing_is_read_or_copied():
     with torch.device("meta"):
         shapeless = toys.Toy(toys.ToyConfig(tie_word_embeddings=False))
@@ -88,11 +83,6 @@ def test_buffers_of_other_stages_go_unless_code_makes_them():
     assert all(block.computed is not None for block in kept.blocks)
 
 
-def test_surrounding_parameters_count_tied_ones_once():
-    assert set(cut(make_toy(tie_word_embeddings=True), 2).surrounding()) == NORM | {"embedding.weight"}
-    assert set(cut(make_toy(), 2).surrounding()) == NORM | {"head.weight"}
-
-
 def test_removed_parameters_are_known_and_can_be_held_again():
     model = make_toy()
     model.norm.weight.requires_grad_(False)
@@ -119,15 +109,6 @@ def test_tied_parameters_go_and_come_back_together(asked):
     kept.remove([asked])
     assert kept.model.embedding.weight is None
     assert kept.model.head.weight is None
-
-
-def test_views_hold_nan_for_what_the_rank_does_not_hold():
-    kept = cut(make_toy(), 1)
-    view = kept.stage_module(1, HIDDEN).model
-    assert view.embedding.weight.isnan().all()
-    assert view.head.weight.isnan().all()
-    assert torch.isfinite(view.norm.weight).all()
-    assert kept.model.embedding.weight is None
 
 
 @pytest.mark.parametrize(("carry", "is_poison"), [(HIDDEN, True), (EMBEDDING, False)])

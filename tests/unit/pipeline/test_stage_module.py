@@ -1,23 +1,16 @@
-"""A stage as a view of the model: same names and tensors, the model's own code, the same loss and gradients."""
+"""A stage as a view of the model: same names and tensors. That it trains alike: distributed/test_pipeline_probes.py."""
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.build import initialize_by_name
 from hfdist.pipeline.stage_module import StageModule
-from tests.unit.pipeline import toys
-from tests.unit.pipeline.staging import cut_stages, staged_step, whole_step
+from tests.unit.pipeline.staging import cut_stages
 from tests.unit.pipeline.toys import (
-    EMBEDDING,
-    EVERYTHING,
     HALVES,
     HIDDEN,
     NEEDED,
-    QUARTERS,
-    THIRDS,
     make_toy,
     toy_batch,
 )
@@ -25,68 +18,6 @@ from tests.unit.pipeline.toys import (
 
 def view_of(model, stage=range(1, 3), carry=HIDDEN):
     return StageModule(model, find_block_parts(model), stage, carry, {})
-
-
-# ---- the same mathematics ----
-
-
-def assert_same_step(make, stages, carry, batch):
-    loss, gradients = whole_step(make(), batch)
-    staged_loss, staged_gradients = staged_step(cut_stages(make, stages, carry), carry, batch)
-    assert torch.equal(staged_loss, loss)
-    # A parameter that no stage has used keeps no gradient, as in one piece.
-    assert set(staged_gradients) == set(gradients)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(staged_gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize("stages", [HALVES, THIRDS, QUARTERS])
-@pytest.mark.parametrize("kind", NEEDED)
-def test_stages_compute_what_the_model_computes(kind, stages):
-    assert_same_step(lambda: make_toy(kind), stages, NEEDED[kind], toy_batch())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in NEEDED if kind is not toys.WritesInPlace])
-def test_more_than_what_is_needed_may_travel(kind):
-    assert_same_step(lambda: make_toy(kind), HALVES, EVERYTHING, toy_batch())
-
-
-@pytest.mark.parametrize("carry", [HIDDEN, EMBEDDING])
-def test_a_tied_head_adds_to_the_gradient_of_the_embedding(carry):
-    assert_same_step(lambda: make_toy(tie_word_embeddings=True), HALVES, carry, toy_batch())
-
-
-def make_llama(**config):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes | {"num_hidden_layers": 4, "vocab_size": 32} | config))
-    initialize_by_name(model, seed=0)
-    return model.train()
-
-
-def test_gradient_checkpointing_runs_only_own_blocks_again():
-    def make():
-        model = make_llama()
-        model.gradient_checkpointing_enable()
-        return model
-
-    runs = []
-    cuts = cut_stages(make, HALVES, HIDDEN)
-    for cut in cuts:
-        for index, (block,) in enumerate(cut.blocks):
-            block.mlp.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
-    loss, gradients = staged_step(cuts, HIDDEN, toy_batch())
-    assert sorted(runs) == [0, 0, 1, 1, 2, 2, 3, 3]
-    expected_loss, expected = whole_step(make_llama(), toy_batch())
-    torch.testing.assert_close(loss, expected_loss)
-    torch.testing.assert_close(gradients, expected)
-
-
-def test_a_model_with_a_cache_trains():
-    """Llama makes a cache in its forward where `use_cache` is set, as it is by default."""
-    assert_same_step(lambda: make_llama(use_cache=True), HALVES, HIDDEN, toy_batch())
-
-
-# ---- what a view is made of ----
 
 
 def test_names_and_tensors_are_the_models_own():

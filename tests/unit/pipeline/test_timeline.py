@@ -91,17 +91,6 @@ def test_the_bubble_is_the_share_of_the_schedule_without_computing():
     assert bubble_fraction(TWO_RANKS) == pytest.approx(1 - 3.5 / 8)
 
 
-def test_time_in_which_actions_overlap_counts_once():
-    overlapping = [
-        event(0, Action.forward, 0.0, 4.0),
-        event(0, Action.backward, 3.0, 5.0),
-        event(0, Action.backward_weight, 1.0, 2.0),
-        event(0, Action.backward_input, 6.0, 7.0),
-        event(0, Action.wait, 5.0, 10.0),
-    ]
-    assert bubble_fraction(overlapping) == pytest.approx(1 - 6 / 10)
-
-
 @pytest.mark.parametrize(("kind", "per_rank"), [(ONE_F_ONE_B, 1), (Schedule.interleaved_zero_bubble, 2)])
 def test_a_schedule_of_equal_stages_has_the_bubble_of_theory(kind, per_rank):
     formula = schedule.bubble_fraction(kind, num_ranks=4, stages_per_rank=per_rank, num_microbatches=8)
@@ -170,49 +159,6 @@ def test_rows_follow_the_ranks_that_took_part():
     assert top < 0 < 1 < bottom, "the first rank is on top"
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["rank 4\nstage 0", "rank 6\nstage 1"]
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(8, 8), (2, 20)])
-def test_every_box_of_computing_shows_its_micro_batch_inside(num_ranks, num_microbatches):
-    events = timed(Schedule.interleaved_zero_bubble, num_ranks, 1, num_microbatches)
-    figure = build_figure(events, title="zero bubble", formula=0.1)
-    (axes,) = figure.axes
-    figure.draw_without_rendering()
-    shown = sorted((round(text.get_position()[1]), text.get_position()[0], text) for text in axes.texts)
-    computing = [one for one in events if one.action is not Action.wait]
-    assert len(shown) >= len(computing) == 3 * num_microbatches * num_ranks
-    to_pixels = axes.transData.transform
-    for one in computing:
-        middle_ms = 1e3 * (one.start_seconds + one.stop_seconds) / 2
-        (text,) = [text for row, x, text in shown if row == one.rank and x == pytest.approx(middle_ms)]
-        assert text.get_text() == str(one.microbatch)
-        left, right = (to_pixels((1e3 * seconds, 0))[0] for seconds in (one.start_seconds, one.stop_seconds))
-        box = text.get_window_extent()
-        assert left <= box.x0 < box.x1 <= right
-
-
-def test_boxes_too_small_for_a_number_have_none():
-    events = [event(0, Action.forward, 0.0, 10.0), event(0, Action.backward, 10.0, 10.001)]
-    figure = build_figure(events, title="one long, one short", formula=0.1)
-    assert [text.get_position()[0] for text in figure.axes[0].texts] == pytest.approx([5000.0])
-
-
-def test_stages_of_a_rank_differ_in_shade_and_the_legend_says_so():
-    events = timed(Schedule.interleaved_zero_bubble, 4, 2, 8)
-    figure = build_figure(events, title="two stages", formula=0.1)
-    (forwards,) = [container for container in figure.axes[0].containers if container.get_label() == "forward"]
-    colours = {}
-    for bar in forwards.patches:
-        colours.setdefault(round(bar.get_y() + bar.get_height() / 2), set()).add(bar.get_facecolor())
-    assert {len(of_rank) for of_rank in colours.values()} == {2}
-    assert len(set.union(*colours.values())) == 2
-    figure.draw_without_rendering()
-    assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_window_extent().y0
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == [
-        "forward", "input gradient", "weight gradient", "wait to receive", "idle",
-        "first stage of a rank", "last stage of a rank",
-    ]  # fmt: skip
 
 
 def test_the_picture_is_written(tmp_path):

@@ -280,7 +280,6 @@ HIDDEN = Carry(Outputs.hidden, embedding=False)
 LAST = Carry(Outputs.last, embedding=False)
 HISTORY = Carry(Outputs.history, embedding=False)
 EMBEDDING = Carry(Outputs.hidden, embedding=True)
-EVERYTHING = Carry(Outputs.history, embedding=True)
 
 NEEDED = {
     Toy: HIDDEN,
