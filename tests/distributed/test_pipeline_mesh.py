@@ -1,7 +1,8 @@
-"""FSDP2 within a pipeline: a step of tiny models of several types beside the whole model, and what a rank sends."""
+"""A pipeline with FSDP2, tensor and context parallelism: a step of tiny models of several types beside the whole model."""
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfdist
 from benchmarks.growth import training
+from hfdist.checkpoint.piece import WEIGHT
+from hfdist.collectives import gather_json
+from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.pipeline.gradients import local
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.pipeline_fsdp import PipelineFsdpEngine
 from hfdist.testing import RankFailed, run_ranks
 from tests.zoo.models import tiny_batch, tiny_model
+from tests.zoo.sharding import packed
 from tests.zoo.splitting import compare_gradients, compare_losses, run_whole
 
 pytestmark = pytest.mark.distributed
@@ -25,6 +31,8 @@ pytestmark = pytest.mark.distributed
 NUM_RANKS, NUM_MICROBATCHES = 4, 4
 ITEM_BYTES = 4
 BOUND = 2e-6
+FSDP = {"sharding": "fsdp2"}
+TENSOR, CONTEXT = {"tensor": 2}, {"context": 2}
 
 
 @dataclass(frozen=True)
@@ -33,21 +41,36 @@ class Case:
 
     model_type: str
     schedule: str = "1f1b"
-    layout: dict = field(default_factory=dict)
+    layout: dict = field(default_factory=lambda: FSDP)
+    num_ranks: int = NUM_RANKS
+    fields: dict = field(default_factory=dict)
     frozen: tuple = ()
     checkpointing: bool = False
 
 
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 CASES = {
     "untied, 1f1b": Case("llama"),
     "tied, in a V": Case("gpt2", "zbv"),
     "tied, over and over": Case("qwen3", "interleaved_1f1b"),
     "backwards in halves, experts": Case("mixtral", "interleaved_zero_bubble"),
-    "replicas of whole stages": Case("qwen3", "dualpipev", {"replicate": 2}),
+    "replicas of whole stages": Case("qwen3", "dualpipev", FSDP | {"replicate": 2}),
     "the embedding on every stage": Case("gemma3n_text"),
-    "uneven stages, recomputed": Case("llama", "gpipe", {"blocks_per_stage": [5, 1]}, checkpointing=True),
+    "uneven stages, recomputed": Case("llama", "gpipe", FSDP | {"blocks_per_stage": [5, 1]}, checkpointing=True),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
-    "the pipeline alone": Case("llama", layout={"pipeline": 4}),
+    "the pipeline alone": Case("llama", layout=FSDP | {"pipeline": 4}),
+    "tensor, untied": Case("llama", layout=TENSOR, fields=UNTIED),
+    "tensor, tied, in a V": Case("llama", "zbv", TENSOR, fields=TIED),
+    "tensor, untied, in a V": Case("qwen3", "zbv", TENSOR, fields=UNTIED),
+    "context, recomputed": Case("gemma3_text", "interleaved_1f1b", CONTEXT, checkpointing=True),
+    "context by gathering, recomputed": Case(
+        "llama", "1f1b", CONTEXT | {"context_method": "gather"}, fields=TIED, checkpointing=True
+    ),
+    "context, experts": Case("mixtral", "dualpipev", CONTEXT),
+    "3d": Case("llama", layout=FSDP | TENSOR, num_ranks=8, fields=TIED),
+    "3d, experts": Case("mixtral", "interleaved_zero_bubble", FSDP | TENSOR, num_ranks=8),
+    "tensor and context": Case("qwen3", "zbv", TENSOR | CONTEXT, num_ranks=8),
+    "hsdp and context": Case("llama", "gpipe", FSDP | CONTEXT | {"replicate": 2}, num_ranks=8),
 }
 
 
@@ -55,11 +78,11 @@ def run_case(case):
     """Two steps with an evaluation behind each; the largest relative differences on this rank."""
     torch.set_num_threads(1)
     layout = {"pipeline": 2, "schedule": case.schedule} | case.layout
-    num_ranks = dist.get_world_size()
-    data_size = num_ranks // layout["pipeline"]
+    num_tensor, num_context = layout.get("tensor", 1), layout.get("context", 1)
+    data_size = case.num_ranks // layout["pipeline"] // num_tensor // num_context
     sizes = {"global_batch_size": NUM_MICROBATCHES * data_size, "micro_batch_size": 1}
-    strategy = hfdist.make_strategy(sharding="fsdp2", **sizes, **layout)
-    model = tiny_model(case.model_type)
+    strategy = hfdist.make_strategy(**sizes, **layout)
+    model = tiny_model(case.model_type, **case.fields)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.frozen))
     reference = copy.deepcopy(model)
@@ -69,26 +92,34 @@ def run_case(case):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained or [torch.zeros(1)], lr=0.0)
     engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
-    hooks = TrainerHooks(model=model, training_step=None, loss=lambda model, part, _: model(**part).loss * num_ranks)
     differences, rank = [], strategy.topology.data_rank
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     for step in range(2):
         batches = make_batches(reference, data_size, step)
-        whole = run_whole(reference, [batch for of_rank in batches for batch in of_rank])
+        num_items = sum((batch["labels"][:, 1:] != IGNORED).sum() for of_rank in batches for batch in of_rank)
+        loss = partial(loss_of, num_items=num_items, num_losses=case.num_ranks // num_tensor)
+        hooks = TrainerHooks(model=model, training_step=None, loss=lambda *args, loss=loss: loss(*args[:2]))
+        loss_alone = partial(loss_of, num_items=num_items)
+        whole = run_whole(reference, [batch for of_rank in batches for batch in of_rank], loss_alone)
         batch = join(batches[rank])
-        differences += compare_step(engine, hooks, batch, whole)
+        differences += compare_step(engine, hooks, batch, reference, whole)
         optimizer.zero_grad()
-        values = engine.forward(batch, lambda model, part: model(**part).loss.item(), hooks)
+        values = engine.forward(batch, lambda model, part, loss=loss_alone: loss(model, part).item(), hooks)
+        values = add_up_shares(values, engine, strategy)
         differences += [compare_losses(values, whole.losses[own])] if values else []
         check_sharded(engine)
     return float(max(differences))
+
+
+def loss_of(model, batch, num_items, num_losses=1):
+    return model(**batch, num_items_in_batch=num_items).loss * num_losses
 
 
 def make_batches(model, data_size, step):
     """The micro batches of each data rank. In the second step only the first data rank has seen their shape."""
     return [
         [
-            tiny_batch(model, 1, 16 + 8 * step * data_rank, seed=data_rank * NUM_MICROBATCHES + number)
+            packed(tiny_batch(model, 1, 16 + 8 * step * data_rank, seed=data_rank * NUM_MICROBATCHES + number))
             for number in range(NUM_MICROBATCHES)
         ]
         for data_rank in range(data_size)
@@ -99,20 +130,49 @@ def join(batches):
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def compare_step(engine, hooks, batch, whole):
+def add_up_shares(values, engine, strategy):
+    """Ranks that share sequences have a share of each loss."""
+    if engine.context is None or not values:
+        return values
+    total = torch.tensor(values)
+    dist.all_reduce(total, group=strategy.mesh.get_group("context"))
+    return total.tolist()
+
+
+def compare_step(engine, hooks, batch, reference, whole):
     loss = engine.forward_backward(batch, None, hooks)
     dist.all_reduce(loss)
-    gradients = {
-        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for name, parameter in engine.model.named_parameters()
-    }
     norm = torch.nn.utils.get_total_norm({id(g): g for g in whole.gradients.values() if g is not None}.values())
     ours = [loss / dist.get_world_size(), engine.clip_grad_norm(0.0, None)]
-    return [compare_losses(ours, [sum(whole.losses), norm]), compare_gradients(gradients, whole.gradients)[0]]
+    names = set().union(*gather_json(sorted(piece.name for piece in engine.pieces())))
+    assert names >= {name for name, _ in reference.named_parameters()}
+    return [compare_losses(ours, [sum(whole.losses), norm]), compare_pieces(engine, whole.gradients)]
+
+
+def compare_pieces(engine, expected):
+    """What this rank holds of each gradient, put where the weights are, whose pieces the engine knows."""
+    parameters = dict(engine.model.named_parameters())
+    unused = {name for name, parameter in parameters.items() if parameter.grad is None}
+    with torch.no_grad():
+        kept = [local(parameter).clone() for parameter in parameters.values()]
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                local(parameter).copy_(local(parameter.grad))
+        ours, theirs = {}, {}
+        for number, piece in enumerate(piece for piece in engine.pieces() if piece.name in parameters):
+            if piece.key == WEIGHT and piece.view.numel() > 0:
+                name, reference = f"{piece.name} {number}", expected[piece.name]
+                ours[name] = None if piece.name in unused else piece.view.clone()
+                theirs[name] = None if reference is None else piece.of_whole(reference)
+        for parameter, value in zip(parameters.values(), kept, strict=True):
+            local(parameter).copy_(value)
+    return compare_gradients(ours, theirs)[0]
 
 
 def check_sharded(engine):
     """Nothing that was gathered may be left, in sight or in memory."""
+    if not isinstance(engine, ShardedEngine):
+        return
     assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
     gathered = [parameter for module in engine._pipeline.modules.values() for parameter in module.parameters()]
     assert sum(parameter.untyped_storage().nbytes() for parameter in gathered) == 0
@@ -124,12 +184,14 @@ def run_cases(cases):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_ranks(run_cases, NUM_RANKS, CASES, timeout_seconds=300)
+    by_size = [{name: case for name, case in CASES.items() if case.num_ranks == size} for size in (4, 8)]
+    of_sizes = [run_ranks(run_cases, size, cases, timeout_seconds=300) for size, cases in zip((4, 8), by_size, strict=True)]
+    return {name: max(of_rank[name] for of_rank in of_ranks) for of_ranks in of_sizes for name in of_ranks[0]}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_the_whole_model(outcomes, name):
-    assert max(of_rank[name] for of_rank in outcomes) < BOUND
+    assert outcomes[name] < BOUND
 
 
 def counted_twice(engine):
@@ -138,18 +200,18 @@ def counted_twice(engine):
 
 
 REDUCE = PipelineFsdpEngine._reduce_gradients
-TIED = {"tied": Case("gpt2")}
+SHARED = {"tied": Case("gpt2")}
 
 
 def test_gradients_that_are_added_up_twice_show(monkeypatch):
     monkeypatch.setattr(PipelineFsdpEngine, "_reduce_gradients", counted_twice)
-    assert max(of_rank["tied"] for of_rank in run_ranks(run_cases, NUM_RANKS, TIED)) > 0.1
+    assert max(of_rank["tied"] for of_rank in run_ranks(run_cases, NUM_RANKS, SHARED)) > 0.1
 
 
 def test_what_an_evaluation_leaves_gathered_shows(monkeypatch):
     monkeypatch.setattr(ShardedEngine, "_reshard", lambda *_: None)
     with pytest.raises(RankFailed, match="check_sharded"):
-        run_ranks(run_cases, NUM_RANKS, TIED)
+        run_ranks(run_cases, NUM_RANKS, SHARED)
 
 
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
