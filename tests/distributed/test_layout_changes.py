@@ -23,10 +23,10 @@ pytestmark = pytest.mark.distributed
 # Each layout goes on from one that keeps its state in another way. test_optimizers.py goes from one process to others.
 CHAIN = (
     "single", "fsdp2 x2 x tensor 2", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2", "pp4 interleaved", "tensor 2", "zero2 x2",
-    "fsdp2 x2", "pp2 x zero1 x2",
+    "pp2 x fsdp2 x2 x tensor 2", "fsdp2 x2", "pp2 x context 2", "pp2 x zero1 x2",
 )  # fmt: skip
 STEPS = 2  # of each
-SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=11")
+SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=13")
 BOUND = 1e-5
 
 

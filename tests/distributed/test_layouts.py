@@ -47,6 +47,7 @@ def train(folder, num_processes, strategy, *overrides):
         ("long_context", 2),
         *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
         *(("tensor", 2), ("tensor", 4), ("fsdp2 strategy.tensor=2", 4), ("long_context strategy.tensor=2", 4)),
+        *(("pipeline strategy.tensor=2", 4), ("pipeline strategy.context=2 strategy.schedule=1f1b", 4), ("3d", 8)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
