@@ -293,9 +293,7 @@ class Pipeline:
         self._channel.flush()
         return values
 
-    def _headers_for(
-        self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]
-    ) -> dict[int, Header]:
+    def _headers_for(self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> dict[int, Header]:
         """Give what this rank's stages receive for a micro batch of this shape, by stage.
 
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -75,10 +74,6 @@ class StageModule(nn.Module):
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
         for name, (shape, dtype) in fillers.items():
-            owner = name.rpartition(".")[0]
-            if self.model.get_submodule(owner) is model.get_submodule(owner):
-                # It is not copied: see `copy_structure`.
-                continue
             # One number stands for all elements, so it takes no memory.
             poison = torch.full((), torch.nan, dtype=dtype, device=self._own[0].device).expand(shape)
             set_parameter(self.model, name, nn.Parameter(poison))
@@ -122,16 +117,14 @@ class StageModule(nn.Module):
 def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
     """Copy a model's module objects; the copy shares all tensors, and has a stand-in for each module of a block.
 
-    A module whose forward was replaced by a plain function is shared, too: the function knows that module, no copy.
-    Calling a stand-in is `call(place, original module, *args, **kwargs)`.
+    Calling a stand-in is `call(place, original module, *args, **kwargs)`. A forward that was replaced by a function, as
+    of an embedding whose rows tensor ranks share, runs the original module, which has the same tensors.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for shared in vars(module).values():
             if isinstance(shared, (PreTrainedConfig, torch.Tensor)):
                 memo[id(shared)] = shared
-        if module is not model and isinstance(vars(module).get("forward"), FunctionType):
-            memo[id(module)] = module
     for index, block in enumerate(blocks):
         for part, module in enumerate(block):
             memo[id(module)] = _stand_in(module, partial(call, Place(index, part), module))

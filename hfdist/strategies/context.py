@@ -245,7 +245,7 @@ class ContextParallel:
 
 
 class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
-    """A rank's share of a batch; while it is entered, attention is that of the whole sequences. It can be entered again."""
+    """A rank's share of a batch: while it is entered, attention is that of the whole sequences. Entered many times."""
 
     def __init__(self, context: ContextParallel, own: dict[str, torch.Tensor], sequence: _Sequence) -> None:
         self._context, self._own, self._sequence = context, own, sequence

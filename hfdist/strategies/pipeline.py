@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
             self._parts.reduce_gradients(self.model)
 
     def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Give all ranks the last stage's loss. The Trainer averages over all, and those with other tokens have shares."""
+        """Give all ranks the last stage's loss. The Trainer averages over all; ranks with other tokens have shares."""
         total = torch.stack(losses).sum() if self._split.has_last else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
         return total * self._tokens_group.size()
@@ -277,9 +277,7 @@ class PipelineStrategy(Strategy):
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         context = self._shard_sequences(model)
         parts = self._shard_matrices(model)
-        return self.engine_class(
-            self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts
-        )
+        return self.engine_class(self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts)
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

@@ -115,6 +115,8 @@ class PipelineZeroStrategy(PipelineStrategy):
         self.fractions = ShardFractions(optimizer=1.0 / (self.topology.data * self.topology.context))
         without_types = dataclasses.replace(self.train, precision=Precision.fp32)
         self.deepspeed_config = generate(self.config, without_types, self.batch)
+        # It counts each rank that shares sequences as one with sequences of its own.
+        self.deepspeed_config["train_batch_size"] *= self.topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
 

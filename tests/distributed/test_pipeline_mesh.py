@@ -1,4 +1,4 @@
-"""A pipeline with FSDP2, tensor and context parallelism: a step of tiny models of several types beside the whole model."""
+"""A pipeline with FSDP2, tensor and context parallelism: a step of tiny models of several types beside the whole."""
 
 import copy
 from dataclasses import dataclass, field
@@ -18,8 +18,10 @@ from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.pipeline.gradients import local
+from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
+from hfdist.strategies.pipeline import PipelineEngine
 from hfdist.strategies.pipeline_fsdp import PipelineFsdpEngine
 from hfdist.testing import RankFailed, run_ranks
 from tests.zoo.models import tiny_batch, tiny_model
@@ -32,7 +34,9 @@ NUM_RANKS, NUM_MICROBATCHES = 4, 4
 ITEM_BYTES = 4
 BOUND = 1e-5
 FSDP = {"sharding": "fsdp2"}
+HSDP = FSDP | {"replicate": 2}
 TENSOR, CONTEXT = {"tensor": 2}, {"context": 2}
+GATHER = CONTEXT | {"context_method": "gather"}
 
 
 @dataclass(frozen=True)
@@ -54,23 +58,18 @@ CASES = {
     "tied, in a V": Case("gpt2", "zbv"),
     "tied, over and over": Case("qwen3", "interleaved_1f1b"),
     "backwards in halves, experts": Case("mixtral", "interleaved_zero_bubble"),
-    "replicas of whole stages": Case("qwen3", "dualpipev", FSDP | {"replicate": 2}),
+    "replicas of whole stages": Case("qwen3", "dualpipev", HSDP),
     "the embedding on every stage": Case("gemma3n_text"),
     "uneven stages, recomputed": Case("llama", "gpipe", FSDP | {"blocks_per_stage": [5, 1]}, checkpointing=True),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
     "the pipeline alone": Case("llama", layout=FSDP | {"pipeline": 4}),
-    "tensor, untied": Case("llama", layout=TENSOR, fields=UNTIED),
     "tensor, tied, in a V": Case("llama", "zbv", TENSOR, fields=TIED),
-    "tensor, untied, in a V": Case("qwen3", "zbv", TENSOR, fields=UNTIED),
-    "context, recomputed": Case("gemma3_text", "interleaved_1f1b", CONTEXT, checkpointing=True),
-    "context by gathering, recomputed": Case(
-        "llama", "1f1b", CONTEXT | {"context_method": "gather"}, fields=TIED, checkpointing=True
-    ),
-    "context, experts": Case("mixtral", "dualpipev", CONTEXT),
-    "3d": Case("llama", layout=FSDP | TENSOR, num_ranks=8, fields=TIED),
+    "tensor, untied, over and over": Case("qwen3", "interleaved_1f1b", TENSOR, fields=UNTIED),
+    "context, windows": Case("gemma3_text", "dualpipev", CONTEXT),
+    "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
     "3d, experts": Case("mixtral", "interleaved_zero_bubble", FSDP | TENSOR, num_ranks=8),
-    "tensor and context": Case("qwen3", "zbv", TENSOR | CONTEXT, num_ranks=8),
-    "hsdp and context": Case("llama", "gpipe", FSDP | CONTEXT | {"replicate": 2}, num_ranks=8),
+    "tensor and context": Case("llama", "zbv", TENSOR | CONTEXT, num_ranks=8, fields=UNTIED),
+    "hsdp and context, uneven": Case("llama", "gpipe", HSDP | CONTEXT | {"blocks_per_stage": [4, 2]}, num_ranks=8),
 }
 
 
@@ -105,6 +104,7 @@ def run_case(case):
         differences += compare_step(engine, hooks, batch, reference, whole)
         optimizer.zero_grad()
         values = engine.forward(batch, lambda model, part, loss=loss_alone: loss(model, part).item(), hooks)
+        check_given_once(values, data_size * num_context)
         values = add_up_shares(values, engine, strategy)
         differences += [compare_losses(values, whole.losses[own])] if values else []
         check_sharded(engine)
@@ -128,6 +128,11 @@ def make_batches(model, data_size, step):
 
 def join(batches):
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def check_given_once(values, num_shares):
+    """One rank of each model replica, or several with other tokens, must give losses: an evaluation adds them up."""
+    assert sum(gather_json(len(values))) == NUM_MICROBATCHES * num_shares
 
 
 def add_up_shares(values, engine, strategy):
@@ -186,8 +191,10 @@ def run_cases(cases):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    by_size = [{name: case for name, case in CASES.items() if case.num_ranks == size} for size in (4, 8)]
-    of_sizes = [run_ranks(run_cases, size, cases, timeout_seconds=300) for size, cases in zip((4, 8), by_size, strict=True)]
+    of_sizes = []
+    for size in (NUM_RANKS, 2 * NUM_RANKS):
+        cases = {name: case for name, case in CASES.items() if case.num_ranks == size}
+        of_sizes.append(run_ranks(run_cases, size, cases, timeout_seconds=300))
     return {name: max(of_rank[name] for of_rank in of_ranks) for of_ranks in of_sizes for name in of_ranks[0]}
 
 
@@ -216,6 +223,53 @@ def test_what_an_evaluation_leaves_gathered_shows(monkeypatch):
         run_ranks(run_cases, NUM_RANKS, SHARED)
 
 
+def sum_of_partial_gradients_forgotten():
+    PipelineEngine._sum_shared = lambda engine: None
+
+
+def tensor_ranks_counted_into_the_loss():
+    begin = PipelineEngine.__init__
+
+    def counting_all(engine, strategy, *found, **axes):
+        begin(engine, strategy, *found, **axes)
+        engine._num_losses = strategy.topology.world_size
+
+    PipelineEngine.__init__ = counting_all
+
+
+def whole_parameters_counted_on_each_tensor_rank():
+    PipelineEngine._counts = lambda engine, name: name not in engine._io.counted_elsewhere
+
+
+def blocks_without_their_sequence():
+    def backward(stage, microbatch, output_gradients):
+        return stage._graphs.pop(microbatch).backward(output_gradients)
+
+    Stage.backward = backward
+
+
+def run_spoilt(spoil, name):
+    spoil()
+    return run_case(CASES[name])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        sum_of_partial_gradients_forgotten,
+        tensor_ranks_counted_into_the_loss,
+        whole_parameters_counted_on_each_tensor_rank,
+    ],
+)
+def test_a_mistake_shows(spoil):
+    assert max(run_ranks(run_spoilt, NUM_RANKS, spoil, "tensor, untied, over and over")) > 1e-3
+
+
+def test_blocks_that_are_computed_again_need_their_sequence():
+    with pytest.raises(RankFailed, match="size of tensor"):
+        run_ranks(run_spoilt, NUM_RANKS, blocks_without_their_sequence, "context by gathering, recomputed")
+
+
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
          "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
 
@@ -235,14 +289,26 @@ def test_weights_are_gathered_and_gradients_reduced_once_a_step(num_sequences):
         assert costs.optimizer_bytes == pytest.approx(2 * costs.weight_bytes, rel=0.01)
 
 
-def refused(layout):
-    model = tiny_model("llama")
-    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+def refused(model_type, layout):
+    model = tiny_model(model_type)
+    if layout.get("sharding") == "fsdp2":
+        model.scale = torch.nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError) as caught:
-        hfdist.make_strategy(sharding="fsdp2", pipeline=2, global_batch_size=8, **layout).build(model)
-    return caught.value.where
+        hfdist.make_strategy(pipeline=2, global_batch_size=8, **layout).build(model)
+    return caught.value.where, caught.value.found
 
 
-def test_what_cannot_be_sharded_is_refused_on_all_ranks():
-    assert run_ranks(refused, NUM_RANKS, {}) == ["scale"] * NUM_RANKS
-    assert run_ranks(refused, NUM_RANKS, {"prefetch": 1}) == ["strategy.prefetch"] * NUM_RANKS
+@pytest.mark.parametrize(
+    ("model_type", "layout", "where", "found"),
+    [
+        ("llama", FSDP, "scale", "shape []"),
+        ("llama", FSDP | {"prefetch": 1}, "strategy.prefetch", "1"),
+        # Of the model that is split, a small one is tried.
+        ("apertus", TENSOR, "strategy.tensor", "model.layers.0.mlp.act_fn.alpha_p"),
+        ("bloom", CONTEXT, "strategy.context", "differs by"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_on_all_ranks(model_type, layout, where, found):
+    for place, value in run_ranks(refused, NUM_RANKS, model_type, layout):
+        assert place == where
+        assert found in str(value)

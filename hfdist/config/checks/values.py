@@ -176,8 +176,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         )
         keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1, or strategy.sharding=fsdp2"
         raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
-    if strategy.context > 1 and strategy.sharding.is_deepspeed:
-        what = "ranks that share sequences do not go with ZeRO in this version"
+    if strategy.context > 1 and strategy.sharding.is_deepspeed and strategy.pipeline == 1:
+        what = "ZeRO counts each process as a data rank, and ranks that share sequences are one"
         hint = "strategy.sharding=fsdp2, or strategy.context=1"
         raise _conflict(config, "strategy.context strategy.sharding", what, allowed="1", hint=hint)
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
