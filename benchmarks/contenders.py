@@ -140,7 +140,7 @@ def build_hfdist(schedule: Schedule, stages_per_rank: int, work: Work, log: list
         return squared_error(output, microbatch["target"])
 
     def step() -> None:
-        pipeline.forward_backward(microbatches, loss)
+        pipeline.forward_backward(list(map(contextlib.nullcontext, microbatches)), loss)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Action, Recorder
 
 Tensors = tuple[torch.Tensor, ...]
+Batch = dict[str, torch.Tensor]
+Microbatch = AbstractContextManager[Batch]
+"""Gives what the model is called on. Entered for each forward, and for each backward, in which blocks may be computed
+again."""
 
 
 class _Graph(NamedTuple):
@@ -52,7 +57,8 @@ class Stage:
 
     Args:
         module, index: the stage's part of the model, and its number.
-        calls: for each micro batch: calls the model; on the last stage its value is the loss.
+        call: calls the model on a micro batch; on the last stage its value is the loss.
+        microbatches: of the step.
         headers: for each micro batch: of what the stage receives; None on the first stage.
         recorder: takes the times of what is done.
         splits_backward: whether weight gradients may run apart from input gradients. False for blocks that are
@@ -63,7 +69,8 @@ class Stage:
         self,
         module: StageModule,
         index: int,
-        calls: Sequence[Callable[[Any], Any]],
+        call: Callable[[PreTrainedModel, Batch], Any],
+        microbatches: Sequence[Microbatch],
         headers: Sequence[Header | None],
         *,
         recorder: Recorder,
@@ -72,7 +79,8 @@ class Stage:
         self.is_first = module.is_first
         self.is_last = module.is_last
         self._module = module
-        self._calls = calls
+        self._call = call
+        self._microbatches = microbatches
         self._headers = headers
         self._splits_backward = splits_backward
         self._span = partial(recorder.span, stage=index)
@@ -98,7 +106,7 @@ class Stage:
                 for tensor, meta in zip(received, header.metas, strict=True):
                     tensor.requires_grad_(meta.requires_grad)
                 incoming = header.pack(received)
-            value: Any = self._module.run(self._calls[microbatch], incoming)
+            value: Any = self._module.run(partial(_call, self._call, self._microbatches[microbatch]), incoming)
         outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
         self._graphs[microbatch] = _Graph(received, [tensor for tensor in outputs if tensor.requires_grad])
         return tuple(tensor.detach() for tensor in outputs)
@@ -109,7 +117,7 @@ class Stage:
         There is one output gradient for each output through which gradients flow, and none for the loss. Gives the
         gradients of what was received, one for each tensor that wants one.
         """
-        with self._span(Action.backward, microbatch=microbatch):
+        with self._span(Action.backward, microbatch=microbatch), self._microbatches[microbatch]:
             return self._graphs.pop(microbatch).backward(output_gradients)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -228,9 +236,6 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_leaf else tensor.contiguous()
 
 
-Batch = dict[str, torch.Tensor]
-
-
 class Pipeline:
     """This rank's stages (`modules`, by index), under a schedule of so many micro batches a step; see `Stage`."""
 
@@ -254,7 +259,7 @@ class Pipeline:
         self._instructions = receive_early(own, 2) if dist.get_backend(channel.group) == "gloo" else own
 
     def forward_backward(
-        self, microbatches: Sequence[Batch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
+        self, microbatches: Sequence[Microbatch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
     ) -> list[torch.Tensor]:
         """Run one step's forwards and backwards; gradients are added to those of the parameters.
 
@@ -265,13 +270,13 @@ class Pipeline:
         Returns:
             The losses, in order, on the rank of the last stage; elsewhere an empty list.
         """
-        calls = [partial(_call, loss, batch) for batch in microbatches]
-        headers = [self._headers_for(batch, call) for batch, call in zip(microbatches, calls, strict=True)]
+        headers = [self._headers_for(microbatch, loss) for microbatch in microbatches]
         stages = {
             index: Stage(
                 module,
                 index,
-                calls,
+                loss,
+                microbatches,
                 [known.get(index) for known in headers],
                 recorder=self._recorder,
                 splits_backward=self._splits_backward,
@@ -280,28 +285,29 @@ class Pipeline:
         }
         return Runtime(stages, self._channel, self._recorder).run(self._instructions)
 
-    def forward(self, microbatches: Sequence[Batch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
+    def forward(self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
         # One micro batch goes through all of a rank's stages before the next does: on NCCL, where a send may wait for
         # its receive, ranks with several stages would otherwise wait for each other.
-        values = [value for batch in microbatches for value in self._run_stages(partial(_call, call, batch))[0]]
+        values = [value for microbatch in microbatches for value in self._run_stages(call, microbatch)[0]]
         self._channel.flush()
         return values
 
-    def _headers_for(self, batch: Batch, call: Callable[[PreTrainedModel], Any]) -> dict[int, Header]:
+    def _headers_for(self, microbatch: Microbatch, call: Callable[[PreTrainedModel, Batch], Any]) -> dict[int, Header]:
         """Give what this rank's stages receive for a micro batch of this shape, by stage.
 
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
-        signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
+        with microbatch as batch:
+            signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
         if signature not in self._headers:
             with preserve_state(next(iter(self.modules.values())).model):
-                _, self._headers[signature] = self._run_stages(call, runs_last_stage=False)
+                _, self._headers[signature] = self._run_stages(call, microbatch, runs_last_stage=False)
             self._channel.flush()
         return self._headers[signature]
 
     def _run_stages(
-        self, call: Callable[[PreTrainedModel], Any], *, runs_last_stage: bool = True
+        self, call: Callable[[PreTrainedModel, Batch], Any], microbatch: Microbatch, *, runs_last_stage: bool = True
     ) -> tuple[list[Any], dict[int, Header]]:
         """Run the forward of one micro batch. Give its value, on the rank of the last stage, and what stages received.
 
@@ -309,14 +315,15 @@ class Pipeline:
         """
         values: list[Any] = []
         headers: dict[int, Header] = {}
+        run = partial(_call, call, microbatch)
         for index, module in self.modules.items():
             incoming = None if module.is_first else self._channel.receive(index)
             if incoming is not None:
                 headers[index] = unpack(incoming)[0]
             if not module.is_last:
-                self._channel.send(index + 1, module.run(call, incoming))
+                self._channel.send(index + 1, module.run(run, incoming))
             elif runs_last_stage:
-                values.append(module.run(call, incoming))
+                values.append(module.run(run, incoming))
         return values, headers
 
 
@@ -325,8 +332,9 @@ def _describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _call(function: Callable[[PreTrainedModel, Batch], Any], batch: Batch, model: PreTrainedModel) -> Any:
-    return function(model, batch)
+def _call(function: Callable[[PreTrainedModel, Batch], Any], microbatch: Microbatch, model: PreTrainedModel) -> Any:
+    with microbatch as batch:
+        return function(model, batch)
 
 
 def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, Any]]:

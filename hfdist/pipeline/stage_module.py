@@ -117,7 +117,8 @@ class StageModule(nn.Module):
 def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callable[..., Any]) -> PreTrainedModel:
     """Copy a model's module objects; the copy shares all tensors, and has a stand-in for each module of a block.
 
-    Calling a stand-in is `call(place, original module, *args, **kwargs)`.
+    Calling a stand-in is `call(place, original module, *args, **kwargs)`. A forward that was replaced by a function, as
+    of an embedding whose rows tensor ranks share, runs the original module, which has the same tensors.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():

@@ -173,7 +173,7 @@ class Engine:
             return default()
         self._average_gradients(self._parts.tokens_group)
         self._parts.reduce_gradients(self.model)
-        return self._clip(max_norm, self._norm_groups(self._parts))
+        return self._clip(max_norm)
 
     def _average_gradients(self, group: dist.ProcessGroup) -> None:
         parameters = list(self.model.parameters())
@@ -182,21 +182,21 @@ class Engine:
                 parameter.grad.div_(group.size())
         sum_gradients(parameters, group)
 
-    def _norm_groups(self, parts: ModelParts) -> list[dist.ProcessGroup]:
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
         """The groups whose ranks hold different parts of the model."""
-        return [parts.group]
+        return [] if self._parts is None else [self._parts.group]
 
-    def _clip(
-        self, max_norm: float, groups: list[dist.ProcessGroup], elsewhere: frozenset[str] = frozenset()
-    ) -> torch.Tensor:
-        """Clip by the norm over `groups`; `elsewhere`: names of parameters that other ranks count."""
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts a parameter in the norm, so that over all these groups each counts once."""
+        return self._parts is None or self._parts.counts(name)
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer.optimizer)
         parameters = dict(self.model.named_parameters())
-        own = [name for name in parameters if name not in elsewhere]
-        counted = own if self._parts is None else filter(self._parts.counts, own)
+        counted = (parameter for name, parameter in parameters.items() if self._counts(name))
         device = next(iter(parameters.values())).device
-        norm = total_norm((parameters[name] for name in counted), groups, device)
+        norm = total_norm(counted, self._norm_groups(), device)
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
         return norm

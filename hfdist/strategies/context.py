@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,13 @@ class ContextParallel:
                 module.register_forward_pre_hook(self._take_all_positions, with_kwargs=True)
                 module.register_forward_hook(self._keep_own_positions)
 
-    @contextmanager
-    def sharded(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-        """Give this rank's share of the tokens; in this context the model must be called on all ranks of the group.
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        # Modules hold hooks of it, and a stage of a pipeline is a copy of modules.
+        return self
+
+    def sharded(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Give this rank's share of the tokens. All ranks of the group call the model on it, each time that it is
+        entered; so is its backward, where blocks are computed again.
 
         Labels are shifted before they are shared out. Batches without labels stay whole: each rank computes them alone.
 
@@ -98,18 +102,13 @@ class ContextParallel:
             ConfigError: a batch that holds other things than tokens.
         """
         if batch.get("labels") is None:
-            yield batch
-            return
+            return nullcontext(batch)
         unknown = [name for name in batch if name not in _KEYS]
         if unknown:
             what = "it is not known how the ranks of a context group share this part of a batch"
             where, found = "data_collator", ", ".join(unknown)
             raise ConfigError(what, where=where, found=found, allowed=", ".join(_KEYS), hint="strategy.context=1")
-        shared, self._sequence = self._shard(batch)
-        try:
-            yield shared
-        finally:
-            self._sequence = None
+        return _Shared(self, *self._shard(batch))
 
     def _shard(self, batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], _Sequence]:
         # Masks are made and keys put in order where the model runs.
@@ -245,6 +244,20 @@ class ContextParallel:
         return gathered
 
 
+class _Shared(AbstractContextManager[dict[str, torch.Tensor]]):
+    """A rank's share of a batch: while it is entered, attention is that of the whole sequences. Entered many times."""
+
+    def __init__(self, context: ContextParallel, own: dict[str, torch.Tensor], sequence: _Sequence) -> None:
+        self._context, self._own, self._sequence = context, own, sequence
+
+    def __enter__(self) -> dict[str, torch.Tensor]:
+        self._context._sequence = self._sequence
+        return self._own
+
+    def __exit__(self, *_: object) -> None:
+        self._context._sequence = None
+
+
 def _values(kinds: Any) -> Iterable[Any]:
     """Of all kinds of blocks, where they differ."""
     return kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -277,7 +290,8 @@ def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> 
     config = model.config.get_text_config(decoder=True)
     heads = {name: n for name, n in config.to_dict().items() if re.fullmatch(_HEADS, name) and isinstance(n, int)}
     uneven = {name: n for name, n in heads.items() if n % size}
-    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    # Of a model that is split, too: all stages choose alike.
+    has_sinks = any(name.endswith("sinks") for module in model.modules() for name in module._parameters)
     can_gather = config._attn_implementation in _GATHERABLE
     if method is ContextMethod.gather and not can_gather:
         what = "keys and values can be gathered only for an attention that takes a mask of some rows"

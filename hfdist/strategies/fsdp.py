@@ -145,15 +145,19 @@ class ShardedEngine(Engine):
     reduces_gradients = True
     optimizer_sees = Reach.element
 
-    def _use(self, root: nn.Module) -> None:
+    def _use(self, root: nn.Module, mesh: DeviceMesh) -> None:
         """Take the module that FSDP knows as its root."""
         self._root: Any = root
+        self._sharded_group = mesh.get_group("sharded")
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
 
     def _reshard(self) -> None:
         """Free what is gathered: what is gathered of a parameter hides its shard from all that look at the model."""
         for unit in self._units:
             unit.reshard()
+
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
+        return [self._sharded_group, *super()._norm_groups()]
 
     def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
         """Keep the optimizer, if it can step DTensors.
@@ -218,8 +222,7 @@ class FsdpEngine(ShardedEngine):
         parts: ModelParts | None = None,
     ) -> None:
         super().__init__(model, context, parts)
-        self._sharded_group = mesh.get_group("sharded")
-        self._use(model)
+        self._use(model, mesh)
         # Behind FSDP's own hook.
         model.register_forward_hook(self._after_forward)
 
@@ -239,9 +242,6 @@ class FsdpEngine(ShardedEngine):
 
     def _average_gradients(self, group: dist.ProcessGroup) -> None:
         """FSDP2 has done it."""
-
-    def _norm_groups(self, parts: ModelParts) -> list[dist.ProcessGroup]:
-        return [self._sharded_group, *super()._norm_groups(parts)]
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
         """As the Trainer does, or over tensor ranks; the norm is that of the whole model."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.pipeline.gradients import sum_gradients
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.pipeline import Pipeline, split_batch
@@ -29,8 +30,12 @@ from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from hfdist.strategies.context import ContextParallel
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +48,25 @@ class PipelineEngine(Engine):
     runs_whole_model = False
 
     def __init__(
-        self, strategy: PipelineStrategy, split: SplitModel, size: ModelSize, stage_io: StageIO, mesh: DeviceMesh
+        self,
+        strategy: PipelineStrategy,
+        split: SplitModel,
+        size: ModelSize,
+        stage_io: StageIO,
+        *,
+        mesh: DeviceMesh,
+        context: ContextParallel | None,
+        parts: ModelParts | None,
     ) -> None:
-        super().__init__(split.model)
+        super().__init__(split.model, context, parts)
         self._size = size
         self._strategy = strategy
         self._split = split
         self._io = stage_io
         self._pipeline_group = mesh.get_group("pipeline")
-        self._data_group = mesh.get_group("data")
-        self.loss_group = self._data_group
-        self._world_size = strategy.topology.world_size
+        self._tokens_group = mesh.get_group("tokens")
+        self.loss_group = self._tokens_group
+        self._num_losses = strategy.topology.world_size // strategy.topology.tensor
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
         self._mode: bool | None = None
@@ -102,12 +115,15 @@ class PipelineEngine(Engine):
         assert self.schedule_trace is not None
         self._train_mode(True)
         self._check_unchanged(batch)
-        microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
+        if self._parts is not None:
+            self._parts.begin(batch)
+        microbatches = self._split_batch(batch)
         unscaled: list[torch.Tensor] = []
 
         def scaled_loss(stage_model: PreTrainedModel, microbatch: Batch) -> torch.Tensor:
-            # The Trainer multiplies by the number of processes, for gradients that are averaged over all of them.
-            value = hooks.loss(stage_model, microbatch, num_items) / self._world_size
+            # The Trainer multiplies by the number of processes, for gradients that are averaged over all of them; but
+            # tensor ranks compute one loss together.
+            value = hooks.loss(stage_model, microbatch, num_items) / self._num_losses
             unscaled.append(value.detach())
             return self._scale(value)
 
@@ -123,22 +139,22 @@ class PipelineEngine(Engine):
             self._pipeline = self._make_pipeline()
         self._train_mode(False)
         with torch.no_grad():
-            return self._pipeline.forward(split_batch(batch, self._strategy.batch.num_microbatches), function)
+            values = self._pipeline.forward(self._split_batch(batch), function)
+        return values if self._has_values else []
+
+    def _split_batch(self, batch: Batch) -> list[AbstractContextManager[Batch]]:
+        """Give this rank's part of the sequences of each micro batch."""
+        return [self._sharded(part) for part in split_batch(batch, self._strategy.batch.num_microbatches)]
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:
-        """Clip by the norm over all stages; a parameter on several ranks counts once."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer.optimizer)
-        parameters = dict(self.model.named_parameters())
-        counted = (parameter for name, parameter in parameters.items() if name not in self._io.counted_elsewhere)
-        norm = total_norm(counted, self._norm_groups_of_pipeline(), self._device)
-        if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
-        return norm
+        """Clip by the norm over all stages; `forward_backward` has reduced the gradients."""
+        return self._clip(max_norm)
 
-    def _norm_groups_of_pipeline(self) -> list[dist.ProcessGroup]:
-        """The groups whose ranks hold different parts of the model."""
-        return [self._pipeline_group]
+    def _norm_groups(self) -> list[dist.ProcessGroup]:
+        return [*super()._norm_groups(), self._pipeline_group]
+
+    def _counts(self, name: str) -> bool:
+        return name not in self._io.counted_elsewhere and super()._counts(name)
 
     def _find_trainable(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.model.parameters()]
@@ -157,17 +173,20 @@ class PipelineEngine(Engine):
 
     def _reduce_gradients(self) -> None:
         self._sum_shared()
-        sum_gradients(self.model.parameters(), self._data_group)
+        sum_gradients(self.model.parameters(), self._tokens_group)
 
     def _sum_shared(self) -> None:
+        """Give parameters on several ranks of a model replica one gradient."""
         for group, names in self._io.shared:
             sum_gradients((self.model.get_parameter(name) for name in names), group)
+        if self._parts is not None:
+            self._parts.reduce_gradients(self.model)
 
     def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Give all ranks the last stage's loss. The Trainer averages over all ranks, and each data rank has a share."""
+        """Give all ranks the last stage's loss. The Trainer averages over all; ranks with other tokens have shares."""
         total = torch.stack(losses).sum() if self._split.has_last else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
-        return total * self._strategy.topology.data_size
+        return total * self._tokens_group.size()
 
     def _train_mode(self, mode: bool) -> None:
         assert self._pipeline is not None
@@ -234,6 +253,7 @@ class PipelineStrategy(Strategy):
         Raises:
             ConfigError, PartitionError: the model cannot be split as `strategy.*` asks.
         """
+        super().partition(model)
         whole = cast(PreTrainedModel, model)
         self._size = measure_size(whole)
         blocks = find_block_parts(whole)
@@ -245,6 +265,7 @@ class PipelineStrategy(Strategy):
         """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
 
         Raises:
+            ConfigError: a model whose ranks cannot share sequences, or its matrices.
             PartitionError: the model cannot be split at its blocks.
         """
         if self._split is None or self._split.model is not model:
@@ -252,10 +273,11 @@ class PipelineStrategy(Strategy):
         assert self._split is not None
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)
-        mesh = self.mesh
-        stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, mesh)
+        stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, self.mesh)
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
-        return self.engine_class(self, self._split, self._size, stage_io, mesh)
+        context = self._shard_sequences(model)
+        parts = self._shard_matrices(model)
+        return self.engine_class(self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts)
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

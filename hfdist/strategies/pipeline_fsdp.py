@@ -10,12 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hfdist.models.flops import ModelSize
-from hfdist.pipeline.infer_stage_io import StageIO
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no_scalars
@@ -38,16 +35,12 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     """The stages compute with gathered parameters, the optimizer and checkpoints see shards."""
 
     def __init__(
-        self, strategy: PipelineStrategy, split: SplitModel, size: ModelSize, stage_io: StageIO, mesh: DeviceMesh
+        self, strategy: PipelineStrategy, split: SplitModel, *found: Any, mesh: DeviceMesh, **axes: Any
     ) -> None:
-        super().__init__(strategy, split, size, stage_io, mesh)
+        super().__init__(strategy, split, *found, mesh=mesh, **axes)
         step = _Step(split.model)
         shard_by_blocks(split.model, step, mesh, strategy.config)
-        self._use(step)
-        self._sharded_group = mesh.get_group("sharded")
-
-    def _norm_groups_of_pipeline(self) -> list[dist.ProcessGroup]:
-        return [self._sharded_group, *super()._norm_groups_of_pipeline()]
+        self._use(step, mesh)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
@@ -92,8 +85,8 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._root.set_reshard_after_backward(is_last)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        # FSDP averages over data ranks.
-        return super()._scale(loss) * self._strategy.topology.data_size
+        # FSDP averages over ranks with other tokens.
+        return super()._scale(loss) * self._tokens_group.size()
 
     def _reduce_gradients(self) -> None:
         self._is_last_backward(True)
@@ -109,7 +102,7 @@ class PipelineFsdpStrategy(PipelineStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        share = 1.0 / self.topology.shard
+        share = 1.0 / (self.topology.shard * self.topology.context)
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def partition(self, model: nn.Module) -> None:

@@ -56,7 +56,7 @@ class PipelineZeroEngine(PipelineEngine):
 
     def _groups(self) -> SimpleNamespace:
         """DeepSpeed's interface to the process groups of a layout ("mpu")."""
-        model, data = self._pipeline_group, self._data_group
+        model, data = self._pipeline_group, self._tokens_group
         return SimpleNamespace(
             get_model_parallel_group=lambda: model,
             get_model_parallel_rank=lambda: dist.get_rank(model),
@@ -90,8 +90,8 @@ class PipelineZeroEngine(PipelineEngine):
         pieces_zero.after_load(self.model, self._engine)
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        # DeepSpeed averages over data ranks.
-        return super()._scale(loss) * self._strategy.topology.data_size
+        # DeepSpeed averages over ranks with other tokens.
+        return super()._scale(loss) * self._tokens_group.size()
 
     def _reduce_gradients(self) -> None:
         self._sum_shared()
@@ -112,9 +112,11 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.fractions = ShardFractions(optimizer=1.0 / self.topology.data_size)
+        self.fractions = ShardFractions(optimizer=1.0 / (self.topology.data * self.topology.context))
         without_types = dataclasses.replace(self.train, precision=Precision.fp32)
         self.deepspeed_config = generate(self.config, without_types, self.batch)
+        # It counts each rank that shares sequences as one with sequences of its own.
+        self.deepspeed_config["train_batch_size"] *= self.topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
 

@@ -23,6 +23,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
+from hfdist.models.build import is_elsewhere
 from hfdist.strategies.tensor_linear import STYLES, run_locally
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -174,9 +175,9 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
     Args:
         model: whole, with the same weights on all ranks of the mesh.
         mesh: of one axis, the tensor ranks.
-        plan: of this model.
+        plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
     """
-    apply_tensor_parallelism(model, mesh, plan.rules)
+    apply_tensor_parallelism(model, mesh, _rules_here(model, plan.rules))
     shards = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
     for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
@@ -189,6 +190,12 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         elif placed:
             _place_while_running(module, placed)
     return shards
+
+
+def _rules_here(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
+    here = {name for name, module in model.named_modules() if not is_elsewhere(module)}
+    here |= {name for name, _ in model.named_parameters()}
+    return {name: style for name, style in rules.items() if name in here}
 
 
 def _is_sharded(parameter: DTensor) -> bool:

@@ -197,6 +197,7 @@ LAYOUTS = {
     "fsdp2x4": (4, Sharded),
     "pp2 fsdp2x2": (4, partial(Sharded, pipeline=2)),
     "fsdp2x2 tensor2": (4, partial(Sharded, tensor=2)),
+    "pp2 tensor2": (4, partial(Sharded, Sharding.none, pipeline=2, tensor=2)),
     "ddp2 tensor2": (4, partial(Sharded, Sharding.none, tensor=2)),
 }
 

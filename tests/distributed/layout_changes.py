@@ -78,6 +78,8 @@ LAYOUTS = {
     "pp2 x zero1 x2": Layout(4, ("strategy=pipeline_zero1",)),
     "pp4 interleaved": _interleaved(),
     "pp2 x fsdp2 x2": Layout(4, ("strategy=fsdp2", "strategy.pipeline=2")),
+    "pp2 x context 2": Layout(4, ("strategy=pipeline", "strategy.context=2")),
+    "pp2 x fsdp2 x2 x tensor 2": Layout(8, ("strategy=3d",)),
 }
 SINGLE = "single"
 

@@ -1,4 +1,4 @@
-"""A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 225 changes."""
+"""A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 289 changes."""
 
 import pytest
 
@@ -21,9 +21,12 @@ pytestmark = pytest.mark.distributed
 
 # Each layout goes on from one that keeps its state in another way. test_checkpoint_layouts.py has more changes, of
 # engines without a Trainer, and test_optimizers.py goes from one process to others.
-CHAIN = ("single", "fsdp2 x2 x tensor 2", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2", "pp4 interleaved")
+CHAIN = (
+    "single", "fsdp2 x2 x tensor 2", "zero3 x4", "hsdp x4", "pp2 x fsdp2 x2 x tensor 2", "pp4 interleaved",
+    "pp2 x context 2", "pp2 x zero1 x2",
+)  # fmt: skip
 STEPS = 2  # of each
-SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=11")
+SETTINGS = (*SMALL, *COMMON, f"train.max_steps={STEPS * len(CHAIN)}", "checkpoint=default", "checkpoint.keep=13")
 BOUND = 1e-5
 
 

@@ -47,6 +47,8 @@ def train(folder, num_processes, strategy, *overrides):
         ("long_context", 2),
         *(("pipeline_zero1", 4), ("fsdp2 strategy.pipeline=2", 4)),
         *(("tensor", 2), ("tensor", 4), ("fsdp2 strategy.tensor=2", 4), ("long_context strategy.tensor=2", 4)),
+        ("pipeline_zero1 strategy.context=2", 8),
+        *(("pipeline strategy.tensor=2", 4), ("pipeline strategy.context=2 strategy.schedule=1f1b", 4), ("3d", 8)),
     ],
 )
 def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_processes):
@@ -76,6 +78,8 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
+        ("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
+        ("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
         ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),
@@ -110,6 +114,8 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("pipeline", 2, "bf16"),
         ("pipeline_zero1", 4, "fp16"),
         ("fsdp2 strategy.pipeline=2", 4, "fp16"),
+        ("3d", 8, "fp16"),
+        ("pipeline strategy.context=2", 4, "bf16"),
     ],
 )
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 
@@ -167,7 +168,7 @@ def step_of_uneven_micro_batches(schedule):
         recorder=Recorder(rank=dist.get_rank(), device=device),
         splits_backward=True,
     )
-    losses = pipeline.forward_backward(microbatches, lambda stage, batch: stage(**batch).loss)
+    losses = pipeline.forward_backward(list(map(nullcontext, microbatches)), lambda stage, batch: stage(**batch).loss)
     total = torch.stack(losses).sum() if losses else torch.zeros(())
     dist.all_reduce(total)
     squared = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)

@@ -179,7 +179,17 @@ WITH_CONTEXT = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [*LAYOUTS, (4, {"sharding": "fsdp2", "replicate": 2}), *WITH_CONTEXT])
+IN_PIPELINES = [
+    (4, {"pipeline": 2}),
+    (8, {"pipeline": 2, "sharding": "fsdp2"}),
+    (4, {"pipeline": 2, "tensor": 1, "context": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [*LAYOUTS, (4, {"sharding": "fsdp2", "replicate": 2}), *WITH_CONTEXT, *IN_PIPELINES],
+)
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
     folder, (reference, eval_loss) = single
     ours, our_eval_loss = run_ranks(train, num_ranks, tmp_path, layout)[0]

@@ -126,9 +126,12 @@ def make_model(model_type: str, config: PreTrainedConfig, attention: str = "eage
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def tiny_model(model_type: str, num_blocks: int = 6, *, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
-    """Give a model of the type on the CPU, in float32 and train mode, with random weights."""
+def tiny_model(
+    model_type: str, num_blocks: int = 6, *, seed: int = 0, attention: str = "eager", **fields: object
+) -> PreTrainedModel:
+    """Give a model of the type on the CPU, in float32 and train mode, with random weights; `fields`: of its config."""
     config = tiny_config(model_type, num_blocks)
+    config.update(fields)
     if model_type in INITIALIZED_BY_CONSTRUCTORS:
         with torch.random.fork_rng():
             torch.manual_seed(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -177,7 +177,7 @@ def run_stages(
         recorder=Recorder(rank=dist.get_rank(), device=CPU),
         splits_backward=not cut.model.is_activation_checkpointing,
     )
-    return tuple(value.item() for value in pipeline.forward_backward(batches, loss))
+    return tuple(value.item() for value in pipeline.forward_backward([nullcontext(batch) for batch in batches], loss))
 
 
 def take_gradients(model: PreTrainedModel) -> Gradients:

@@ -161,11 +161,10 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         )
         keys, hint = "strategy.sharding strategy.pipeline", "strategy.sharding=zero1, or strategy.sharding=fsdp2"
         raise _conflict(config, keys, what, allowed="none, zero1, fsdp2", hint=hint)
-    if strategy.context > 1 and (strategy.pipeline > 1 or strategy.sharding.is_deepspeed):
-        other = "pipeline" if strategy.pipeline > 1 else "sharding"
-        what = "ranks that share sequences go with data and tensor parallelism and FSDP2 only in this version"
-        hint = "strategy=fsdp2, or strategy.context=1"
-        raise _conflict(config, f"strategy.context strategy.{other}", what, allowed="1", hint=hint)
+    if strategy.context > 1 and strategy.sharding.is_deepspeed and strategy.pipeline == 1:
+        what = "ZeRO counts each process as a data rank, and ranks that share sequences are one"
+        hint = "strategy.sharding=fsdp2, or strategy.context=1"
+        raise _conflict(config, "strategy.context strategy.sharding", what, allowed="1", hint=hint)
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
         what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
         raise _conflict(config, keys, what, allowed="auto", hint="strategy.context=2")
@@ -202,10 +201,6 @@ def _check_tensor(config: RunConfig) -> None:
         what = "ZeRO knows nothing of parameters that are sharded over tensor ranks"
         keys, hint = "strategy.sharding strategy.tensor", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
-    if strategy.pipeline > 1:
-        what = "tensor and pipeline parallelism together are not built yet in this version"
-        hint = "strategy.tensor=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
-        raise _conflict(config, "strategy.tensor strategy.pipeline", what, allowed="1", hint=hint)
     if config.train.compile in (Compile.blocks, Compile.model):
         what = "layers that are sharded over tensor ranks are not compiled in this version"
         keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"

@@ -113,7 +113,7 @@ CONTRADICTIONS = [
         "sharded over tensor ranks",
         "strategy.sharding=fsdp2",
     ),
-    (["strategy=tensor", "strategy.pipeline=2"], "strategy.tensor", "not built yet", "strategy.pipeline=1"),
+    (["strategy=pipeline_zero1", "strategy.tensor=2"], "strategy.sharding", "sharded over tensor ranks", "=fsdp2"),
     (["strategy=tensor", "train.compile=blocks"], "train.compile", "are not compiled", "train.compile=auto"),
     (["strategy=tensor", "adapter=lora"], "strategy.tensor", "not in the plan", "strategy.tensor=1"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
@@ -172,8 +172,7 @@ CONTRADICTIONS = [
     (["data.quarantine=[stdlb:abc.py:5]"], "data.quarantine", "no source 'stdlb'", "[stdlib:abc.py:5]"),
     (["data.quarantine=[abc.py:5]"], "data.quarantine", "SOURCE:FILE:ROW", "[stdlib:part-0.parquet:17]"),
     (["data.quarantine=['stdlib:abc.py:-5']"], "data.quarantine", "SOURCE:FILE:ROW", None),
-    (["strategy=pipeline", "strategy.context=2"], "strategy.context", "FSDP2 only", "strategy=fsdp2"),
-    (["strategy=zero2", "strategy.context=2"], "strategy.context", "FSDP2 only", "strategy=fsdp2"),
+    (["strategy=zero2", "strategy.context=2"], "strategy.context", "each process as a data rank", "sharding=fsdp2"),
     (["strategy.context_method=gather"], "strategy.context_method", "no ranks share", "strategy.context=2"),
     *(
         (["strategy=ddp", f"strategy.{axis}=2"], f"strategy.{axis}", "1; available are", "zero3")
