@@ -239,7 +239,7 @@ def _deepspeed(model: LlamaForCausalLM) -> dict[str, Save]:
     """ZeRO-2 saved by hfdist and by DeepSpeed's engine."""
     import deepspeed
 
-    from hfdist.strategies import pieces_zero
+    from hfdist.strategies.deepspeed import pieces_zero
 
     # Of a launcher, without which DeepSpeed does not start.
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
