@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.strategies.tensor import GRADIENT_BOUND
+from hfdist.strategies.self_check import GRADIENT_BOUND
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types

@@ -13,7 +13,7 @@ from hfdist.errors import ConfigError
 from hfdist.pipeline.gradients import local
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import make_strategy
-from hfdist.strategies.tensor import GRADIENT_BOUND
+from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import NUM_MICROBATCHES, Sharded
 from tests.zoo.splitting import Gradients, compare_gradients, compare_losses, run_whole
