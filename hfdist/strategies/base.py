@@ -318,13 +318,13 @@ class Strategy(Partitioning):
         # It takes time that other layouts save.
         from hfdist.strategies.tensor import shard_parameters
 
+        self._num_elements = sum(parameter.numel() for parameter in model.parameters())
         return shard_parameters(cast(PreTrainedModel, model), self.mesh, self._plans)
 
     def _counted(self, engine: Engine) -> Engine:
         """Set `fractions` by what this rank holds, where it depends on the model."""
         if self._plans is not None:
-            parameters = list(engine.model.parameters())
-            share = sum(local(p).numel() for p in parameters) / sum(map(engine.whole_numel, parameters))
+            share = sum(local(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
             self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
         return engine
 
