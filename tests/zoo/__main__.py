@@ -44,8 +44,8 @@ And each is sharded over {tensor_ranks} tensor ranks, by transformers' plan for 
 that the plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64
 it is 1e-15.
 
-Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no experts,
-or none that transformers has a plan for.
+Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
+experts, or none that transformers has a plan for.
 
 `make zoo` writes this page, and runs the same as tests.
 
@@ -66,8 +66,7 @@ What travels is found by trying: what a stage has not received is NaN in it. *Lo
 relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor and over expert ranks; of
 gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
 
-| type | blocks | outcome | what travels | loss | gradients | fsdp2 | loss | gradients | tensor | loss | gradients | expert | loss | gradients |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+{columns}
 {rows}
 """
 
@@ -122,11 +121,19 @@ def page(
         expert=_verdicts(expert),
         expert_ranks=NUM_EXPERT_RANKS,
         gradient_bound=GRADIENT_BOUND,
+        columns=_columns("fsdp2", "tensor", "expert"),
         rows="\n".join(
             row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, expert)))
             for model_type, tried in outcomes.items()
         ),
     )
+
+
+def _columns(*layouts: str) -> str:
+    names = ["type", "blocks", "outcome", "what travels", "loss", "gradients"]
+    for layout in layouts:
+        names += [layout, "loss", "gradients"]
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
 def _verdicts(ranks: list[dict[str, Sharded]]) -> str:

@@ -1,4 +1,4 @@
-"""Share a tiny model out to tensor or expert ranks, alone or under FSDP2; compare an accumulated step with the whole."""
+"""Share a tiny model out to tensor or expert ranks, and compare an accumulated step with the whole."""
 
 from __future__ import annotations
 

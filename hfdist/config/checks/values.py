@@ -133,7 +133,7 @@ def _check_adapter(config: RunConfig) -> None:
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     for axis in ("tensor", "expert"):
         if adapter.is_used and getattr(config.strategy, axis) > 1:
-            what = f"an adapter's layers are not in the plan by which a model is shared out over {axis} ranks"
+            what = f"an adapter's layers are not in the plan by which a model is sharded over {axis} ranks"
             where = f"strategy.{axis}" if adapter.path is None else f"strategy.{axis} adapter.path"
             raise _conflict(config, where, what, allowed="1", hint=f"strategy.{axis}=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
@@ -208,7 +208,7 @@ def _check_shared(config: RunConfig, axis: str, what: str) -> None:
     """Check what does not go with tensor or expert ranks."""
     strategy, key = config.strategy, f"strategy.{axis}"
     if strategy.sharding.is_deepspeed:
-        what = f"ZeRO knows nothing of {what} that are shared out over {axis} ranks"
+        what = f"ZeRO knows nothing of {what} that are sharded over {axis} ranks"
         keys, hint = f"strategy.sharding {key}", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
     if strategy.pipeline > 1:
@@ -216,7 +216,7 @@ def _check_shared(config: RunConfig, axis: str, what: str) -> None:
         hint = f"{key}=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
         raise _conflict(config, f"{key} strategy.pipeline", what, allowed="1", hint=hint)
     if config.train.compile in (Compile.blocks, Compile.model):
-        what = f"layers with {what} that are shared out over {axis} ranks are not compiled in this version"
+        what = f"layers with {what} that are sharded over {axis} ranks are not compiled in this version"
         keys, hint = f"train.compile {key}", "train.compile=auto, which compiles where it can"
         raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
 
