@@ -224,7 +224,7 @@ def _deepspeed(model: LlamaForCausalLM) -> dict[str, Save]:
     """ZeRO-2 saved by hfdist and by DeepSpeed's engine."""
     import deepspeed
 
-    from hfdist.strategies import pieces_zero
+    from hfdist.strategies.deepspeed import pieces_zero
 
     # Nothing here calls a compiled operator, and compiling takes a minute.
     deepspeed.ops.__compatible_ops__ = {}

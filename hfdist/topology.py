@@ -7,7 +7,8 @@ usually share a machine and tensor parallelism talks the most:
 
 The data ranks are `replicate` groups of `shard` neighbours (HSDP): what is sharded lies once in each group.
 
-Expert parallelism takes no axis of its own: experts are spread over `expert` neighbouring data ranks.
+Expert parallelism needs no ranks of its own: experts are spread over `expert` neighbouring data ranks of a replica, and
+then the shard axis is `expert_shard` groups of them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,6 @@ _OF_A_LAUNCHER = re.compile(
     r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_\w+|ROLE_\w+|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|ACCELERATE_\w+"
     r"|(PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD)_\w+)"
 )
-
-
-_WITHIN_DATA = {
-    "replicate": "the data ranks are divided into replicas, so their number must divide the data degree",
-    "expert": "experts are spread over data ranks, so the expert degree must divide the data degree",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +70,10 @@ class Topology:
         data = degrees.data if degrees.data is not None else max(1, world_size // degrees.model)
         if data * degrees.model != world_size or data < degrees.min_data:
             raise _wrong_world_size(degrees, world_size)
-        for axis, what in _WITHIN_DATA.items():
-            if data % getattr(degrees, axis) != 0:
-                found = f"{getattr(degrees, axis)} with {data} data ranks"
-                allowed = ", ".join(str(d) for d in range(1, data + 1) if data % d == 0)
-                raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed)
+        replicas = "the data ranks are divided into replicas, so their number must divide the data degree"
+        _check_divides("replicate", degrees.replicate, data, "data ranks", replicas)
+        experts = "experts are spread over the data ranks of one replica, so the expert degree must divide their number"
+        _check_divides("expert", degrees.expert, data // degrees.replicate, "data ranks in a replica", experts)
         return cls(
             world_size=world_size,
             rank=rank,
@@ -106,7 +100,10 @@ class Topology:
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, slowest axis first: the shape of the device mesh."""
-        return {axis: getattr(self, axis) for axis in self.AXES}
+        sizes = {axis: [(axis, getattr(self, axis))] for axis in self.AXES}
+        if self.expert > 1:
+            sizes["shard"] = [("expert_shard", self.shard // self.expert), ("expert", self.expert)]
+        return dict(size for of_axis in sizes.values() for size in of_axis)
 
     @property
     def data_size(self) -> int:
@@ -141,7 +138,7 @@ class Topology:
 
     def describe(self) -> str:
         """One line for people, for example `8 processes: pipeline 2 x data 4`."""
-        shape = self.mesh_shape
+        shape = {axis: getattr(self, axis) for axis in self.AXES}
         if self.replicate == 1:
             shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
         axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
@@ -186,6 +183,12 @@ def _number(values: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError("not a whole number in the environment", where=name, found=text) from error
+
+
+def _check_divides(axis: str, degree: int, number: int, of: str, what: str) -> None:
+    if number % degree != 0:
+        allowed = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+        raise ConfigError(what, where=f"strategy.{axis}", found=f"{degree} with {number} {of}", allowed=allowed)
 
 
 def _wrong_world_size(degrees: Degrees, world_size: int) -> ConfigError:

@@ -7,6 +7,7 @@ own step: one process, or data parallel with averaged gradients. Other layouts d
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,15 +27,15 @@ from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.pipeline.gradients import local, total_norm
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.parts import ModelParts
+from hfdist.strategies.parts import EXPERT, TENSOR, ModelParts
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
     from hfdist.strategies.context import ContextParallel
-    from hfdist.strategies.tensor_plan import Plan
+    from hfdist.strategies.tensor import Plans
 
 Batch = dict[str, torch.Tensor]
 Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
@@ -86,6 +87,9 @@ class Engine:
     clips_stepped = False
     """Whether gradients are clipped by the norm of what the optimizer steps, and not of all trained parameters."""
 
+    axes_of_parts: tuple[str, ...] = (EXPERT, TENSOR)
+    """Axes of the mesh over which ranks hold parts of parameters, or the same ones whole."""
+
     schedule_trace: Recorder | None = None
     """The measured times of a step, in layouts with a schedule. `setup` makes it."""
 
@@ -103,7 +107,8 @@ class Engine:
         """Which part of each parameter this rank holds, before FSDP2 shards it; None: all of it."""
         if parts is not None:
             self.reduces_gradients, self.optimizer_sees = True, Reach.element
-            self.rows_group, self.loss_group = parts.group, parts.tokens_group
+            if parts.groups.tensor is not None:
+                self.rows_group, self.loss_group = parts.groups.tensor, parts.groups.tokens
 
     @property
     def size(self) -> ModelSize:
@@ -171,24 +176,21 @@ class Engine:
         """Clip by the norm over all parameters of the whole model, and return the norm before clipping."""
         if self._parts is None:
             return default()
-        self._average_gradients(self._parts.tokens_group)
+        self._average_gradients(self._parts)
         self._parts.reduce_gradients(self.model)
         return self._clip(max_norm)
 
-    def _average_gradients(self, group: dist.ProcessGroup) -> None:
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(group.size())
-        sum_gradients(parameters, group)
+    def _average_gradients(self, parts: ModelParts) -> None:
+        parts.average_gradients(self.model)
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         """The groups whose ranks hold different parts of the model."""
-        return [] if self._parts is None else [self._parts.group]
+        groups = [] if self._parts is None else [self._parts.groups.of(axis) for axis in self.axes_of_parts]
+        return [group for group in groups if group is not None]
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts a parameter in the norm, so that over all these groups each counts once."""
-        return self._parts is None or self._parts.counts(name)
+        return self._parts is None or self._parts.counts(name, self.axes_of_parts)
 
     def _clip(self, max_norm: float) -> torch.Tensor:
         if self._scaler is not None:
@@ -198,7 +200,12 @@ class Engine:
         device = next(iter(parameters.values())).device
         norm = total_norm(counted, self._norm_groups(), device)
         if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm)
+            alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+            for parameter in parameters.values():
+                # torch scales no gradients of several meshes together.
+                alike[getattr(parameter, "device_mesh", None)].append(parameter)
+            for of_mesh in alike.values():
+                torch.nn.utils.clip_grads_with_norm_(of_mesh, max_norm, norm)
         return norm
 
     def whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -271,26 +278,29 @@ class Strategy(Partitioning):
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
 
     def partition(self, model: nn.Module) -> None:
-        """Check that the model can be sharded over tensor ranks; it stays whole until `build`.
+        """Check that ranks can share the parameters of the model; it stays whole until `build`.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: they cannot.
         """
-        if self.topology.tensor > 1:
+        topology = self.topology
+        self._plans: Plans | None = None
+        if topology.tensor * topology.expert > 1:
             # It takes time that other layouts save.
-            from hfdist.strategies.tensor_plan import make_plan
+            from hfdist.strategies.tensor import make_plans
 
-            self._plan: Plan = make_plan(cast(PreTrainedModel, model), self.topology.tensor)
+            whole = cast(PreTrainedModel, model)
+            self._plans = make_plans(whole, tensor=topology.tensor, expert=topology.expert)
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned. A collective where ranks share the model.
 
         Raises:
-            ConfigError: a model whose ranks cannot share sequences, or its matrices.
+            ConfigError: a model whose ranks cannot share sequences, or its parameters.
         """
         Strategy.partition(self, model)
         context = self._shard_sequences(model)
-        return Engine(model, context, self._shard_matrices(model))
+        return self._counted(Engine(model, context, self._shard_parameters(model)))
 
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
@@ -301,21 +311,22 @@ class Strategy(Partitioning):
         topology, group = self.topology, self.mesh.get_group("context")
         return make_context_parallel(model, group, self.config.context_method, num_tensor_ranks=topology.tensor)
 
-    def _shard_matrices(self, model: nn.Module) -> ModelParts | None:
-        """Leave in the model what this tensor rank holds, in place, and count it in `fractions`."""
-        if self.topology.tensor == 1:
+    def _shard_parameters(self, model: nn.Module) -> ModelParts | None:
+        """Leave in the model, in place, what this rank holds before FSDP2 shards it."""
+        if self._plans is None:
             return None
         # It takes time that other layouts save.
-        from hfdist.strategies.tensor import shard_matrices
+        from hfdist.strategies.tensor import shard_parameters
 
-        whole = sum(parameter.numel() for parameter in model.parameters())
-        parts = shard_matrices(cast(PreTrainedModel, model), self.mesh, self._plan)
-        share = sum(parameter.numel() for parameter in model.parameters()) / whole
-        held = self.fractions
-        self.fractions = ShardFractions(
-            weights=held.weights * share, gradients=held.gradients * share, optimizer=held.optimizer * share
-        )
-        return parts
+        self._num_elements = sum(parameter.numel() for parameter in model.parameters())
+        return shard_parameters(cast(PreTrainedModel, model), self.mesh, self._plans)
+
+    def _counted(self, engine: Engine) -> Engine:
+        """Set `fractions` by what this rank holds, where it depends on the model."""
+        if self._plans is not None:
+            share = sum(local(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
+            self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
+        return engine
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -329,14 +340,23 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     Besides its own axes it has `data`: replicate and shard together; `sharded`: shard and context together, over which
     FSDP2 shards, as each rank of a context group has other gradients; and `tokens`: all three, whose ranks each have
     other tokens of the global batch.
+
+    With expert parallelism `shard` is `expert_shard` and `expert` together: neighbours hold other experts. The ranks
+    with the same experts are `sharded_experts` and `tokens_of_experts`, in place of `sharded` and `tokens`.
     """
     device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
     mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     # Not public yet, and the way that torch's own documentation shows.
-    mesh["replicate", "shard"]._flatten("data")
-    mesh["shard", "context"]._flatten("sharded")
-    mesh["replicate", "shard", "context"]._flatten("tokens")
+    shard: tuple[str, ...] = ("shard",)
+    if topology.expert > 1:
+        shard = ("expert_shard", "expert")
+        mesh[shard]._flatten("shard")
+        mesh["expert_shard", "context"]._flatten("sharded_experts")
+        mesh["replicate", "expert_shard", "context"]._flatten("tokens_of_experts")
+    mesh["replicate", *shard]._flatten("data")
+    mesh[*shard, "context"]._flatten("sharded")
+    mesh["replicate", *shard, "context"]._flatten("tokens")
     return mesh
 
 

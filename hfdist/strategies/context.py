@@ -27,9 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
-from hfdist.errors import ConfigError, first_line
+from hfdist.errors import ConfigError
 from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.pipeline.gradients import sum_gradients
 from hfdist.pipeline.stage_io import device_of
+from hfdist.strategies.self_check import Readers, Trial, find_problem
 
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
@@ -40,7 +42,7 @@ _GATHERABLE = ("sdpa", "eager")
 _DEPENDENT_ON_LENGTH = {"dynamic", "longrope"}
 """Types of rotary embeddings."""
 _HEADS = r"(num|n)_\w*heads?|n_head"
-_TOLERANCE, _CHECKED_TOKENS = 1e-4, 32
+_CHECKED_TOKENS = 32
 _numbers = itertools.count()
 
 
@@ -319,68 +321,40 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
     Returns:
         Whether it keeps packed documents apart.
     """
-    kind = type(model).__name__
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            small = small_model(model)
+    keeps_apart = True
+    size = group.size()
+
+    def make() -> PreTrainedModel:
+        nonlocal keeps_apart
+        small = small_model(model)
         base = model.config.get_text_config(decoder=True)._attn_implementation
         if base in _GATHERABLE:
             small.set_attn_implementation(base)
         keeps_apart = keeps_documents_apart(small) is not False
-        nn.Module.to(small, device_of(group))
-        batches = [_packed_batch(small, group.size(), seed) for seed in range(2)]
-        whole = _accumulate(small, batches, nullcontext)
-        if method is ContextMethod.ulysses:
-            # It has fewer heads.
-            method = _choose_method(small, group.size(), ContextMethod.auto)
-        context = ContextParallel(small, group, method, keeps_apart=keeps_apart)
-        shared = _accumulate(small, batches, context.sharded)
-        for tensor in shared.values():
-            dist.all_reduce(tensor, group=group)
-    except Exception as error:  # of a model of any kind
-        raise _refused(kind, first_line(error)) from error
-    least = _TOLERANCE * max(tensor.norm() for tensor in whole.values())
-    for name, tensor in whole.items():
-        difference = (shared[name] - tensor).norm() / max(tensor.norm(), least)
-        if not difference < _TOLERANCE:
-            raise _refused(kind, f"{name} differs by {difference:.1e}")
-    return keeps_apart
+        return small
 
+    def distribute(small: PreTrainedModel) -> Trial:
+        by_heads = method is ContextMethod.ulysses
+        # It has fewer heads.
+        own_method = _choose_method(small, size, ContextMethod.auto) if by_heads else method
+        context = ContextParallel(small, group, own_method, keeps_apart=keeps_apart)
 
-def _packed_batch(model: PreTrainedModel, size: int, seed: int) -> dict[str, torch.Tensor]:
-    """Two sequences of three documents, of which not all tokens are targets."""
+        def reduce(loss: torch.Tensor) -> None:
+            # A rank may not use parameters that others use.
+            sum_gradients(small.parameters(), group)
+            dist.all_reduce(loss, group=group)
+            for tensor in (loss, *(p.grad for p in small.parameters())):
+                if tensor is not None:
+                    tensor.div_(size)
+
+        return Trial(reduce=reduce, sharded=context.sharded)
+
+    # A number that the ranks do not divide.
     num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
-    generator = torch.Generator().manual_seed(seed)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)
-    labels, positions = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
-    labels[0, 4:7] = IGNORED
-    for row, starts in enumerate(((5, 19), (11, 14))):
-        for start in starts:
-            positions[row, start:] = torch.arange(num_tokens - start)
-            labels[row, start] = IGNORED
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: tensor.to(model.device) for name, tensor in batch.items()}
-
-
-def _accumulate(
-    model: PreTrainedModel,
-    batches: list[dict[str, torch.Tensor]],
-    shard: Callable[[dict[str, torch.Tensor]], AbstractContextManager[dict[str, torch.Tensor]]],
-) -> dict[str, torch.Tensor]:
-    """Give the loss and all gradients of several micro batches, by name."""
-    num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
-    model.zero_grad()
-    total = torch.zeros((), device=model.device)
-    for batch in batches:
-        with shard(batch) as own:
-            loss = model(**own, num_items_in_batch=num_items, use_cache=False).loss
-            loss.backward()
-        total += loss.detach()
-    # A rank may not use parameters that others use.
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return {"the loss": total} | {f"the gradient of {name}": gradient for name, gradient in gradients.items()}
+    problem = find_problem(make, distribute, Readers(num_ranks=size), device_of(group), num_tokens=num_tokens)
+    if problem is not None:
+        raise _refused(type(model).__name__, problem)
+    return keeps_apart
 
 
 def _refused(kind: str, found: str) -> ConfigError:

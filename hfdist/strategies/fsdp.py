@@ -29,7 +29,7 @@ from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
-from hfdist.strategies.parts import ModelParts
+from hfdist.strategies.parts import TENSOR, ModelParts
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -49,44 +49,48 @@ class FsdpStrategy(Strategy):
 
         Raises:
             ConfigError: a parameter that FSDP2 cannot shard, or a model whose ranks cannot share sequences, or its
-                matrices.
+                parameters.
         """
         if self.topology.world_size == 1:
             return Engine(model)
         Strategy.partition(self, model)
         context = self._shard_sequences(model)
-        parts = self._shard_matrices(model)
+        parts = self._shard_parameters(model)
         if self.topology.data * self.topology.context == 1:
-            return Engine(model, context, parts)
-        shard_model(model, self.mesh, self.config)
-        return FsdpEngine(model, self.mesh, context, parts)
+            return self._counted(Engine(model, context, parts))
+        shard_model(model, self.mesh, self.config, parts)
+        return self._counted(FsdpEngine(model, self.mesh, context, parts))
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
+def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None) -> None:
     """Shard a model over the data ranks in place; ConfigError: a parameter that FSDP2 cannot shard."""
     check_no_scalars(model, "FSDP2")
     name = type(model).__name__
-    shard_by_blocks(model, model, mesh, config)
+    shard_by_blocks(model, model, mesh, config, parts)
     # Exported configs name the class, and the Trainer knows causal models by it.
     type(model).__name__ = name
 
 
-def shard_by_blocks(model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> None:
+def shard_by_blocks(
+    model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None
+) -> None:
     """Shard a model over the data ranks in place: a unit a block, and the rest with `root`, which is or has the model.
+
+    Experts that ranks share are units of their own, sharded over the ranks that hold the same.
 
     Raises:
         ConfigError: a parameter that FSDP2 cannot shard.
     """
     uses_all = uses_all_parameters(cast(PreTrainedModel, model))
     units = list(_list_units(cast(PreTrainedModel, model)))
-    axes = mesh["replicate", "sharded"] if mesh["replicate"].size() > 1 else mesh["sharded"]
+    axes = _with_replicas(mesh, "sharded")
+    for experts in () if parts is None else parts.list_experts(model):
+        _shard(experts, _with_replicas(mesh, "sharded_experts"), reshard=config.frees_behind_forward)
     for unit in units:
-        _prepare(unit, mesh)
-        fully_shard(unit, mesh=axes, reshard_after_forward=config.frees_behind_forward)
+        _shard(unit, axes, reshard=config.frees_behind_forward)
     _prefetch(cast(list[FSDPModule], units), config.prefetch)
-    _prepare(root, mesh)
     # The backward begins with what the forward ends with.
-    fully_shard(root, mesh=axes, reshard_after_forward=False)
+    _shard(root, axes, reshard=False)
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if not uses_all:
@@ -120,8 +124,17 @@ def _prefetch(units: list[FSDPModule], count: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
 
 
+def _with_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    return mesh["replicate", axis] if mesh["replicate"].size() > 1 else mesh[axis]
+
+
+def _shard(unit: nn.Module, axes: DeviceMesh, *, reshard: bool) -> None:
+    _prepare(unit, axes)
+    fully_shard(unit, mesh=axes, reshard_after_forward=reshard)
+
+
 def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Start from the weights of data rank 0, as DDP does: ranks may have drawn their own.
+    """Start from the weights of the first rank of a mesh, as DDP does: ranks may have drawn their own.
 
     Called for one unit at a time, so that no more is whole on the device.
     """
@@ -135,8 +148,8 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
     for tensor in (*(p for _, p in own), *unit.buffers()):
         tensor.data = tensor.data.contiguous()
-        for axis in ("context", "data"):
-            broadcast(tensor.data, mesh.get_group(axis))
+        for group in mesh.get_all_groups():
+            broadcast(tensor.data, group)
 
 
 class ShardedEngine(Engine):
@@ -144,6 +157,8 @@ class ShardedEngine(Engine):
 
     reduces_gradients = True
     optimizer_sees = Reach.element
+    # FSDP2 has sharded what is whole on the ranks of an expert group.
+    axes_of_parts = (TENSOR,)
 
     def _use(self, root: nn.Module, mesh: DeviceMesh) -> None:
         """Take the module that FSDP knows as its root."""
@@ -240,7 +255,7 @@ class FsdpEngine(ShardedEngine):
         finally:
             self._root.set_requires_all_reduce(True)
 
-    def _average_gradients(self, group: dist.ProcessGroup) -> None:
+    def _average_gradients(self, parts: ModelParts) -> None:
         """FSDP2 has done it."""
 
     def clip_grad_norm(self, max_norm: float, default: Callable[[], Any]) -> Any:

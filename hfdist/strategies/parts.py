@@ -1,55 +1,171 @@
-"""Which part of each parameter a rank holds before FSDP2 shards it, whatever the engine that runs the model."""
+"""Which part of each parameter a rank holds before FSDP2 shards it, whatever the engine that runs the model.
+
+The ranks of a tensor group share matrices, and compute one loss together. Those of an expert group share experts: each
+has other tokens, and what leads to an expert is sent to the rank that holds it. All else is whole on each rank.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from hfdist.checkpoint.piece import Piece
+from hfdist.checkpoint.piece import Piece, is_number
+from hfdist.pipeline.gradients import local, sum_gradients
+from hfdist.pipeline.stage_io import broadcast, device_of
+from hfdist.strategies.same_batch import check_same_batch
+
+if TYPE_CHECKING:
+    from hfdist.strategies.tensor_plan import ParameterShard
+
+TENSOR, EXPERT = "tensor", "expert"
+"""Axes of the mesh whose ranks hold different parts of a parameter."""
 
 
-class ModelParts(ABC):
-    """What an engine asks where the ranks of a group share parameters, and compute one loss together."""
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of ranks of which this rank is one; None: it is alone in it."""
 
-    group: dist.ProcessGroup
-    """Ranks that hold the model between them; what is whole on each has the same values on all."""
+    tensor: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
+    tokens: dist.ProcessGroup | None = None
+    """At one place of a tensor group: each has other tokens."""
+    tokens_of_experts: dist.ProcessGroup | None = None
+    """Those of them that hold the same experts."""
 
-    tokens_group: dist.ProcessGroup
-    """Ranks that hold the same parts, and have other tokens."""
+    def of(self, axis: str | None) -> dist.ProcessGroup | None:
+        """Give the group of TENSOR or EXPERT; that of None has one rank."""
+        return self.tensor if axis == TENSOR else self.expert if axis == EXPERT else None
+
+
+class ModelParts:
+    """What an engine asks where ranks share parameters.
+
+    Args:
+        groups: of this rank.
+        shards: what this rank holds of parameters, by the axis that shares them and by name; the others are whole.
+        partial: parameters that are whole on each tensor rank, and whose gradient is the sum of those of the ranks.
+    """
+
+    def __init__(
+        self, groups: Groups, shards: Mapping[str, Mapping[str, ParameterShard]], partial: frozenset[str] = frozenset()
+    ) -> None:
+        self.groups = groups
+        self._shards = {name: shard for of_axis in shards.values() for name, shard in of_axis.items()}
+        self._axes = {name: axis for axis, of_axis in shards.items() for name in of_axis}
+        # Of experts each tensor rank computes a share of the tokens.
+        self._partial = partial | frozenset(shards.get(EXPERT, ()))
+        self._names: Any = WeakIdKeyDictionary()
+        self._draws_alike = False
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank stands for its group where all have computed the same."""
-        return self.group.rank() == 0
+        """Whether this rank stands for its tensor group where all have computed the same."""
+        return _rank(self.groups.tensor) == 0
 
-    @abstractmethod
     def begin(self, batch: dict[str, torch.Tensor]) -> None:
-        """Prepare for a forward of a batch in training. A collective; DataError: ranks were given different batches."""
+        """Prepare for a forward of a batch in training. A collective.
 
-    @abstractmethod
+        The first time after a start or a load the ranks of a tensor group begin to draw alike.
+
+        Raises:
+            DataError: the ranks of a tensor group were given different batches.
+        """
+        group = self.groups.tensor
+        if group is None:
+            return
+        check_same_batch(batch, group, "tensor group")
+        if not self._draws_alike:
+            # Each rank draws the dropout masks of what it has whole; a resume sets the generators of each rank.
+            _draw_alike(group)
+            self._draws_alike = True
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Average gradients over the ranks that hold the same and have other tokens, in place. A collective."""
+        alike: dict[str | None, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            alike[self._axes.get(name) if self._axes.get(name) == EXPERT else None].append(parameter)
+        for axis, parameters in alike.items():
+            group = self.groups.tokens_of_experts if axis == EXPERT else self.groups.tokens
+            if group is not None:
+                _divide(parameters, group.size())
+                sum_gradients(parameters, group)
+
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Give parameters that are whole on each rank one gradient, in place. A collective."""
+        """Give parameters one gradient over the groups that share parameters, in place. A collective.
 
-    @abstractmethod
-    def counts(self, name: str) -> bool:
-        """Whether this rank counts the gradient of a parameter in the norm, so that over the group each counts once."""
+        What is whole on tensor ranks is averaged, or added up where each has a part of the gradient only. Gradients of
+        experts have come from all tokens of an expert group, so they are the sum of what would be averaged.
+        """
+        named = dict(model.named_parameters())
+        if self.groups.expert is not None:
+            _divide((p for name, p in named.items() if self._axes.get(name) == EXPERT), self.groups.expert.size())
+        group = self.groups.tensor
+        if group is not None:
+            whole = {name: p for name, p in named.items() if self._axes.get(name) != TENSOR}
+            # All ranks have these, the same but for rounding that a device may do in any order.
+            _divide((p for name, p in whole.items() if name not in self._partial), group.size())
+            sum_gradients(whole.values(), group)
 
-    @abstractmethod
+    def counts(self, name: str, axes: Iterable[str]) -> bool:
+        """Whether this rank counts a gradient in a norm over the groups of `axes`, so that over them each counts once.
+
+        Each rank counts its parts, and the first one what is whole.
+        """
+        return all(_rank(self.groups.of(axis)) == 0 for axis in axes if axis != self._axes.get(name))
+
     def whole_shape(self, model: nn.Module, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Give the shape in the whole model of a parameter that has `shape` in this rank's."""
+        if parameter not in self._names:
+            # FSDP2 has one tensor for a shard, and another for what is gathered.
+            self._names.update({own: name for name, own in model.named_parameters()})
+        shard = self._shards.get(self._names.get(parameter, ""))
+        return shape if shard is None else shard.shape
 
-    @abstractmethod
     def name_part(self, name: str) -> str:
         """Give a name that says of which rank a part is; that of a whole parameter stays."""
+        axis = self._axes.get(name.partition("[")[0])
+        return name if axis is None else f"{name} of {axis} rank {_rank(self.groups.of(axis))}"
 
-    @abstractmethod
     def own_pieces(self, piece: Piece) -> Iterable[Piece]:
         """Give pieces of the whole model, from one of this rank's model as if that were whole."""
+        if piece.name in self._shards and not is_number(piece.key):
+            return self._shards[piece.name].pieces(piece)
+        return [piece]
 
-    @abstractmethod
+    def list_experts(self, model: nn.Module) -> Iterator[nn.Module]:
+        """List the modules whose parameters are shared out over expert ranks."""
+        for name in dict.fromkeys(n.rpartition(".")[0] for n, axis in self._axes.items() if axis == EXPERT):
+            yield model.get_submodule(name)
+
     def after_load(self) -> None:
-        """Take note that a checkpoint has set the state of this rank."""
+        """Let the next step draw alike in each tensor group."""
+        self._draws_alike = False
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _divide(parameters: Iterable[nn.Parameter], number: int) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).div_(number)
+
+
+def _draw_alike(group: dist.ProcessGroup) -> None:
+    """Set torch's generators of all ranks of a group to where those of its first rank stand. A collective."""
+    device = device_of(group)
+    state = torch.get_rng_state().to(device)
+    broadcast(state, group)
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state().to(device)
+        broadcast(state, group)
+        torch.cuda.set_rng_state(state.cpu())

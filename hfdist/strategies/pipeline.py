@@ -265,7 +265,7 @@ class PipelineStrategy(Strategy):
         """Find out what must travel between the stages, keep what this rank needs, and make the engine. A collective.
 
         Raises:
-            ConfigError: a model whose ranks cannot share sequences, or its matrices.
+            ConfigError: a model whose ranks cannot share sequences, or its parameters.
             PartitionError: the model cannot be split at its blocks.
         """
         if self._split is None or self._split.model is not model:
@@ -276,7 +276,7 @@ class PipelineStrategy(Strategy):
         stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, self.mesh)
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         context = self._shard_sequences(model)
-        parts = self._shard_matrices(model)
+        parts = self._shard_parameters(model)
         return self.engine_class(self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts)
 
 

@@ -20,11 +20,11 @@ from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import PartitionError
 from hfdist.optim.probe import Reach
-from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import ShardFractions
-from hfdist.strategies.deepspeed_config import generate
+from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.deepspeed_config import generate
+from hfdist.strategies.deepspeed.zero import start_deepspeed
 from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.zero import start_deepspeed
 
 
 class PipelineZeroEngine(PipelineEngine):

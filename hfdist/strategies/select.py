@@ -38,7 +38,7 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
 
             return PipelineZeroStrategy(topology, batch, strategy, train)
         case Sharding.zero1 | Sharding.zero2 | Sharding.zero3:
-            from hfdist.strategies.zero import ZeroStrategy
+            from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
             return ZeroStrategy(topology, batch, strategy, train)
         case Sharding.fsdp2 if has_pipeline:

@@ -178,13 +178,13 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
     """
     apply_tensor_parallelism(model, mesh, _rules_here(model, plan.rules))
-    shards = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
+    shards = {name: describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
     for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
         style = plan.rules.get(module_name, "")
-        _keep_local(module, placed)
+        keep_local(module, placed)
         if type(module) is nn.Linear and style in STYLES:
             run_locally(module, style, mesh.get_group())
         elif placed:
@@ -202,7 +202,8 @@ def _is_sharded(parameter: DTensor) -> bool:
     return not parameter.placements[0].is_replicate()
 
 
-def _describe(parameter: DTensor) -> ParameterShard:
+def describe(parameter: DTensor) -> ParameterShard:
+    """Say which part this rank holds of a parameter that is sharded along one dimension."""
     [placement], mesh = parameter.placements, parameter.device_mesh
     kind: Any = placement
     dim = kind.dim % parameter.dim()
@@ -217,7 +218,8 @@ def _describe(parameter: DTensor) -> ParameterShard:
     return shard
 
 
-def _keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
+def keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
+    """Leave in a module what this rank holds of its own parameters, as plain tensors."""
     for name, parameter in placed.items():
         # A copy: else all of the whole tensor's memory would stay.
         local = parameter.to_local().detach().clone()

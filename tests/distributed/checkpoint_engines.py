@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hfdist.config.batch import plan_batch
 from hfdist.config.strategy import Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.strategies import pieces, pieces_zero
+from hfdist.strategies import pieces
 from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 

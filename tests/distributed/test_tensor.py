@@ -12,6 +12,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, DataError
 from hfdist.strategies import tensor, tensor_plan
 from hfdist.strategies.base import TrainerHooks
+from hfdist.strategies.parts import ModelParts
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from tests.distributed.test_optimizers import saved
@@ -215,19 +216,19 @@ def test_a_loss_that_counts_tensor_ranks_shows(single, tmp_path):
 
 def counting_whole_parameters_twice():
     """The mistake of a norm in which each tensor rank counts what is whole on all."""
-    tensor.TensorParts.counts = lambda parts, name: True
+    ModelParts.counts = lambda parts, name, axes: True
 
 
 def adding_up_whole_gradients():
     """The mistake of taking every gradient for a part."""
-    reduce = tensor.TensorParts.reduce_gradients
+    reduce = ModelParts.reduce_gradients
 
     def spoilt(parts, model):
         parts._partial = frozenset(name for name, _ in model.named_parameters())
         reduce(parts, model)
 
-    tensor.TensorParts.reduce_gradients = spoilt
-    tensor.check_plan = lambda model, pairs: None
+    ModelParts.reduce_gradients = spoilt
+    tensor.check_plans = lambda *arguments: None
 
 
 @pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, adding_up_whole_gradients])

@@ -61,7 +61,7 @@ def test_nothing_turns_data_into_code(sources):
 
 def test_layouts_are_told_apart_in_one_place(sources):
     told = {place for place, text, _ in sources if "Sharding." in text and not place.startswith("hfdist/config/")}
-    assert told == {"hfdist/strategies/select.py", "hfdist/strategies/deepspeed_config.py"}
+    assert told == {"hfdist/strategies/select.py", "hfdist/strategies/deepspeed/deepspeed_config.py"}
 
 
 def test_ranks_are_read_in_one_place(sources):

@@ -6,7 +6,7 @@ from hfdist.config.batch import plan_batch
 from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
-from hfdist.strategies.deepspeed_config import check_extra_keys, generate
+from hfdist.strategies.deepspeed.deepspeed_config import check_extra_keys, generate
 
 
 def config(strategy: StrategyConfig, train: TrainConfig | None = None):

@@ -50,10 +50,14 @@ def test_processes_that_do_not_fit_are_an_error_that_tells_how_to_launch(degrees
     assert "launch.processes=" in message or "without a launcher" in message
 
 
-def test_experts_spread_over_data_ranks_only():
-    assert Topology.of(Degrees(expert=2), world_size=4).expert == 2
-    with pytest.raises(ConfigError, match="expert degree must divide"):
-        Topology.of(Degrees(expert=3), world_size=4)
+def test_experts_spread_over_data_ranks_of_one_replica():
+    degrees = Degrees(expert=2, replicate=2, tensor=2)
+    shape = {"pipeline": 1, "replicate": 2, "expert_shard": 1, "expert": 2, "context": 1, "tensor": 2}
+    assert Topology.of(degrees, world_size=8).mesh_shape == shape
+    for degrees, allowed in ((Degrees(expert=3), "1, 2, 4"), (Degrees(expert=4, replicate=2), "1, 2")):
+        with pytest.raises(ConfigError, match="expert degree must divide") as caught:
+            Topology.of(degrees, world_size=4)
+        assert caught.value.allowed == allowed
 
 
 def test_the_launchers_environment():

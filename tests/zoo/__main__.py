@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.strategies.tensor import GRADIENT_BOUND
+from hfdist.strategies.self_check import GRADIENT_BOUND
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
-from tests.zoo.tensor_parallel import NUM_TENSOR_RANKS, tensor_types
+from tests.zoo.tensor_parallel import NUM_EXPERT_RANKS, NUM_TENSOR_RANKS, expert_types, tensor_types
 
 NUM_STAGES = (2, 3)
 NUM_RANKS = 2
@@ -44,6 +44,9 @@ And each is sharded over {tensor_ranks} tensor ranks, by transformers' plan for 
 that the plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64
 it is 1e-15.
 
+Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
+experts, or none that transformers has a plan for.
+
 `make zoo` writes this page, and runs the same as tests.
 
 | outcome | types |
@@ -60,11 +63,10 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences, first at {stages} stages of a pipeline, then under FSDP2, then over tensor ranks; of gradients,
-relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor and over expert ranks; of
+gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
 
-| type | blocks | outcome | what travels | loss | gradients | fsdp2 | loss | gradients | tensor | loss | gradients |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+{columns}
 {rows}
 """
 
@@ -80,18 +82,24 @@ def main() -> int:
     torch.set_num_threads(1)
     sharded = run_ranks(shard_types, NUM_RANKS, TYPES, timeout_seconds=1800)
     tensor = run_ranks(tensor_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
+    expert = run_ranks(expert_types, NUM_EXPERT_RANKS, TYPES, timeout_seconds=1800)
     outcomes = {}
     with group_of_one():
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded, tensor), encoding="utf-8")
+    path.write_text(page(outcomes, sharded, tensor, expert), encoding="utf-8")
     is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
-    return int(is_wrong or any(one.verdict == "wrong" for of_rank in sharded + tensor for one in of_rank.values()))
+    return int(
+        is_wrong or any(one.verdict == "wrong" for of_rank in sharded + tensor + expert for one in of_rank.values())
+    )
 
 
 def page(
-    outcomes: dict[str, list[Outcome]], sharded: list[dict[str, Sharded]], tensor: list[dict[str, Sharded]]
+    outcomes: dict[str, list[Outcome]],
+    sharded: list[dict[str, Sharded]],
+    tensor: list[dict[str, Sharded]],
+    expert: list[dict[str, Sharded]],
 ) -> str:
     """The whole page as Markdown."""
     worst = [worst_of(tried) for tried in outcomes.values()]
@@ -110,12 +118,22 @@ def page(
         sharded=_verdicts(sharded),
         tensor=_verdicts(tensor),
         tensor_ranks=NUM_TENSOR_RANKS,
+        expert=_verdicts(expert),
+        expert_ranks=NUM_EXPERT_RANKS,
         gradient_bound=GRADIENT_BOUND,
+        columns=_columns("fsdp2", "tensor", "expert"),
         rows="\n".join(
-            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor)))
+            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, expert)))
             for model_type, tried in outcomes.items()
         ),
     )
+
+
+def _columns(*layouts: str) -> str:
+    names = ["type", "blocks", "outcome", "what travels", "loss", "gradients"]
+    for layout in layouts:
+        names += [layout, "loss", "gradients"]
+    return f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
 
 def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
@@ -123,14 +141,15 @@ def _verdicts(ranks: list[dict[str, Sharded]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
 
 
-def row(model_type: str, tried: list[Outcome], sharded: list[Sharded], tensor: list[Sharded]) -> str:
+def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded]) -> str:
     """Of the large table."""
     outcome = worst_of(tried)
     blocks = find_block_parts(tiny_model(model_type))
     classes = " and ".join(dict.fromkeys(f"`{type(part).__name__}`" for block in blocks for part in block))
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
     cells += _differences(tried)
-    cells += [sharded[0].verdict, *_differences(sharded), tensor[0].verdict, *_differences(tensor)]
+    for of_rank in layouts:
+        cells += [of_rank[0].verdict, *_differences(of_rank)]
     return f"| {' | '.join(cells)} |"
 
 

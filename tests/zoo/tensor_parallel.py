@@ -1,8 +1,9 @@
-"""Shard a tiny model over tensor ranks, alone or under FSDP2, and compare an accumulated step with the whole."""
+"""Share a tiny model out to tensor or expert ranks, and compare an accumulated step with the whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,26 +14,35 @@ from hfdist.errors import ConfigError
 from hfdist.pipeline.gradients import local
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import make_strategy
-from hfdist.strategies.tensor import GRADIENT_BOUND
+from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import NUM_MICROBATCHES, Sharded
 from tests.zoo.splitting import Gradients, compare_gradients, compare_losses, run_whole
 
-NUM_TENSOR_RANKS = 2
+NUM_TENSOR_RANKS = NUM_EXPERT_RANKS = 2
 
 
 def tensor_types(model_types: Iterable[str], sharding: Sharding = Sharding.none) -> dict[str, Sharded]:
-    """Try types one after the other. All ranks of the group call it."""
+    """Try types one after the other over tensor ranks. All ranks of the group call it."""
+    return try_types(model_types, tensor=NUM_TENSOR_RANKS, sharding=sharding.value)
+
+
+def expert_types(model_types: Iterable[str]) -> dict[str, Sharded]:
+    """Try types one after the other over expert ranks. All ranks of the group call it."""
+    return try_types(model_types, expert=NUM_EXPERT_RANKS)
+
+
+def try_types(model_types: Iterable[str], **layout: Any) -> dict[str, Sharded]:
+    """Try types one after the other in a layout. All ranks of the group call it."""
     torch.set_num_threads(1)
-    num_pairs = dist.get_world_size() // NUM_TENSOR_RANKS
-    layout = {"tensor": NUM_TENSOR_RANKS, "sharding": sharding.value}
+    num_readers = dist.get_world_size() // layout.get("tensor", 1)
     # One for all: each has a mesh, whose process groups have threads.
-    strategy = make_strategy(**layout, global_batch_size=NUM_MICROBATCHES * num_pairs)
-    return {model_type: tensor_type(model_type, strategy) for model_type in model_types}
+    strategy = make_strategy(**layout, global_batch_size=NUM_MICROBATCHES * num_readers)
+    return {model_type: try_type(model_type, strategy) for model_type in model_types}
 
 
-def tensor_type(model_type: str, strategy: Strategy) -> Sharded:
-    """Run two micro batches on each pair of ranks, and all of them on the whole model."""
+def try_type(model_type: str, strategy: Strategy) -> Sharded:
+    """Run two micro batches on each data rank, and all of them on the whole model."""
     size, rank = strategy.topology.data_size, strategy.topology.data_rank
     model = tiny_model(model_type)
     batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]

@@ -1,10 +1,10 @@
-"""Every type is sharded over tensor ranks exactly, or refused before it trains."""
+"""Every type is sharded over tensor and over expert ranks exactly, or refused before it trains."""
 
 import pytest
 
 from hfdist.testing import run_ranks
 from tests.zoo.models import SAMPLE, TYPES
-from tests.zoo.tensor_parallel import tensor_types
+from tests.zoo.tensor_parallel import expert_types, tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
@@ -23,3 +23,20 @@ def test_a_model_that_is_cut_trains_as_the_whole(outcomes, model_type):
     for outcome in (of_rank[model_type] for of_rank in outcomes):
         assert outcome.verdict != "wrong", outcome
         assert outcome.verdict == "exact" or model_type not in EXACT, outcome
+
+
+EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral")
+"""Of the sample: those with experts."""
+
+
+@pytest.fixture(scope="module")
+def expert_outcomes(request):
+    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+    return run_ranks(expert_types, 2, types, timeout_seconds=1800)
+
+
+@pytest.mark.timeout(1900)
+def test_a_model_whose_experts_are_spread_trains_as_the_whole(expert_outcomes, model_type):
+    for outcome in (of_rank[model_type] for of_rank in expert_outcomes):
+        assert outcome.verdict != "wrong", outcome
+        assert outcome.verdict == "exact" or model_type not in EXPERTS, outcome

@@ -18,9 +18,6 @@ from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyCon
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
 
-UNBUILT_AXES = ("expert",)
-"""Axes of the layout that this version does not build."""
-
 
 def check_config(config: RunConfig) -> None:
     """Check ranges, then contradictions; ConfigError: the first that is found."""
@@ -119,10 +116,11 @@ def _check_adapter(config: RunConfig) -> None:
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
-    if adapter.is_used and config.strategy.tensor > 1:
-        what = "an adapter's layers are not in the plan by which a model is sharded over tensor ranks"
-        where = "strategy.tensor" if adapter.path is None else "strategy.tensor adapter.path"
-        raise _conflict(config, where, what, allowed="1", hint="strategy.tensor=1, with strategy=fsdp2")
+    for axis in ("tensor", "expert"):
+        if adapter.is_used and getattr(config.strategy, axis) > 1:
+            what = f"an adapter's layers are not in the plan by which a model is sharded over {axis} ranks"
+            where = f"strategy.{axis}" if adapter.path is None else f"strategy.{axis} adapter.path"
+            raise _conflict(config, where, what, allowed="1", hint=f"strategy.{axis}=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"
@@ -168,14 +166,9 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     if strategy.context_method is not ContextMethod.auto and strategy.context == 1:
         what, keys = "no ranks share a sequence", "strategy.context_method strategy.context"
         raise _conflict(config, keys, what, allowed="auto", hint="strategy.context=2")
-    for axis in UNBUILT_AXES:
+    for axis, what in (("tensor", "parameters"), ("expert", "experts")):
         if getattr(strategy, axis) > 1:
-            what = f"{axis} parallelism is not built yet in this version"
-            allowed = "1; available are data, context and tensor parallelism, ZeRO-1, 2, 3, FSDP2, and pipelines"
-            hint = "strategy=zero3 or strategy=pipeline where one device cannot hold the model"
-            raise _conflict(config, f"strategy.{axis}", what, allowed=allowed, hint=hint)
-    if strategy.tensor > 1:
-        _check_tensor(config)
+            _check_shared(config, axis, what)
     for key in ("strategy.stages_per_rank", "strategy.blocks_per_stage"):
         if strategy.pipeline == 1 and _shown(config, key) != "null":
             what, hint = "this key belongs to a pipeline, and there is none", f"strategy.pipeline=2, or {key}=null"
@@ -195,15 +188,20 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         raise _conflict(config, keys, what, allowed="none, blocks", hint=hint)
 
 
-def _check_tensor(config: RunConfig) -> None:
-    strategy = config.strategy
+def _check_shared(config: RunConfig, axis: str, what: str) -> None:
+    """Check what does not go with tensor or expert ranks."""
+    strategy, key = config.strategy, f"strategy.{axis}"
     if strategy.sharding.is_deepspeed:
-        what = "ZeRO knows nothing of parameters that are sharded over tensor ranks"
-        keys, hint = "strategy.sharding strategy.tensor", "strategy.sharding=fsdp2, which shards what each rank has"
+        what = f"ZeRO knows nothing of {what} that are sharded over {axis} ranks"
+        keys, hint = f"strategy.sharding {key}", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
+    if axis == "expert" and strategy.pipeline > 1:
+        what = "expert and pipeline parallelism together are not built yet in this version"
+        hint = f"{key}=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
+        raise _conflict(config, f"{key} strategy.pipeline", what, allowed="1", hint=hint)
     if config.train.compile in (Compile.blocks, Compile.model):
-        what = "layers that are sharded over tensor ranks are not compiled in this version"
-        keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"
+        what = f"layers with {what} that are sharded over {axis} ranks are not compiled in this version"
+        keys, hint = f"train.compile {key}", "train.compile=auto, which compiles where it can"
         raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
 
 

@@ -5,7 +5,7 @@ from functools import reduce
 
 import pytest
 
-from hfdist.config.checks.values import UNBUILT_AXES, check_config
+from hfdist.config.checks.values import check_config
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
@@ -174,10 +174,10 @@ CONTRADICTIONS = [
     (["data.quarantine=['stdlib:abc.py:-5']"], "data.quarantine", "SOURCE:FILE:ROW", None),
     (["strategy=zero2", "strategy.context=2"], "strategy.context", "each process as a data rank", "sharding=fsdp2"),
     (["strategy.context_method=gather"], "strategy.context_method", "no ranks share", "strategy.context=2"),
-    *(
-        (["strategy=ddp", f"strategy.{axis}=2"], f"strategy.{axis}", "1; available are", "zero3")
-        for axis in UNBUILT_AXES
-    ),
+    (["strategy=pipeline", "strategy.expert=2"], "strategy.expert", "expert and pipeline parallelism", "fsdp2"),
+    (["strategy=zero2", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
+    (["strategy=moe", "train.compile=blocks"], "train.compile", "layers with experts", "train.compile=auto"),
+    (["strategy=moe", "adapter=lora"], "strategy.expert", "an adapter's layers are not in the plan", "strategy=fsdp2"),
 ]
 
 

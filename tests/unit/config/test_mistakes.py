@@ -44,7 +44,10 @@ MISTAKES = {
     "+nothing.like.this=1": ("groups and sections", None, "nothing (command line)"),
     # groups and options
     "optimzer=adamw": ("optimizer", "optimizer=adamw"),
-    "strategy=zero4": ("3d, ddp, fsdp2, hsdp, long_context, pipeline, pipeline_zero1, single, tensor", "strategy=zero"),
+    "strategy=zero4": (
+        "3d, ddp, fsdp2, hsdp, long_context, moe, pipeline, pipeline_zero1, single, tensor",
+        "strategy=zero",
+    ),
     "model=smal": ("demo, gpt2_xl, hub", "model=small"),
     "model=5": ("demo, gpt2_xl, hub", "model=demo"),
     "train=null": ("bf16, default", "train="),

@@ -19,9 +19,9 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
-from hfdist.strategies import pieces_zero
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
-from hfdist.strategies.deepspeed_config import STAGE, generate
+from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
 from hfdist.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

@@ -1,0 +1,184 @@
+"""Before training: does a small model of the class train on these ranks as it does whole? For every axis of the mesh.
+
+Two micro batches of packed documents are accumulated, whole and in the layout; the loss and every gradient must agree.
+Plans that come with transformers, and models that mix tokens elsewhere than in attention, are wrong without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.checkpoint.piece import WEIGHT, Piece
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.errors import first_line
+from hfdist.models.probing import keeps_documents_apart
+
+LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
+"""Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
+differ by 1e-15; plans that are wrong make 1e-2 and more."""
+
+_NUM_MICROBATCHES, _NUM_TOKENS = 2, 31
+_NOTHING = 1e-4
+"""A gradient whose norm is below this share of the largest may be nothing but rounding."""
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A small model in the layout that is tried."""
+
+    reduce: Callable[[torch.Tensor], None]
+    """Averages gradients, and the loss that it is given, over the ranks that have other tokens. In place."""
+    sharded: Callable[[Batch], AbstractContextManager[Batch]] = nullcontext
+    """Gives this rank's share of a batch."""
+    own_pieces: Callable[[Piece], Iterable[Piece]] = lambda piece: [piece]
+    """Gives pieces of the whole model, from one of this rank's model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Largest relative differences from the whole model."""
+
+    loss: float
+    gradient: float
+    worst_parameter: str
+    first_wrong: str
+    """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """The ranks that try a layout, as what reads micro batches."""
+
+    num_ranks: int = 1
+    """Ranks that have other tokens."""
+    num_batches: int = 1
+    """Micro batches that are read at the same time: fewer where ranks share sequences."""
+    batch: int = 0
+    """Which of them this rank reads."""
+
+
+def find_problem(
+    make: Callable[[], PreTrainedModel],
+    distribute: Callable[[PreTrainedModel], Trial],
+    readers: Readers,
+    device: torch.device,
+    *,
+    num_tokens: int = _NUM_TOKENS,
+) -> str | None:
+    """Say why a small model does not train in a layout as it does whole; None: it does. All ranks that try it call it.
+
+    Args:
+        make: gives the small model, whole and on the CPU.
+        distribute: changes it in place.
+        readers: of the layout.
+        device: to train on.
+        num_tokens: of a sequence.
+    """
+    try:
+        found = compare_small(make, distribute, readers, device, num_tokens=num_tokens)
+    except Exception as error:  # whatever a model raises that cannot be made small, or is not made for the layout
+        return f"it cannot be tried: {first_line(error)}"
+    if found.loss <= LOSS_BOUND and found.gradient <= GRADIENT_BOUND:
+        return None
+    where = found.first_wrong or "no parameter"
+    differences = f"the loss differs by {found.loss:.0e}, gradients by up to {found.gradient:.0e}"
+    return f"{differences}; the first that is wrong: {where}"
+
+
+def compare_small(
+    make: Callable[[], PreTrainedModel],
+    distribute: Callable[[PreTrainedModel], Trial],
+    readers: Readers,
+    device: torch.device,
+    *,
+    num_tokens: int = _NUM_TOKENS,
+) -> Differences:
+    """Train a small model whole and in a layout. All ranks that try it call it; see `find_problem`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small = make()
+        with torch.no_grad():
+            for parameter in small.parameters():
+                # Else ones and zeros, as of norms and biases, would hide what is wrong.
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+    # Some take no positions, or cannot be asked without a GPU.
+    takes_positions = keeps_documents_apart(small) is not None
+    nn.Module.to(small, device)
+    distributed = copy.deepcopy(small)
+    batches = [
+        _packed_batch(small, num_tokens, seed, takes_positions=takes_positions)
+        for seed in range(_NUM_MICROBATCHES * readers.num_batches)
+    ]
+    num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
+    whole_loss = _accumulate(small, batches, num_items)
+    trial = distribute(distributed)
+    own = batches[readers.batch :: readers.num_batches]
+    # As the Trainer does, for gradients that are averaged.
+    loss = _accumulate(distributed, own, num_items, trial.sharded, factor=readers.num_ranks)
+    trial.reduce(loss)
+    return _compare(trial, distributed, small, float((loss - whole_loss).abs() / whole_loss.abs()))
+
+
+def _packed_batch(model: PreTrainedModel, num_tokens: int, seed: int, *, takes_positions: bool) -> Batch:
+    """Two sequences of three documents, of which not all tokens are targets."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)
+    labels, positions = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
+    labels[0, 4:7] = IGNORED
+    for row, starts in enumerate(((5, 19), (11, 14))):
+        for start in starts:
+            positions[row, start:] = torch.arange(num_tokens - start)
+            labels[row, start] = IGNORED
+    batch = {"input_ids": ids, "labels": labels} | ({"position_ids": positions} if takes_positions else {})
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
+def _accumulate(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    num_items: torch.Tensor,
+    sharded: Callable[[Batch], AbstractContextManager[Batch]] = nullcontext,
+    factor: int = 1,
+) -> torch.Tensor:
+    """Run several micro batches and give the sum of their losses."""
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    counted = {"num_items_in_batch": num_items} if takes_any else {}
+    total = torch.zeros((), device=model.device)
+    for batch in batches:
+        with sharded(batch) as own:
+            loss = factor * model(**own, **counted, use_cache=False).loss
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _compare(trial: Trial, distributed: nn.Module, whole: nn.Module, loss: float) -> Differences:
+    """Compare this rank's part of each gradient with that part of the whole one's."""
+    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
+    least = _NOTHING * max(norms.values())
+    found: list[tuple[float, str]] = []
+    for name, parameter in distributed.named_parameters():
+        reference, own = gradients[name], parameter.grad
+        if reference is None or own is None:
+            found.append((0.0 if reference is own else math.inf, name))
+            continue
+        pieces = trial.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
+        squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
+        found.append((float(squared.sqrt()) / max(norms[name], least), name))
+    worst, name = max(found, key=lambda item: (math.isnan(item[0]), item[0]))
+    first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
+    return Differences(loss=loss, gradient=worst, worst_parameter=name, first_wrong=first)
