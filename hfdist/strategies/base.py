@@ -77,9 +77,6 @@ class Engine:
     loss_group: dist.ProcessGroup | None = None
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
-    rows_group: dist.ProcessGroup | None = None
-    """Ranks that compute the same loss together, have its head whole, and average the gradients of what is whole."""
-
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
@@ -103,7 +100,7 @@ class Engine:
         """Which part of each parameter this rank holds, before FSDP2 shards it; None: all of it."""
         if parts is not None:
             self.reduces_gradients, self.optimizer_sees = True, Reach.element
-            self.rows_group, self.loss_group = parts.group, parts.tokens_group
+            self.loss_group = parts.tokens_group
 
     @property
     def size(self) -> ModelSize:
@@ -278,9 +275,9 @@ class Strategy(Partitioning):
         """
         if self.topology.tensor > 1:
             # It takes time that other layouts save.
-            from hfdist.strategies.tensor_plan import make_plan
+            from hfdist.strategies.tensor_plan import list_plans
 
-            self._plan: Plan = make_plan(cast(PreTrainedModel, model), self.topology.tensor)
+            self._plans: list[Plan] = list_plans(cast(PreTrainedModel, model), self.topology.tensor)
 
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned. A collective where ranks share the model.
@@ -309,7 +306,7 @@ class Strategy(Partitioning):
         from hfdist.strategies.tensor import shard_matrices
 
         whole = sum(parameter.numel() for parameter in model.parameters())
-        parts = shard_matrices(cast(PreTrainedModel, model), self.mesh, self._plan)
+        parts = shard_matrices(cast(PreTrainedModel, model), self.mesh, self._plans)
         share = sum(parameter.numel() for parameter in model.parameters()) / whole
         held = self.fractions
         self.fractions = ShardFractions(

@@ -2,12 +2,14 @@
 
 All ranks of a group read the same batch and compute its loss together. Parameters that each has whole get one gradient
 from all of them, so that they stay the same bits. Plans come with transformers for over a hundred types, and some
-silently compute something else than the whole model: so a small model of the class is tried first, beside itself whole.
+silently compute something else than the whole model: so a small model of the class is tried first, beside itself whole,
+with one plan after another until one is right.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,25 +30,49 @@ from hfdist.pipeline.gradients import local, sum_gradients
 from hfdist.pipeline.stage_io import broadcast, device_of
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
-from hfdist.strategies.tensor_plan import ParameterShard, Plan, apply_plan, make_plan
+from hfdist.strategies.tensor_plan import Kind, ParameterShard, Plan, apply_plan, make_plan
+
+logger = logging.getLogger(__name__)
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
 differ by 1e-15; plans that are wrong make 1e-2 and more."""
 
+_LEAST = 1e-3
+"""Of the largest norm of a gradient: to smaller ones differences are not compared."""
+
 _NUM_MICROBATCHES = 2
 
 
-def shard_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan) -> TensorParts:
-    """Try the plan on a small model of the class, then shard the model in place. A collective over all ranks.
+def shard_matrices(model: PreTrainedModel, mesh: DeviceMesh, plans: list[Plan]) -> TensorParts:
+    """Try plans on a small model of the class, and shard the model in place by the first that is right.
+
+    A collective over all ranks.
 
     Raises:
-        ConfigError: the model does not train so as it does on one process.
+        ConfigError: by none of them the model trains as it does on one process.
     """
-    check_plan(model, _pair(mesh))
+    plan = _choose_plan(model, _pair(mesh), plans)
+    whole = sum(parameter.numel() for parameter in model.parameters())
     _start_from_first(model, mesh)
     shards = apply_plan(model, mesh["tensor"], plan)
-    return TensorParts(mesh.get_group("tensor"), mesh.get_group("tokens"), shards, plan.partial)
+    share = sum(parameter.numel() for parameter in model.parameters()) / whole
+    description = f"{plan.kind}; a rank has {share:.0%} of the parameters"
+    logger.info("strategy.tensor: %s", description)
+    return TensorParts(mesh.get_group("tensor"), mesh.get_group("tokens"), shards, plan.partial, description)
+
+
+def _choose_plan(model: PreTrainedModel, pairs: DeviceMesh, plans: list[Plan]) -> Plan:
+    problems = []
+    for plan in plans:
+        try:
+            check_plan(model, pairs, plan.kind)
+        except ConfigError as error:
+            logger.info("strategy.tensor: not by %s: %s", plan.kind, error.found)
+            problems.append(error)
+        else:
+            return plan
+    raise problems[0]
 
 
 def _pair(mesh: DeviceMesh) -> DeviceMesh:
@@ -77,8 +103,10 @@ class TensorParts(ModelParts):
         tokens_group: dist.ProcessGroup,
         shards: dict[str, ParameterShard],
         partial: frozenset[str],
+        description: str = "",
     ) -> None:
         self.group, self.tokens_group = group, tokens_group
+        self.description = description
         self._shards = shards
         self._partial = partial
         self._names: Any = WeakIdKeyDictionary()
@@ -151,12 +179,13 @@ class Differences:
     """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
 
 
-def check_plan(model: PreTrainedModel, pairs: DeviceMesh) -> None:
+def check_plan(model: PreTrainedModel, pairs: DeviceMesh, kind: Kind) -> None:
     """Refuse a type of model that does not train over tensor ranks as it does whole. A collective over all ranks.
 
     Args:
         model: whole.
         pairs: of the ranks that try it; axes `data` and `tensor`. The others wait.
+        kind: of the plan that is tried.
 
     Raises:
         ConfigError: naming the first wrong parameter; on all ranks alike.
@@ -164,7 +193,7 @@ def check_plan(model: PreTrainedModel, pairs: DeviceMesh) -> None:
     problem = None
     if pairs.get_coordinate() is not None:
         try:
-            found = compare_small(model, pairs)
+            found = compare_small(model, pairs, kind)
         except Exception as error:  # whatever a model raises that cannot be made small, or is not made for its plan
             problem = f"it cannot be tried: {first_line(error)}"
         else:
@@ -182,11 +211,13 @@ def check_plan(model: PreTrainedModel, pairs: DeviceMesh) -> None:
         )
 
 
-def compare_small(model: PreTrainedModel, mesh: DeviceMesh) -> Differences:
+def compare_small(model: PreTrainedModel, mesh: DeviceMesh, kind: Kind) -> Differences:
     """Make a small model of the class, and train it whole and sharded. All ranks of the mesh call it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = small_model(model)
+        for name, adapter in getattr(model, "peft_config", {}).items():
+            small.add_adapter(copy.deepcopy(adapter), name)
         nn.Module.to(small, mesh.device_type)
         with torch.no_grad():
             for parameter in small.parameters():
@@ -194,7 +225,7 @@ def compare_small(model: PreTrainedModel, mesh: DeviceMesh) -> Differences:
                 parameter.add_(0.02 * torch.randn(parameter.shape).to(parameter.device))
     sharded = copy.deepcopy(small)
     whole_loss = _train(small)
-    plan = make_plan(sharded, mesh.size(1))
+    plan = make_plan(sharded, mesh.size(1), kind)
     shards = apply_plan(sharded, mesh["tensor"], plan)
     parts = TensorParts(mesh.get_group("tensor"), mesh.get_group("data"), shards, plan.partial)
     loss = _train(sharded)
@@ -219,6 +250,8 @@ def _train(model: PreTrainedModel) -> float:
 def _compare(parts: TensorParts, sharded: nn.Module, whole: nn.Module, loss: float) -> Differences:
     """Compare this rank's part of each gradient with that part of the whole one's."""
     gradients = {name: p.grad for name, p in whole.named_parameters()}
+    # What would be zero but for rounding, such as that of a key's bias, has no size to compare with.
+    least = _LEAST * max(float(gradient.norm()) for gradient in gradients.values() if gradient is not None)
     found: list[tuple[float, str]] = []
     for name, parameter in sharded.named_parameters():
         reference, own = gradients[name], parameter.grad
@@ -227,8 +260,7 @@ def _compare(parts: TensorParts, sharded: nn.Module, whole: nn.Module, loss: flo
             continue
         pieces = parts.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
         squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
-        # A gradient of nothing but rounding has no norm to compare with.
-        found.append((float(squared.sqrt() / (reference.norm() + 1e-7)), name))
+        found.append((float(squared.sqrt() / reference.norm().clamp_min(least)), name))
     worst, name = max(found, key=lambda item: (math.isnan(item[0]), item[0]))
     first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
     return Differences(loss=loss, gradient=worst, worst_parameter=name, first_wrong=first)
