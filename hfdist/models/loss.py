@@ -41,7 +41,7 @@ class LossHead:
         self._is_over = False
 
     def deferring(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Compute the losses of a model, as the Trainer calls it, or of a stage without whole logits, in this context."""
+        """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage."""
         base: Any = model
         while not isinstance(base, PreTrainedModel):
             # DDP finds unused parameters from the tensors that a model returns; deferred logits are none.

@@ -23,15 +23,29 @@ from transformers.pytorch_utils import Conv1D
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
 
-def split_dimensions(module: nn.Module, style: str) -> dict[str, int]:
+def split_dimensions(module: Any, style: str) -> dict[str, int]:
     """Give the dimension along which each parameter of a layer is divided, by name; empty: not done here."""
     if style == LOOKED_UP and isinstance(module, nn.Embedding) and module.max_norm is None:
         return {"weight": 0}
-    if type(module) is nn.Linear and style == "rowwise":
+    is_linear, is_conv = _is_linear(module), type(module) is Conv1D
+    if is_linear and style == "rowwise":
         return {"weight": 1}
-    rows = {"weight": 1 if type(module) is Conv1D else 0} | ({} if getattr(module, "bias", None) is None else {"bias": 0})
-    is_split = type(module) is nn.Linear and style in ("colwise", GATHERED)
-    return rows if is_split or (type(module) is Conv1D and style == GATHERED) else {}
+    if (is_linear and style in ("colwise", GATHERED)) or (is_conv and style == GATHERED):
+        of_bias = {} if module.bias is None else {"bias": 0}
+        return {"weight": 1 if is_conv else 0} | of_bias
+    return {}
+
+
+@torch.no_grad()
+def _is_linear(module: Any) -> bool:
+    """Whether a layer computes what torch's does: a class derived from it is asked, since routers are among them."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    value = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]
+    try:
+        return torch.allclose(module(value), nn.Linear.forward(module, value), rtol=1e-4)
+    except Exception:  # of a class of any kind
+        return False
 
 
 def bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
@@ -56,9 +70,11 @@ def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
         whole: torch.Tensor = _Gather.apply(colwise(value), size, group)
         return whole
 
-    module.forward = _looking_up(module, group) if style == LOOKED_UP else {
-        "colwise": colwise, "rowwise": rowwise, GATHERED: gather
-    }[style]
+    module.forward = (
+        _looking_up(module, group)
+        if style == LOOKED_UP
+        else {"colwise": colwise, "rowwise": rowwise, GATHERED: gather}[style]
+    )
 
 
 def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> Any:

@@ -4,9 +4,10 @@
     own, attention gathered   the same, but the layers of attention divide their rows wherever heads do not divide
     gathered                  each linear layer of the blocks has some of its rows, and its output is gathered
 
-The second and the third hold as little, and send more. With each of them the vocabulary is divided if the model allows
-it: rows of the embedding and of the head. A sharded parameter stays a plain tensor, this rank's part. Where transformers'
-plan needs DTensors it is one while its module runs: so FSDP2, optimizers, clipping and checkpoints know of no plan.
+The second and the third hold about as little, and send more. With each of them the vocabulary is divided if the model
+allows it: rows of the embedding and of the head. A sharded parameter stays a plain tensor, this rank's part. Where
+transformers' plan needs DTensors it is one while its module runs: so FSDP2, optimizers, clipping and checkpoints know
+of no plan.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _HEADS = r"\w*_heads|n_head"
 
 _ALIASES = {"colwise_rep": GATHERED}
 
-_KEY = "strategy.tensor"
+_KEY, _HINT = "strategy.tensor", "strategy.tensor=1; strategy=fsdp2 shards any model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +151,16 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: Kind) -> Plan:
     """
     of_vocabulary = _split_vocabulary(model, num_ranks) if kind.splits_vocabulary else {}
     whole = _kept_whole(model, of_vocabulary)
+    rules: dict[str, str] = {}
+    partial: frozenset[str] = frozenset()
     if kind.blocks == ALL_GATHERED:
-        layers, rules, partial = _gather_blocks(model, num_ranks, whole), {}, frozenset[str]()
+        layers = _gather_blocks(model, num_ranks, whole)
     else:
         layers, rules, partial = _resolve(model, num_ranks, whole, gathers_attention=kind.blocks == OWN_GATHERED)
         _check_sizes(model, layers, rules, num_ranks)
     if not layers and not rules:
-        what, hint = "no layer of this model can be divided", "strategy.tensor=1; strategy=fsdp2 shards any model"
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint)
+        what = "no layer of this model can be divided"
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
     return Plan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
 
 
@@ -175,7 +178,10 @@ def _split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
         else:
             left.append(weight)
     if not found or any(model.get_submodule(name).weight is weight for name in found for weight in left):
-        what, hint = "the vocabulary of this model cannot be divided", "strategy.tensor=1; strategy=fsdp2 shards any model"
+        what, hint = (
+            "the vocabulary of this model cannot be divided",
+            "strategy.tensor=1; strategy=fsdp2 shards any model",
+        )
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint)
     return found
 
@@ -191,12 +197,11 @@ def _kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[in
 def _gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> dict[str, str]:
     """All linear layers of the blocks; of an adapted one the model's own."""
     names = {id(module): name for name, module in model.named_modules()}
-    of_adapters = [
-        set(map(id, module.modules())) - set(map(id, module.base_layer.modules()))
-        for module in model.modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module)
-    ]
-    apart = set().union(*of_adapters)
+    apart: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            apart |= set(map(id, module.modules())) - set(map(id, base.modules()))
     return {
         names[id(module)]: GATHERED
         for parts in find_block_parts(model)
@@ -219,15 +224,14 @@ def _resolve(
         resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
     except (ValueError, TypeError) as error:
         what = "transformers has no plan by which this type of model could be sharded over tensor ranks"
-        hint = "strategy.tensor=1; strategy=fsdp2 shards any model"
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint) from error
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT) from error
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     gathered = _gather_blocks(model, num_ranks, whole) if gathers_attention else {}
     layers = {name: style for name, style in gathered.items() if _is_attention(name)}
     rules: dict[str, str] = {}
     partial: set[int] = set()
     for name, style in resolved.items():
-        if name not in parameters and name not in modules or (gathers_attention and _is_attention(name)):
+        if (name not in parameters and name not in modules) or (gathers_attention and _is_attention(name)):
             # Another name of a tied parameter, or divided in another way.
             continue
         own = [parameters[name]] if name in parameters else list(modules[name].parameters(recurse=False))

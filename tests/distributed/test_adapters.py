@@ -33,6 +33,7 @@ LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
     "pipeline_zero1": ("strategy=pipeline_zero1", "strategy.pipeline=2"),
     "pipeline_fsdp2": ("strategy=fsdp2", "strategy.pipeline=2", "strategy.schedule=zbv"),
+    "fsdp2_tensor": ("strategy=fsdp2", "strategy.tensor=2"),
 }
 MORE = [
     *(("ddp", 2, choice) for choice in (LORA, LOKR, FROZEN)),
@@ -45,6 +46,7 @@ MORE = [
     ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
     ("pipeline", 2, ("adapter.type=ia3",)),
     ("pipeline_fsdp2", 4, FROZEN),
+    *(("tensor", 2, choice) for choice in (LOKR, DORA, FROZEN)),
 ]
 
 
@@ -90,6 +92,8 @@ def single(run, tmp_path_factory):
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
         ("zbv", 2, FROZEN),
+        ("tensor", 2, HEAD),
+        ("fsdp2_tensor", 4, LORA),
         *(pytest.param(*rest, marks=pytest.mark.many) for rest in MORE),
     ],
 )
