@@ -12,11 +12,13 @@ of no plan.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -195,13 +197,14 @@ def _kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[in
 
 
 def _gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> dict[str, str]:
-    """All linear layers of the blocks; of an adapted one the model's own."""
+    """All linear layers of the blocks that are only called; of an adapted one the model's own."""
     names = {id(module): name for name, module in model.named_modules()}
     apart: set[int] = set()
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module):
             apart |= set(map(id, module.modules())) - set(map(id, base.modules()))
+        apart |= {id(child) for name, child in module.named_children() if _reads_weight(type(module), name)}
     return {
         names[id(module)]: GATHERED
         for parts in find_block_parts(model)
@@ -213,6 +216,16 @@ def _gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> d
             getattr(module, name).shape[dim] >= num_ranks for name, dim in split_dimensions(module, GATHERED).items()
         )
     }
+
+
+@cache
+def _reads_weight(kind: type, child: str) -> bool:
+    """Whether a class computes with the weight of a child itself: kernels for GPUs do, which a trial need not run."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class of torch's, or one that was made in an interpreter
+        return False
+    return re.search(rf"\.{child}\.(weight|bias)\b(?!\.(dtype|device))", source) is not None
 
 
 def _resolve(
