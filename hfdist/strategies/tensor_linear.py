@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
+
+# Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
+_collectives: Any = functional_collectives
 
 GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
 
@@ -105,6 +109,8 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
         [gradient] = gradients
+        if torch.compiler.is_compiling():
+            return _sum_compiled(gradient, ctx.group), None
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -115,6 +121,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _sum_compiled(value, group)
         ctx.mark_dirty(value)
         dist.all_reduce(value, group=group)
         return value
@@ -132,14 +140,22 @@ class _Gather(torch.autograd.Function):
         num_ranks, rank = group.size(), group.rank()
         ctx.own = bounds(size, num_ranks, rank)
         most = -(-size // num_ranks)
-        # A gather over gloo needs equal parts.
+        # A gather needs equal parts.
         sent = functional.pad(part, (0, most - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(sent) for _ in range(num_ranks)]
-        dist.all_gather(parts, sent, group=group)
+        if torch.compiler.is_compiling():
+            gathered = _collectives.wait_tensor(_collectives.all_gather_tensor(sent[None], 0, group))
+        else:
+            gathered = sent.new_empty(num_ranks, *sent.shape)
+            dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
         ends = [bounds(size, num_ranks, other) for other in range(num_ranks)]
-        return torch.cat([part[..., : stop - start] for part, (start, stop) in zip(parts, ends, strict=True)], -1)
+        return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
         start, stop = ctx.own
         return gradients[0][..., start:stop], None, None
+
+
+def _sum_compiled(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(value.contiguous(), "sum", group))
+    return total

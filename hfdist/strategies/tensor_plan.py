@@ -332,13 +332,16 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
     """
     apply_tensor_parallelism(model, mesh, plan.rules)
     shards = {name: _describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
-    for module in model.modules():
+    for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
         _keep_local(module, placed)
         if placed:
             _place_while_running(module, placed)
+        if placed or module_name in plan.rules:
+            # A compiler cannot follow DTensors that come and go.
+            module.forward = torch.compiler.disable(module.forward)
     return shards | _split_layers(model, mesh.get_group(), plan.layers)
 
 

@@ -217,10 +217,10 @@ def _check_tensor(config: RunConfig) -> None:
         what = "tensor and pipeline parallelism together are not built yet in this version"
         hint = "strategy.tensor=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
         raise _conflict(config, "strategy.tensor strategy.pipeline", what, allowed="1", hint=hint)
-    if config.train.compile in (Compile.blocks, Compile.model):
-        what = "layers that are sharded over tensor ranks are not compiled in this version"
-        keys, hint = "train.compile strategy.tensor", "train.compile=auto, which compiles where it can"
-        raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
+    if config.train.compile is Compile.model:
+        what = "a model of which tensor ranks have parts is not compiled as a whole: its embedding and head exchange values"
+        keys, hint = "train.compile strategy.tensor", "train.compile=blocks"
+        raise _conflict(config, keys, what, allowed="auto, none, blocks", hint=hint)
 
 
 def _check_tokens(config: RunConfig) -> None:

@@ -114,7 +114,7 @@ CONTRADICTIONS = [
         "strategy.sharding=fsdp2",
     ),
     (["strategy=tensor", "strategy.pipeline=2"], "strategy.tensor", "not built yet", "strategy.pipeline=1"),
-    (["strategy=tensor", "train.compile=blocks"], "train.compile", "are not compiled", "train.compile=auto"),
+    (["strategy=tensor", "train.compile=model"], "train.compile", "not compiled as a whole", "train.compile=blocks"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
