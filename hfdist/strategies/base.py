@@ -103,6 +103,13 @@ class Engine:
             self.loss_group = parts.tokens_group
 
     @property
+    def description(self) -> str:
+        """What computes attention, and how ranks share parameters: one line for people."""
+        config = getattr(self.model, "config", None)
+        attention = getattr(config, "_attn_implementation", None) if self.context is None else self.context.description
+        return f"attention {attention}" + (f"; {self._parts.description}" if self._parts is not None else "")
+
+    @property
     def size(self) -> ModelSize:
         """Size of the whole model, counted anew: adapters may have been added."""
         return measure_size(cast(PreTrainedModel, self.model), self.whole_numel)

@@ -18,6 +18,9 @@ class ModelParts(ABC):
     group: dist.ProcessGroup
     """Ranks that hold the model between them; what is whole on each has the same values on all."""
 
+    description = ""
+    """How the parameters are shared, for people."""
+
     tokens_group: dist.ProcessGroup
     """Ranks that hold the same parts, and have other tokens."""
 

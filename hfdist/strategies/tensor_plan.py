@@ -219,7 +219,7 @@ def _gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> d
 
 
 @cache
-def _reads_weight(kind: type, child: str) -> bool:
+def _reads_weight(kind: Any, child: str) -> bool:
     """Whether a class computes with the weight of a child itself: kernels for GPUs do, which a trial need not run."""
     try:
         source = inspect.getsource(kind)

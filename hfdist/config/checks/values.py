@@ -12,7 +12,7 @@ from typing import Any
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
-from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
 from hfdist.config.ranges import LIMIT
 from hfdist.config.run import Export, RunConfig
@@ -111,6 +111,12 @@ def _check_model(config: RunConfig) -> None:
         hint = "model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf"
         allowed = "NAME.gguf, with a model.name"
         raise _conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
+    if config.strategy.tensor > 1 and model.loss in (Loss.liger, Loss.cut_cross_entropy):
+        what, allowed = (
+            "these kernels need all rows of the head, and tensor ranks share them out",
+            "auto, chunked, full",
+        )
+        raise _conflict(config, "model.loss strategy.tensor", what, allowed=allowed, hint="model.loss=auto")
     if model.init is not Init.pretrained:
         return
     if model.name is None:
@@ -120,6 +126,11 @@ def _check_model(config: RunConfig) -> None:
     if model.tokenizer.name is None:
         what = "pretrained weights need their own tokenizer: one trained on the corpus gives the tokens other ids"
         raise _conflict(config, "model.tokenizer.name", what, hint=f"model.tokenizer.name={model.name}")
+    if config.strategy.tensor > 1 and config.model.loss in (Loss.liger, Loss.cut_cross_entropy):
+        what = "these kernels need all rows of the head, and tensor ranks share them out"
+        raise _conflict(
+            config, "model.loss strategy.tensor", what, allowed="auto, chunked, full", hint="model.loss=auto"
+        )
 
 
 def _check_adapter(config: RunConfig) -> None:
@@ -218,7 +229,7 @@ def _check_tensor(config: RunConfig) -> None:
         hint = "strategy.tensor=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
         raise _conflict(config, "strategy.tensor strategy.pipeline", what, allowed="1", hint=hint)
     if config.train.compile is Compile.model:
-        what = "a model of which tensor ranks have parts is not compiled as a whole: its embedding and head exchange values"
+        what = "a model of which tensor ranks have parts is not compiled as a whole, with its embedding and head"
         keys, hint = "train.compile strategy.tensor", "train.compile=blocks"
         raise _conflict(config, keys, what, allowed="auto, none, blocks", hint=hint)
 

@@ -115,6 +115,7 @@ CONTRADICTIONS = [
     ),
     (["strategy=tensor", "strategy.pipeline=2"], "strategy.tensor", "not built yet", "strategy.pipeline=1"),
     (["strategy=tensor", "train.compile=model"], "train.compile", "not compiled as a whole", "train.compile=blocks"),
+    (["strategy=tensor", "model.loss=liger"], "model.loss", "need all rows of the head", "model.loss=auto"),
     (["strategy=zero2", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["strategy=zero3", "strategy.pipeline=2"], "strategy.sharding", "until it is flushed", "strategy.sharding=zero1"),
     (["optimizer.warmup_steps=5", "optimizer.warmup_tokens=9"], None, "more than once", "optimizer.warmup_tokens=null"),
