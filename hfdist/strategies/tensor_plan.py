@@ -12,13 +12,11 @@ of no plan.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -33,8 +31,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
-from hfdist.models.blocks import find_block_parts
 from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
+from hfdist.strategies.tensor_layers import gather_blocks, kept_whole, split_vocabulary
 from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -151,12 +149,15 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: Kind) -> Plan:
     Raises:
         ConfigError: the model has nothing of the kind, or a size that the number of ranks does not divide.
     """
-    of_vocabulary = _split_vocabulary(model, num_ranks) if kind.splits_vocabulary else {}
-    whole = _kept_whole(model, of_vocabulary)
+    of_vocabulary = split_vocabulary(model, num_ranks) if kind.splits_vocabulary else {}
+    if kind.splits_vocabulary and not of_vocabulary:
+        what = "the vocabulary of this model cannot be divided"
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
+    whole = kept_whole(model, of_vocabulary)
     rules: dict[str, str] = {}
     partial: frozenset[str] = frozenset()
     if kind.blocks == ALL_GATHERED:
-        layers = _gather_blocks(model, num_ranks, whole)
+        layers = gather_blocks(model, num_ranks, whole)
     else:
         layers, rules, partial = _resolve(model, num_ranks, whole, gathers_attention=kind.blocks == OWN_GATHERED)
         _check_sizes(model, layers, rules, num_ranks)
@@ -164,68 +165,6 @@ def make_plan(model: PreTrainedModel, num_ranks: int, kind: Kind) -> Plan:
         what = "no layer of this model can be divided"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
     return Plan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
-
-
-def _split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
-    """The embedding and the head, of which both must be known where they are one."""
-    names = {id(module): name for name, module in model.named_modules()}
-    found: dict[str, str] = {}
-    left = []
-    for module, style in ((model.get_input_embeddings(), LOOKED_UP), (model.get_output_embeddings(), GATHERED)):
-        weight = getattr(module, "weight", None)
-        if module is None or weight is None or id(module) not in names:
-            continue
-        if split_dimensions(module, style) and len(weight) >= num_ranks:
-            found[names[id(module)]] = style
-        else:
-            left.append(weight)
-    if not found or any(model.get_submodule(name).weight is weight for name in found for weight in left):
-        what, hint = (
-            "the vocabulary of this model cannot be divided",
-            "strategy.tensor=1; strategy=fsdp2 shards any model",
-        )
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint)
-    return found
-
-
-def _kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[int]:
-    """The head, what several modules share, and what is divided in another way."""
-    num_names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    apart = [model.get_output_embeddings(), *map(model.get_submodule, of_vocabulary)]
-    of_head = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
-    return of_head | {parameter for parameter, count in num_names.items() if count > 1}
-
-
-def _gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> dict[str, str]:
-    """All linear layers of the blocks that are only called; of an adapted one the model's own."""
-    names = {id(module): name for name, module in model.named_modules()}
-    apart: set[int] = set()
-    for module in model.modules():
-        base = getattr(module, "base_layer", None)
-        if isinstance(base, nn.Module):
-            apart |= set(map(id, module.modules())) - set(map(id, base.modules()))
-        apart |= {id(child) for name, child in module.named_children() if _reads_weight(type(module), name)}
-    return {
-        names[id(module)]: GATHERED
-        for parts in find_block_parts(model)
-        for part in parts
-        for module in part.modules()
-        if id(module) not in apart
-        and whole.isdisjoint(map(id, module.parameters(recurse=False)))
-        and any(
-            getattr(module, name).shape[dim] >= num_ranks for name, dim in split_dimensions(module, GATHERED).items()
-        )
-    }
-
-
-@cache
-def _reads_weight(kind: Any, child: str) -> bool:
-    """Whether a class computes with the weight of a child itself: kernels for GPUs do, which a trial need not run."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class of torch's, or one that was made in an interpreter
-        return False
-    return re.search(rf"\.{child}\.(weight|bias)\b(?!\.(dtype|device))", source) is not None
 
 
 def _resolve(
@@ -239,7 +178,7 @@ def _resolve(
         what = "transformers has no plan by which this type of model could be sharded over tensor ranks"
         raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT) from error
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    gathered = _gather_blocks(model, num_ranks, whole) if gathers_attention else {}
+    gathered = gather_blocks(model, num_ranks, whole) if gathers_attention else {}
     layers = {name: style for name, style in gathered.items() if _is_attention(name)}
     rules: dict[str, str] = {}
     partial: set[int] = set()
@@ -353,7 +292,9 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
         for name, parameter in module.named_parameters(recurse=False):
             owners[parameter].append((module, name))
     shards: dict[nn.Parameter, ParameterShard] = {}
-    for name, style in layers.items():
+    # Another rank of a pipeline may have the others.
+    here = {name: style for name, style in layers.items() if modules[name].weight is not None}
+    for name, style in here.items():
         for of_module, dim in split_dimensions(modules[name], style).items():
             whole = getattr(modules[name], of_module)
             if whole in shards:
@@ -367,7 +308,7 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
                 owner._parameters[of_owner] = part
         run_locally(modules[name], style, group)
     head = model.get_output_embeddings()
-    if any(modules[name] is head for name in layers):
+    if any(modules[name] is head for name in here):
         start, stop = bounds(head.out_features, group.size(), group.rank())
         mark_shared(head, VocabularyShard(group=group, start=start, stop=stop, num_rows=head.out_features))
     return {name: shards[p] for name, p in model.named_parameters() if p in shards}
