@@ -100,7 +100,7 @@ def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partition
     if config.train.compile is not Compile.auto:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
-    # breaks its graph, as do the DTensors of tensor parallelism. Without triton, torch compiles nothing for a GPU.
+    # breaks its graph, as DTensors of tensor ranks may. Without triton, torch compiles nothing for a GPU.
     is_simple = config.strategy.pipeline == config.strategy.tensor == 1 and not layout.partitions_in_constructor
     if not is_simple or not torch.cuda.is_available() or find_spec("triton") is None:
         return False

@@ -41,7 +41,7 @@ def kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[int
 
 
 def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> dict[str, str]:
-    """Give the names and styles of all linear layers of the blocks that are only called; of an adapted one the model's.
+    """Give the names and styles of all linear layers of the blocks that are only called; with LoRA the model's own.
 
     Raises:
         ConfigError: there is no list of blocks.
@@ -51,7 +51,7 @@ def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> di
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module):
-            apart |= set(map(id, module.modules())) - set(map(id, base.modules()))
+            apart |= set(map(id, module.modules())) - (set(map(id, base.modules())) if is_lora(module) else set())
         kind: Any = type(module)
         apart |= {id(child) for name, child in module.named_children() if _reads_weight(kind, name)}
     return {
@@ -65,6 +65,11 @@ def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> di
             getattr(module, name).shape[dim] >= num_ranks for name, dim in split_dimensions(module, GATHERED).items()
         )
     }
+
+
+def is_lora(module: Any) -> bool:
+    """Whether an adapted layer only adds a product of two matrices; other adapters read the weight that they adapt."""
+    return hasattr(module, "lora_A") and not any(getattr(module, "use_dora", {}).values())
 
 
 @cache

@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
 from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
-from hfdist.strategies.tensor_layers import gather_blocks, kept_whole, split_vocabulary
+from hfdist.strategies.tensor_layers import gather_blocks, is_lora, kept_whole, split_vocabulary
 from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -214,8 +214,7 @@ def _divide(modules: dict[str, nn.Module], name: str, style: str) -> dict[str, s
     if not hasattr(module, "base_layer"):
         return {name: style} if split_dimensions(module, style) else {}
     inner, outer = f"{name}.base_layer", {"colwise": "lora_B", "rowwise": "lora_A", GATHERED: ""}.get(style)
-    is_plain = hasattr(module, "lora_A") and not any(getattr(module, "use_dora", {}).values())
-    if outer is None or not is_plain or not split_dimensions(modules[inner], style):
+    if outer is None or not is_lora(module) or not split_dimensions(modules[inner], style):
         what = "this adapter cannot be divided as transformers' plan divides the layer that it adapts"
         raise ConfigError(what, where=f"{_KEY}, adapter.type", found=f"{name}: {type(module).__name__}", allowed="lora")
     of_adapters = getattr(module, outer) if outer else ()

@@ -46,7 +46,7 @@ MORE = [
     ("zbv", 2, ("train.train_only=[lm_head.weight]",)),
     ("pipeline", 2, ("adapter.type=ia3",)),
     ("pipeline_fsdp2", 4, FROZEN),
-    *(("tensor", 2, choice) for choice in (LOKR, DORA, FROZEN)),
+    *(("tensor", 2, choice) for choice in (FROZEN, (*DORA, "adapter.targets=[q_proj]"))),
 ]
 
 

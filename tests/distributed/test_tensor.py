@@ -103,6 +103,9 @@ def refusals_of_a_trainer(folder):
     attempt("metrics", lambda: make_trainer(folder, more={"compute_metrics": lambda predictions: {}}))
     adapted = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"]))
     attempt("wrapper", lambda: make_strategy().build(adapted))
+    model = make_model()
+    model.add_adapter(LoraConfig(target_modules="all-linear", use_dora=True))
+    attempt("adapter", lambda: make_strategy().build(model))
     return found
 
 
@@ -112,6 +115,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             assert "does not train in this layout as it does on one process" in found[name]
         assert "gathers logits of all ranks" in found["metrics"]
         assert "only a model of transformers" in found["wrapper"]
+        assert "this adapter cannot be divided" in found["adapter"]
 
 
 def drawn_apart(layout):
