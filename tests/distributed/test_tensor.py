@@ -64,9 +64,11 @@ def test_where_no_plan_is_right_the_first_wrong_parameter_is_named():
         assert "the first that is wrong: model.embed_tokens.weight" in reason
 
 
-# Wrong plans of their own; none; layers that are no nn.Linear; one that divides nothing but the head.
+# Wrong plans; none; layers that are no nn.Linear, or derived from it; weights that a class reads itself; a plan that
+# divides nothing but the head.
 FALLING_BACK = {"apertus": tensor_plan.ALL_GATHERED, "opt": tensor_plan.ALL_GATHERED, "gpt2": tensor_plan.ALL_GATHERED,
-                "mamba": tensor_plan.ALL_GATHERED, "gpt_oss": tensor_plan.OWN_GATHERED}  # fmt: skip
+                "falcon": tensor_plan.ALL_GATHERED, "mamba": tensor_plan.ALL_GATHERED,
+                "gpt_oss": tensor_plan.OWN_GATHERED}  # fmt: skip
 
 
 def test_types_whose_plan_is_missing_or_wrong_train_by_another():
