@@ -18,13 +18,18 @@ def main(config: RunConfig) -> None:
         from hfdist.verify.parity import conclude, prepare_proof
 
     proof = prepare_proof(config)
-    train_small(proof.layout)
+    used = train_small(proof.layout)
     train_small(proof.resumed)
+    proof = proof._replace(description=f"{proof.description}; {used}")
     conclude(proof, recipe=Path(__file__).with_name("pretrain.py"))
 
 
-def train_small(config: RunConfig) -> None:
-    """Do what pretraining does, with a small model of the same architecture and without an export."""
+def train_small(config: RunConfig) -> str:
+    """Do what pretraining does, with a small model of the same architecture and without an export.
+
+    Returns:
+        What the layout used: see `Engine.description`.
+    """
     from hfdist.verify.parity import use_small_model
 
     run = prepare_run(config)
@@ -39,6 +44,8 @@ def train_small(config: RunConfig) -> None:
     run.trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)
     if run.data.held_out is not None:
         run.trainer.evaluate()
+    assert run.trainer.engine is not None
+    return run.trainer.engine.description
 
 
 if __name__ == "__main__":

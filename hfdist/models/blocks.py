@@ -100,8 +100,8 @@ def compiles_blocks(config: RunConfig, model: PreTrainedModel, layout: Partition
     if config.train.compile is not Compile.auto:
         return config.train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
-    # breaks its graph, as do the DTensors of tensor parallelism and the sizes that expert ranks tell each other.
-    # Without triton, torch compiles nothing for a GPU.
+    # breaks its graph, as DTensors of tensor ranks and the sizes that expert ranks tell each other may. Without triton,
+    # torch compiles nothing for a GPU.
     degrees = config.strategy.degrees
     is_simple = degrees.pipeline == degrees.tensor == degrees.expert == 1 and not layout.partitions_in_constructor
     if not is_simple or not torch.cuda.is_available() or find_spec("triton") is None:

@@ -6,6 +6,8 @@
 A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
 before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
 and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
+
+Where the rows of the head lie on several ranks, each has the logits of its own, and the ranks add up what they must.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from hfdist.models import shared_vocabulary
 from hfdist.models.blocks import why_not_compiled
 from hfdist.models.lazy_logits import Rows, cast
 
@@ -48,7 +52,11 @@ class ChunkedLoss:
         self._is_wide = is_cuda and _has_wide_products(device)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Give the sum of the losses of all rows with a target, float32."""
+        """Give the sum of the losses of all rows with a target, float32.
+
+        A collective where ranks share the vocabulary: they have the same rows, and the gradients of these are whole on
+        each.
+        """
         module = rows.head.module
         targets = rows.targets.to(rows.hidden.device)
         hidden = rows.hidden
@@ -57,11 +65,14 @@ class ChunkedLoss:
             kept = targets != rows.ignore_index
             hidden, targets = hidden[kept], targets[kept]
         parameters = [p for p in module.parameters() if p.requires_grad]
-        chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary)
+        shard = shared_vocabulary.shard_of(module)
+        chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary if shard is None else shard.most_rows)
         given = rows._replace(hidden=hidden.detach(), targets=targets)
         with torch.no_grad():
             run = self._linear if type(module) is nn.Linear else self._any
             total, of_rows, of_parameters = run(given, parameters, chunk_rows, wants_rows=hidden.requires_grad)
+            if shard is not None and of_rows is not None:
+                dist.all_reduce(of_rows, group=shard.group)
         if of_rows is not None:
             total = _RowsPart.apply(hidden, total, of_rows)
         if parameters:
@@ -109,6 +120,9 @@ class ChunkedLoss:
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
+        shard = shared_vocabulary.shard_of(rows.head.module)
+        if shard is not None:
+            return shared_vocabulary.loss_and_gradient(logits, rows, targets, shard)
         if rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row):
             return self._loss_and_gradient(logits, targets, rows.ignore_index)
         with torch.enable_grad():

@@ -28,6 +28,16 @@ class Step:
         """Apply it to logits [rows, vocabulary]."""
         return self.function(rows, *self.others)
 
+    def of_columns(self, start: int, stop: int, vocabulary: int) -> Step:
+        """Give the same for logits of the tokens from `start` to `stop` alone: each step is done element by element."""
+        others = tuple(
+            other[..., start:stop]
+            if isinstance(other, torch.Tensor) and other.ndim > 0 and other.shape[-1] == vocabulary
+            else other
+            for other in self.others
+        )
+        return Step(self.function, others)
+
 
 def cast(dtype: torch.dtype) -> Step:
     """Give the step that changes the type."""

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -22,7 +21,7 @@ from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
 from hfdist.models.lazy_logits import Head, Rows, Step, deferring
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
-from hfdist.models.shared_rows import share_rows
+from hfdist.models.shared_vocabulary import shard_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +40,8 @@ class LossHead:
         self._chunked: dict[torch.device, ChunkedLoss] = {}
         self._is_over = False
 
-    def deferring(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> AbstractContextManager[Any]:
-        """Compute the model's losses without whole logits, in this context.
-
-        Args:
-            model: as the Trainer calls it, or one stage of it.
-            group: ranks that have the same rows, and share them.
-        """
+    def deferring(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage."""
         base: Any = model
         while not isinstance(base, PreTrainedModel):
             # DDP finds unused parameters from the tensors that a model returns; deferred logits are none.
@@ -57,7 +51,7 @@ class LossHead:
         head = base.get_output_embeddings()
         if self._is_over or head is None or not model.training:
             return nullcontext()
-        return self._watched(head, group)
+        return self._watched(head)
 
     def _stop(self, why: str) -> None:
         if not self._is_over:
@@ -65,9 +59,10 @@ class LossHead:
             logger.warning("model.loss: all logits are held, since %s", why)
 
     @contextmanager
-    def _watched(self, module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[Head]:
-        loss = _FUSED.get(self.choice, self._by_chunks)
-        with deferring(module, _vocabulary(module), loss if group is None else share_rows(loss, group)) as head:
+    def _watched(self, module: nn.Module) -> Iterator[Head]:
+        # Other packages' kernels need all rows of the head.
+        loss = self._by_chunks if shard_of(module) is not None else _FUSED.get(self.choice, self._by_chunks)
+        with deferring(module, _vocabulary(module), loss) as head:
             yield head
         if head.made_whole:
             # Right, but slower than to make them in the first place.

@@ -78,9 +78,6 @@ class Engine:
     loss_group: dist.ProcessGroup | None = None
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
-    rows_group: dist.ProcessGroup | None = None
-    """Ranks that compute the same loss together, have its head whole, and average the gradients of what is whole."""
-
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
@@ -108,7 +105,14 @@ class Engine:
         if parts is not None:
             self.reduces_gradients, self.optimizer_sees = True, Reach.element
             if parts.groups.tensor is not None:
-                self.rows_group, self.loss_group = parts.groups.tensor, parts.groups.tokens
+                self.loss_group = parts.groups.tokens
+
+    @property
+    def description(self) -> str:
+        """What computes attention, and how ranks share parameters: one line for people."""
+        config = getattr(self.model, "config", None)
+        attention = getattr(config, "_attn_implementation", None) if self.context is None else self.context.description
+        return f"attention {attention}" + (f"; {self._parts.description}" if self._parts is not None else "")
 
     @property
     def size(self) -> ModelSize:
@@ -284,7 +288,7 @@ class Strategy(Partitioning):
             ConfigError: they cannot.
         """
         topology = self.topology
-        self._plans: Plans | None = None
+        self._plans: list[Plans] = []
         if topology.tensor * topology.expert > 1:
             # It takes time that other layouts save.
             from hfdist.strategies.tensor import make_plans
@@ -313,7 +317,7 @@ class Strategy(Partitioning):
 
     def _shard_parameters(self, model: nn.Module) -> ModelParts | None:
         """Leave in the model, in place, what this rank holds before FSDP2 shards it."""
-        if self._plans is None:
+        if not self._plans:
             return None
         # It takes time that other layouts save.
         from hfdist.strategies.tensor import shard_parameters
@@ -323,7 +327,7 @@ class Strategy(Partitioning):
 
     def _counted(self, engine: Engine) -> Engine:
         """Set `fractions` by what this rank holds, where it depends on the model."""
-        if self._plans is not None:
+        if self._plans:
             share = sum(local(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
             self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
         return engine

@@ -57,6 +57,8 @@ class ModelParts:
         self, groups: Groups, shards: Mapping[str, Mapping[str, ParameterShard]], partial: frozenset[str] = frozenset()
     ) -> None:
         self.groups = groups
+        self.description = ""
+        """How parameters are shared, for people."""
         self._shards = {name: shard for of_axis in shards.values() for name, shard in of_axis.items()}
         self._axes = {name: axis for axis, of_axis in shards.items() for name in of_axis}
         # Of experts each tensor rank computes a share of the tokens.

@@ -28,8 +28,8 @@ LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 differ by 1e-15; plans that are wrong make 1e-2 and more."""
 
 _NUM_MICROBATCHES, _NUM_TOKENS = 2, 31
-_NOTHING = 1e-4
-"""A gradient whose norm is below this share of the largest may be nothing but rounding."""
+_NOTHING = 1e-3
+"""A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
 
 Batch = dict[str, torch.Tensor]
 

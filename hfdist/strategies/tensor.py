@@ -2,11 +2,13 @@
 
 Parameters that tensor ranks have whole get one gradient from all of them, so that they stay the same bits. Plans come
 with transformers for over a hundred types, and some silently compute something else than the whole model: so a small
-model of the class is tried first, beside itself whole.
+model of the class is tried first, beside itself whole, with one plan after another until one is right.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +24,9 @@ from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parts import EXPERT, TENSOR, Groups, ModelParts
 from hfdist.strategies.self_check import Readers, Trial, find_problem
-from hfdist.strategies.tensor_plan import Plan, apply_plan, make_plan
+from hfdist.strategies.tensor_plan import Kind, Plan, apply_plan, list_plans, make_plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,33 +41,54 @@ class Plans:
         """Those that share parameters."""
         return [axis for axis, plan in ((TENSOR, self.tensor), (EXPERT, self.expert)) if plan is not None]
 
+    @property
+    def keys(self) -> str:
+        """Those that ask for it."""
+        return ", ".join(f"strategy.{axis}" for axis in self.axes)
 
-def make_plans(model: PreTrainedModel, *, tensor: int, expert: int) -> Plans:
-    """Find the plans of the model's type for so many ranks, and check its sizes. Needs no process group.
+    def describe(self) -> str:
+        """Say how parameters are shared, for people."""
+        shared = [] if self.tensor is None else [str(self.tensor.kind)]
+        return "; ".join([*shared, "experts by transformers' plan for the type"] if self.expert is not None else shared)
+
+
+def make_plans(model: PreTrainedModel, *, tensor: int, expert: int) -> list[Plans]:
+    """Give the plans for so many ranks whose sizes fit, the best first. Needs no process group.
 
     Raises:
         ConfigError: there is no plan for this model, or a size that the number of ranks does not divide.
     """
     of_expert = make_expert_plan(model, expert) if expert > 1 else None
-    of_tensor = make_plan(model, tensor) if tensor > 1 else None
-    if of_tensor is not None and of_expert is not None:
-        modules = [name for name in of_expert if not any(name.startswith(f"{other}.") for other in of_expert)]
-        rules = {
+    if tensor == 1:
+        return [Plans(expert=of_expert)]
+    return [_join(plan, of_expert) for plan in list_plans(model, tensor)]
+
+
+def _join(plan: Plan, of_expert: dict[str, str] | None) -> Plans:
+    """Leave experts to the expert ranks."""
+    experts = of_expert or {}
+    modules = [name for name in experts if not any(name.startswith(f"{other}.") for other in experts)]
+
+    def others(styles: dict[str, str]) -> dict[str, str]:
+        return {
             name: style
-            for name, style in of_tensor.rules.items()
+            for name, style in styles.items()
             if not any(name == module or name.startswith(f"{module}.") for module in modules)
         }
-        of_tensor = replace(of_tensor, rules=rules)
-    return Plans(tensor=of_tensor, expert=of_expert)
+
+    return Plans(tensor=replace(plan, rules=others(plan.rules), layers=others(plan.layers)), expert=of_expert)
 
 
-def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, plans: Plans) -> ModelParts:
-    """Try the plans on a small model of the class, then shard the model in place. A collective over all ranks.
+def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, candidates: list[Plans]) -> ModelParts:
+    """Try plans on a small model of the class, and shard the model in place by the first that is right.
+
+    A collective over all ranks.
 
     Raises:
-        ConfigError: the model does not train so as it does on one process.
+        ConfigError: by none of them the model trains as it does on one process.
     """
-    check_plans(model, _pairs(mesh), plans)
+    plans = _choose(model, _pairs(mesh), candidates)
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
     _start_from_first(model, mesh)
     groups = Groups(
         tensor=mesh.get_group(TENSOR) if plans.tensor is not None else None,
@@ -71,7 +96,24 @@ def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, plans: Plans) -> 
         tokens=mesh.get_group("tokens"),
         tokens_of_experts=mesh.get_group("tokens_of_experts") if plans.expert is not None else None,
     )
-    return _apply(model, mesh, plans, groups)
+    parts = _apply(model, mesh, plans, groups)
+    share = sum(parameter.numel() for parameter in model.parameters()) / num_elements
+    parts.description = f"{plans.describe()}; a rank has {share:.0%} of the parameters"
+    logger.info("%s: %s", plans.keys, parts.description)
+    return parts
+
+
+def _choose(model: PreTrainedModel, pairs: DeviceMesh, candidates: list[Plans]) -> Plans:
+    problems = []
+    for plans in candidates:
+        try:
+            check_plans(model, pairs, plans)
+        except ConfigError as error:
+            logger.info("%s: not by %s: %s", plans.keys, plans.describe(), error.found)
+            problems.append(error)
+        else:
+            return plans
+    raise problems[0]
 
 
 def _apply(model: PreTrainedModel, mesh: DeviceMesh, plans: Plans, groups: Groups) -> ModelParts:
@@ -120,7 +162,7 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
     if pairs.get_coordinate() is not None:
         num_readers, reader = pairs[EXPERT].size(), pairs[EXPERT].get_local_rank()
         problem = find_problem(
-            lambda: small_model(model),
+            lambda: _make_small(model),
             lambda small: _distribute(small, pairs, plans),
             Readers(num_ranks=num_readers, num_batches=num_readers, batch=reader),
             torch.device(pairs.device_type),
@@ -129,15 +171,24 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
     if problems:
         raise ConfigError(
             f"this type of model does not train over {' and '.join(plans.axes)} ranks as it does on one process",
-            where=", ".join(f"strategy.{axis}" for axis in plans.axes),
+            where=plans.keys,
             found=f"{model.config.model_type}, made small: {problems[0]}",
             hint=f"{' '.join(f'strategy.{axis}=1' for axis in plans.axes)}; strategy=fsdp2 shards any model",
         )
 
 
+def _make_small(model: PreTrainedModel) -> PreTrainedModel:
+    small = small_model(model)
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        small.add_adapter(copy.deepcopy(adapter), name)
+    return small
+
+
 def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> Trial:
-    degrees = {axis: pairs[axis].size() if axis in plans.axes else 1 for axis in (TENSOR, EXPERT)}
-    plans = make_plans(small, **degrees)
+    """Shard a small model by plans of the same kind."""
+    of_expert = None if plans.expert is None else make_expert_plan(small, pairs[EXPERT].size())
+    kind: Kind | None = None if plans.tensor is None else plans.tensor.kind
+    plans = Plans(expert=of_expert) if kind is None else _join(make_plan(small, pairs[TENSOR].size(), kind), of_expert)
     tokens = pairs.get_group(EXPERT)
     groups = Groups(
         tensor=pairs.get_group(TENSOR) if plans.tensor is not None else None,

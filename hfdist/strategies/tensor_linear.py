@@ -1,7 +1,13 @@
-"""Linear layers of a tensor plan on plain tensors.
+"""Linear layers and embeddings of which each tensor rank has a part, on plain tensors.
 
-They compute what transformers' styles compute with DTensors, whose dispatch took a quarter of the CPU time of a small
-Llama's step.
+    style                   a rank's part        input            output
+    colwise                 rows of the weight   whole            its part
+    rowwise                 columns              its part         whole, a sum over the ranks
+    colwise_gather_output   rows                 whole            whole, gathered
+    embedding_rowwise       rows                 tokens           whole, a sum over the ranks
+
+These are transformers' styles, whose DTensors take a quarter of the CPU time of a small Llama's step; here parts may
+also be uneven.
 """
 
 from __future__ import annotations
@@ -10,11 +16,86 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
-STYLES = ("colwise", "rowwise")
-"""Rows of the weight on each rank: the input is whole, the output this rank's part. Columns: the other way round."""
+# Not public; a compiler takes these collectives alone. Elsewhere they cost more than torch.distributed's.
+_collectives: Any = functional_collectives
+
+GATHERED, LOOKED_UP = "colwise_gather_output", "embedding_rowwise"
+
+
+def split_dimensions(module: Any, style: str) -> dict[str, int]:
+    """Give the dimension along which each parameter of a layer is divided, by name; empty: not done here."""
+    if style == LOOKED_UP and isinstance(module, nn.Embedding) and module.max_norm is None:
+        return {"weight": 0}
+    is_linear, is_conv = _is_linear(module), type(module) is Conv1D
+    if is_linear and style == "rowwise":
+        return {"weight": 1}
+    if (is_linear and style in ("colwise", GATHERED)) or (is_conv and style == GATHERED):
+        of_bias = {} if module.bias is None else {"bias": 0}
+        return {"weight": 1 if is_conv else 0} | of_bias
+    return {}
+
+
+@torch.no_grad()
+def _is_linear(module: Any) -> bool:
+    """Whether a layer computes what torch's does: a class derived from it is asked, since routers are among them."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    value = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]
+    try:
+        return torch.allclose(module(value), nn.Linear.forward(module, value), rtol=1e-4)
+    except Exception:  # of a class of any kind
+        return False
+
+
+def bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Give the first index of a rank's part and one past the last; the first ranks have one more if it is uneven."""
+    least, more = divmod(size, num_ranks)
+    return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
+
+
+def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
+    """Let a layer that has only its rank's part give what `style` says."""
+
+    def colwise(value: torch.Tensor) -> torch.Tensor:
+        weight = module.weight.T if type(module) is Conv1D else module.weight
+        return functional.linear(_SumGradient.apply(value, group), weight, module.bias)
+
+    def rowwise(value: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = _Sum.apply(functional.linear(value, module.weight), group)
+        return total if module.bias is None else total + module.bias
+
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        size = module.nf if type(module) is Conv1D else module.out_features
+        whole: torch.Tensor = _Gather.apply(colwise(value), size, group)
+        return whole
+
+    module.forward = (
+        _looking_up(module, group)
+        if style == LOOKED_UP
+        else {"colwise": colwise, "rowwise": rowwise, GATHERED: gather}[style]
+    )
+
+
+def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> Any:
+    start, stop = bounds(module.num_embeddings, group.size(), group.rank())
+    padding = module.padding_idx
+    # The row that gets no gradient.
+    module.padding_idx = None if padding is None or not start <= padding < stop else padding - start
+    run = module.forward
+
+    def look_up(tokens: torch.Tensor) -> torch.Tensor:
+        is_elsewhere = (tokens < start) | (tokens >= stop)
+        # As the class does it, which may scale.
+        values = run((tokens - start).masked_fill(is_elsewhere, 0))
+        total: torch.Tensor = _Sum.apply(values.masked_fill(is_elsewhere[..., None], 0), group)
+        return total
+
+    return look_up
 
 
 class _SumGradient(torch.autograd.Function):
@@ -28,6 +109,8 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
         [gradient] = gradients
+        if torch.compiler.is_compiling():
+            return _sum_compiled(gradient, ctx.group), None
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -38,6 +121,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _sum_compiled(value, group)
         ctx.mark_dirty(value)
         dist.all_reduce(value, group=group)
         return value
@@ -47,14 +132,30 @@ class _Sum(torch.autograd.Function):
         return gradients[0], None
 
 
-def run_locally(module: nn.Linear, style: str, group: dist.ProcessGroup) -> None:
-    """Let a layer that has only its rank's part of the weight give what `style` says, one of `STYLES`."""
+class _Gather(torch.autograd.Function):
+    """Put the ranks' parts of the last dimension side by side; all ranks use the whole alike."""
 
-    def colwise(value: torch.Tensor) -> torch.Tensor:
-        return functional.linear(_SumGradient.apply(value, group), module.weight, module.bias)
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        num_ranks, rank = group.size(), group.rank()
+        ctx.own = bounds(size, num_ranks, rank)
+        most = -(-size // num_ranks)
+        # A gather needs equal parts.
+        sent = functional.pad(part, (0, most - part.shape[-1])).contiguous()
+        if torch.compiler.is_compiling():
+            gathered = _collectives.wait_tensor(_collectives.all_gather_tensor(sent[None], 0, group))
+        else:
+            gathered = sent.new_empty(num_ranks, *sent.shape)
+            dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
+        ends = [bounds(size, num_ranks, other) for other in range(num_ranks)]
+        return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
 
-    def rowwise(value: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _Sum.apply(functional.linear(value, module.weight), group)
-        return total if module.bias is None else total + module.bias
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+        start, stop = ctx.own
+        return gradients[0][..., start:stop], None, None
 
-    module.forward = {"colwise": colwise, "rowwise": rowwise}[style]  # type: ignore[method-assign, assignment]
+
+def _sum_compiled(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(value.contiguous(), "sum", group))
+    return total

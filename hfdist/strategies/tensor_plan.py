@@ -1,19 +1,27 @@
-"""Which part of each parameter a tensor rank holds, by the plan that transformers has for the type of the model.
+"""Which part of each parameter a tensor rank holds: by transformers' plan for the type of the model, or by one for all.
 
-A sharded parameter stays a plain tensor, this rank's part. Only while its module runs it is a DTensor, with which
-transformers' plans compute: so FSDP2, optimizers, clipping and checkpoints need not know of the plan.
+    own                       transformers' plan: attention by heads, layers in pairs with one exchange for each pair
+    own, attention gathered   the same, but the layers of attention divide their rows wherever heads do not divide
+    gathered                  each linear layer of the blocks has some of its rows, and its output is gathered
+
+The second and the third hold about as little, and send more. With each of them the vocabulary is divided if the model
+allows it: rows of the embedding and of the head. A sharded parameter stays a plain tensor, this rank's part. Where
+transformers' plan needs DTensors it is one while its module runs: so FSDP2, optimizers, clipping and checkpoints know
+of no plan.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +32,9 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
 from hfdist.models.build import is_elsewhere
-from hfdist.strategies.tensor_linear import STYLES, run_locally
+from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
+from hfdist.strategies.tensor_layers import gather_blocks, is_lora, kept_whole, split_vocabulary
+from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -32,7 +42,9 @@ _PARTIAL = "replicated_with_grad_allreduce"
 _HEADS = r"\w*_heads|n_head"
 """The fields of a config that count heads, of all kinds of attention."""
 
-_KEY = "strategy.tensor"
+_ALIASES = {"colwise_rep": GATHERED}
+
+_KEY, _HINT = "strategy.tensor", "strategy.tensor=1; strategy=fsdp2 shards any model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,68 +89,142 @@ class ParameterShard:
                 )
 
 
+class Kind(NamedTuple):
+    """How a plan is made."""
+
+    blocks: str
+    """`OWN`, `OWN_GATHERED` or `ALL_GATHERED`."""
+    splits_vocabulary: bool
+
+    def __str__(self) -> str:
+        return f"{self.blocks}; the vocabulary is {'divided' if self.splits_vocabulary else 'whole on each rank'}"
+
+
+OWN = "transformers' plan for the type"
+OWN_GATHERED = "transformers' plan for the type, but outputs of attention's layers are gathered"
+ALL_GATHERED = "outputs of all layers are gathered"
+KINDS = tuple(Kind(blocks, splits) for blocks in (OWN, OWN_GATHERED, ALL_GATHERED) for splits in (True, False))
+"""The first is the best; the last ones send more, or hold more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What becomes of which parameter; the others are whole on each rank."""
 
+    kind: Kind
+    layers: dict[str, str]
+    """Names of linear layers and embeddings, and the style of each (see tensor_linear.py)."""
     rules: dict[str, str]
-    """Names of modules and parameters, and the style of transformers for each."""
+    """Names of other modules and parameters, and the style of transformers for each."""
     partial: frozenset[str]
     """Parameters that are whole on each rank, and whose gradient is the sum of those of the ranks."""
 
 
-def make_plan(model: PreTrainedModel, num_ranks: int) -> Plan:
-    """Find the plan of the model's type, and check that its sizes divide. Needs no process group.
-
-    The head stays whole on each rank, as does what several modules share: the loss reads the weight of the head.
+def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
+    """Give the plans whose sizes fit, the best first. Needs no process group.
 
     Raises:
-        ConfigError: there is no plan for this model, or a size that the number of ranks does not divide.
+        ConfigError: there is none.
     """
-    if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
-        what, found = "only a model of transformers can be sharded over tensor ranks, without an adapter", type(model)
-        raise ConfigError(what, where=_KEY, found=found.__name__, hint="strategy.tensor=1, with strategy=fsdp2")
+    if not isinstance(model, PreTrainedModel):
+        what, found = "only a model of transformers can be sharded over tensor ranks", type(model).__name__
+        hint = "strategy.tensor=1, with strategy=fsdp2; an adapter by model.add_adapter(config), not by get_peft_model"
+        raise ConfigError(what, where=_KEY, found=found, hint=hint)
+    plans: list[Plan] = []
+    problems: list[ConfigError] = []
+    for kind in KINDS:
+        if kind.blocks == OWN_GATHERED and any(plan.kind.blocks == OWN for plan in plans):
+            continue
+        try:
+            plans.append(make_plan(model, num_ranks, kind))
+        except ConfigError as error:
+            problems.append(error)
+    if not plans:
+        raise problems[0]
+    return plans
+
+
+def make_plan(model: PreTrainedModel, num_ranks: int, kind: Kind) -> Plan:
+    """Make a plan of this kind. Needs no process group.
+
+    Raises:
+        ConfigError: the model has nothing of the kind, or a size that the number of ranks does not divide.
+    """
+    of_vocabulary = split_vocabulary(model, num_ranks) if kind.splits_vocabulary else {}
+    if kind.splits_vocabulary and not of_vocabulary:
+        what = "the vocabulary of this model cannot be divided"
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
+    whole = kept_whole(model, of_vocabulary)
+    rules: dict[str, str] = {}
+    partial: frozenset[str] = frozenset()
+    if kind.blocks == ALL_GATHERED:
+        layers = gather_blocks(model, num_ranks, whole)
+    else:
+        layers, rules, partial = _resolve(model, num_ranks, whole, gathers_attention=kind.blocks == OWN_GATHERED)
+        _check_sizes(model, layers, rules, num_ranks)
+    if not layers and not rules:
+        what = "no layer of this model can be divided"
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT)
+    return Plan(kind=kind, layers=layers | of_vocabulary, rules=rules, partial=partial)
+
+
+def _resolve(
+    model: PreTrainedModel, num_ranks: int, whole: set[int], *, gathers_attention: bool
+) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
+    """Give layers, rules and partial parameters by transformers' plan."""
     try:
         # Private: the public way is `from_pretrained`, which would load and shard by itself.
-        rules, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
+        resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
     except (ValueError, TypeError) as error:
         what = "transformers has no plan by which this type of model could be sharded over tensor ranks"
-        hint = "strategy.tensor=1; strategy=fsdp2 shards any model"
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint) from error
+        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT) from error
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    whole = _kept_whole(model)
-    kept: dict[str, str] = {}
+    gathered = gather_blocks(model, num_ranks, whole) if gathers_attention else {}
+    layers = {name: style for name, style in gathered.items() if _is_attention(name)}
+    rules: dict[str, str] = {}
     partial: set[int] = set()
-    for name, style in rules.items():
-        if name not in parameters and name not in modules:
-            # Another name of a tied parameter.
+    for name, style in resolved.items():
+        if (name not in parameters and name not in modules) or (gathers_attention and _is_attention(name)):
+            # Another name of a tied parameter, or divided in another way.
             continue
         own = [parameters[name]] if name in parameters else list(modules[name].parameters(recurse=False))
-        is_uneven = style == "embedding_rowwise" and any(p.shape[0] % num_ranks != 0 for p in own)
+        is_uneven = style == LOOKED_UP and any(p.shape[0] % num_ranks != 0 for p in own)
         if style == _PARTIAL:
             partial |= set(map(id, own))
-        elif not is_uneven and whole.isdisjoint(map(id, own)):
-            kept[name] = style
-    _check_sizes(model, kept, num_ranks)
-    return Plan(rules=kept, partial=frozenset(name for name, p in parameters.items() if id(p) in partial))
+        elif is_uneven or not whole.isdisjoint(map(id, own)):
+            continue
+        elif name in modules:
+            divided = _divide(modules, name, _ALIASES.get(style, style))
+            layers |= divided
+            rules |= {} if divided else {name: style}
+        elif not split_dimensions(modules[name.rpartition(".")[0]], _ALIASES.get(style, style)):
+            rules[name] = style
+    return layers, rules, frozenset(name for name, p in parameters.items() if id(p) in partial)
 
 
-def _kept_whole(model: PreTrainedModel) -> set[int]:
-    num_names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    head = model.get_output_embeddings()
-    of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
-    return of_head | {parameter for parameter, count in num_names.items() if count > 1}
+def _is_attention(name: str) -> bool:
+    return "att" in name
 
 
-def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) -> None:
-    sizes = dict(_sizes_to_divide(model, rules))
-    if not sizes:
-        what, hint = (
-            "the plan of this type of model shards nothing",
-            "strategy.tensor=1; strategy=fsdp2 shards any model",
-        )
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=hint)
-    common = math.gcd(*sizes.values())
+def _divide(modules: dict[str, nn.Module], name: str, style: str) -> dict[str, str]:
+    """Give what a rule of transformers for a module means for plain layers; empty: it is none.
+
+    Of a LoRA layer the inner matrix stays whole, and the outer one is divided as the layer is.
+    """
+    module: Any = modules[name]
+    if not hasattr(module, "base_layer"):
+        return {name: style} if split_dimensions(module, style) else {}
+    inner, outer = f"{name}.base_layer", {"colwise": "lora_B", "rowwise": "lora_A", GATHERED: ""}.get(style)
+    if outer is None or not is_lora(module) or not split_dimensions(modules[inner], style):
+        what = "this adapter cannot be divided as transformers' plan divides the layer that it adapts"
+        raise ConfigError(what, where=f"{_KEY}, adapter.type", found=f"{name}: {type(module).__name__}", allowed="lora")
+    of_adapters = getattr(module, outer) if outer else ()
+    return {inner: style} | {f"{name}.{outer}.{adapter}": style for adapter in of_adapters}
+
+
+def _check_sizes(model: PreTrainedModel, layers: dict[str, str], rules: dict[str, str], num_ranks: int) -> None:
+    sizes = dict(_sizes_to_divide(model, layers, rules))
+    common = math.gcd(*sizes.values()) if sizes else num_ranks
     if common % num_ranks != 0:
         name, size = next((name, size) for name, size in sizes.items() if size % num_ranks != 0)
         fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
@@ -151,13 +237,19 @@ def _check_sizes(model: PreTrainedModel, rules: dict[str, str], num_ranks: int) 
         )
 
 
-def _sizes_to_divide(model: PreTrainedModel, rules: dict[str, str]) -> Iterator[tuple[str, int]]:
+def _sizes_to_divide(
+    model: PreTrainedModel, layers: dict[str, str], rules: dict[str, str]
+) -> Iterator[tuple[str, int]]:
     # A gathered output may be divided within a head.
-    if any(style == "colwise" and "att" in name for name, style in rules.items()):
+    if any(style == "colwise" and _is_attention(name) for name, style in (layers | rules).items()):
         text = model.config.get_text_config(decoder=True)
         for field, heads in vars(text).items():
             if re.fullmatch(_HEADS, field):
                 yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
+    for name, style in layers.items():
+        module: Any = model.get_submodule(name)
+        if style in ("colwise", "rowwise"):
+            yield f"{name}.weight", module.out_features if style == "colwise" else module.in_features
     for name, parameter in model.named_parameters():
         style, shape = rules.get(name, ""), parameter.shape
         if style.startswith("packed"):
@@ -183,13 +275,43 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
-        style = plan.rules.get(module_name, "")
         keep_local(module, placed)
-        if type(module) is nn.Linear and style in STYLES:
-            run_locally(module, style, mesh.get_group())
-        elif placed:
+        if placed:
             _place_while_running(module, placed)
-    return shards
+        if placed or module_name in plan.rules:
+            # A compiler cannot follow DTensors that come and go.
+            module.forward = torch.compiler.disable(module.forward)
+    return shards | _split_layers(model, mesh.get_group(), plan.layers)
+
+
+def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) -> dict[str, ParameterShard]:
+    modules = dict(model.named_modules())
+    # A tied parameter is one here, too, whatever modules have it.
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in modules.values():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners[parameter].append((module, name))
+    shards: dict[nn.Parameter, ParameterShard] = {}
+    # Another rank of a pipeline may have the others.
+    here = {name: style for name, style in layers.items() if modules[name].weight is not None}
+    for name, style in here.items():
+        for of_module, dim in split_dimensions(modules[name], style).items():
+            whole = getattr(modules[name], of_module)
+            if whole in shards:
+                continue
+            start, stop = bounds(whole.shape[dim], group.size(), group.rank())
+            # A copy: else all of the whole tensor's memory would stay.
+            local = whole.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+            part = nn.Parameter(local, requires_grad=whole.requires_grad)
+            shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
+            for owner, of_owner in owners.pop(whole):
+                owner._parameters[of_owner] = part
+        run_locally(modules[name], style, group)
+    head = model.get_output_embeddings()
+    if any(modules[name] is head for name in here):
+        start, stop = bounds(head.out_features, group.size(), group.rank())
+        mark_shared(head, VocabularyShard(group=group, start=start, stop=stop, num_rows=head.out_features))
+    return {name: shards[p] for name, p in model.named_parameters() if p in shards}
 
 
 def _rules_here(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:

@@ -279,8 +279,7 @@ class DistributedTrainerMixin(_Trainer):
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
         head = None if return_outputs else self.options.loss_head
-        group = None if self.engine is None else self.engine.rows_group
-        with nullcontext() if head is None else head.deferring(model, group):
+        with nullcontext() if head is None else head.deferring(model):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.compute_loss, model)

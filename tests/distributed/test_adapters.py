@@ -33,6 +33,7 @@ LAYOUTS = {
     "zbv": ("strategy=pipeline", "strategy.schedule=zbv"),
     "pipeline_zero1": ("strategy=pipeline_zero1", "strategy.pipeline=2"),
     "pipeline_fsdp2": ("strategy=fsdp2", "strategy.pipeline=2", "strategy.schedule=zbv"),
+    "fsdp2_tensor": ("strategy=fsdp2", "strategy.tensor=2"),
 }
 
 
@@ -78,6 +79,9 @@ def single(run, tmp_path_factory):
         ("zero3", 2, LOKR),
         ("zbv", 2, HEAD),
         ("zbv", 2, FROZEN),
+        ("tensor", 2, HEAD),
+        ("tensor", 2, (*DORA, "adapter.targets=[q_proj]")),
+        ("fsdp2_tensor", 4, LORA),
     ],
 )
 def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_processes, choice):

@@ -80,6 +80,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
         ("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),
+        ("tensor", 2, ["train.compile=blocks"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
         ("ddp", 2, ["strategy.min_data=1", "strategy.context=2", "train.compile=blocks", "model.loss=chunked"]),

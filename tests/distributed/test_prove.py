@@ -87,6 +87,7 @@ def test_right_layouts_pass(tmp_path, cache_dir, capfd, num_processes, layout):
     said = capfd.readouterr().err
     assert said.count("CERTIFICATE: passed") == 1
     assert f"{num_processes} processes: " in said
+    assert ("; transformers' plan for the type; the vocabulary is divided" in said) == ("strategy=tensor" in layout)
     assert not (tmp_path / "prove").exists()
 
 

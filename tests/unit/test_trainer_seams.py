@@ -81,6 +81,8 @@ def test_what_tensor_and_context_parallelism_call():
     collectives = torch.distributed._functional_collectives
     assert parameters(collectives.all_gather_single_autograd)[:3] == ["self", "gather_dim", "group"]
     assert parameters(collectives.all_to_all_single)[:4] == ["self", "output_split_sizes", "input_split_sizes", "group"]
+    assert parameters(collectives.all_reduce)[:3] == ["self", "reduceOp", "group"]
+    assert parameters(collectives.all_gather_tensor)[:3] == ["self", "gather_dim", "group"]
     assert parameters(DeviceMesh._flatten)[:2] == ["self", "mesh_dim_name"]
 
 

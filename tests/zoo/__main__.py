@@ -13,6 +13,7 @@ import transformers
 
 from hfdist.models.blocks import find_block_parts
 from hfdist.strategies.self_check import GRADIENT_BOUND
+from hfdist.strategies.tensor_plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types
@@ -22,6 +23,8 @@ from tests.zoo.tensor_parallel import NUM_EXPERT_RANKS, NUM_TENSOR_RANKS, expert
 NUM_STAGES = (2, 3)
 NUM_RANKS = 2
 """That shard."""
+
+PLANS = {OWN: "own", OWN_GATHERED: "own, gathered", ALL_GATHERED: "gathered"}
 
 HEADER = """\
 # The zoo: every causal language model of transformers, split and sharded
@@ -39,10 +42,11 @@ split, and why. The splitter has no code for single models.
 Each is also sharded by FSDP2 over two ranks, of which each runs two micro batches, and is compared with the whole model
 on all four: {sharded}.
 
-And each is sharded over {tensor_ranks} tensor ranks, by transformers' plan for it, and runs two micro batches:
-{tensor}. A type is refused if it has no plan, if its small model has a size that does not divide, or if trying it shows
-that the plan is wrong. The ranks add up in another order, so gradients may differ by {gradient_bound:g}: in float64
-it is 1e-15.
+And each is sharded over {tensor_ranks} tensor ranks and runs two micro batches, of which the first has no whole logits
+where the model allows it: {tensor}. A type is refused if a small model of it cannot be tried, or if no plan is right.
+*Own* is transformers' plan for the type, *own, gathered* the same with gathered outputs in attention, *gathered* has
+gathered outputs in all layers ([what that means](layouts.md#how-tensor-ranks-share-a-model)). The ranks add up in
+another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1e-15.
 
 Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
 experts, or none that transformers has a plan for.
@@ -149,7 +153,8 @@ def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded]) -> str:
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
     cells += _differences(tried)
     for of_rank in layouts:
-        cells += [of_rank[0].verdict, *_differences(of_rank)]
+        plan = f", {PLANS[of_rank[0].plan]}" if of_rank[0].plan in PLANS else ""
+        cells += [of_rank[0].verdict + plan, *_differences(of_rank)]
     return f"| {' | '.join(cells)} |"
 
 

@@ -33,6 +33,8 @@ class Sharded:
     """Why the model was refused."""
     gradient_bound: float = TOLERANCE
     """Up to where gradients are called exact."""
+    plan: str = ""
+    """By which the matrices were sharded over tensor ranks."""
 
     @property
     def verdict(self) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.piece import WEIGHT
+from hfdist.config.model import Loss
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
+from hfdist.models.loss import LossHead
 from hfdist.pipeline.gradients import local
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import make_strategy
@@ -54,7 +57,8 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     *first, last = batches[own]
     with engine.accumulating():
-        losses = [_train(model, batch) for batch in first]
+        # Without whole logits where the model allows it, and the last one with them.
+        losses = [_train(model, batch, LossHead(Loss.chunked)) for batch in first]
     losses.append(_train(model, last))
     engine.clip_grad_norm(0.0, lambda: None)
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
@@ -78,10 +82,12 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
         worst_parameter=worst_parameter,
         # The ranks add up in another order than the whole model; types that scale or recur enlarge that.
         gradient_bound=GRADIENT_BOUND,
+        plan=engine._parts.description.partition(";")[0],
     )
 
 
-def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:
-    loss = model(**batch).loss
+def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], head: LossHead | None = None) -> float:
+    with nullcontext() if head is None else head.deferring(model):
+        loss = model(**batch).loss
     loss.backward()
     return loss.item()

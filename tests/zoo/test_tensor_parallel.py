@@ -8,8 +8,8 @@ from tests.zoo.tensor_parallel import expert_types, tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
-EXACT = ("cohere2", "deepseek_v3", "gemma2", "llama", "mixtral", "qwen3")
-"""Of the sample: what must not be refused."""
+REFUSED = {"gemma3n", "git", "musicgen", "musicgen_melody", "reformer", "zamba", "zamba2"}
+"""Types of which no small model can be made, or one that trains on text alone and in evaluation mode."""
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,7 @@ def outcomes(request):
 @pytest.mark.timeout(1900)
 def test_a_model_that_is_cut_trains_as_the_whole(outcomes, model_type):
     for outcome in (of_rank[model_type] for of_rank in outcomes):
-        assert outcome.verdict != "wrong", outcome
-        assert outcome.verdict == "exact" or model_type not in EXACT, outcome
+        assert outcome.verdict == ("refused" if model_type in REFUSED else "exact"), outcome
 
 
 EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral")

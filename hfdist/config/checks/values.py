@@ -10,7 +10,7 @@ from pathlib import Path
 from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
-from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init
+from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import find_key, nested, plain
@@ -93,6 +93,10 @@ def _check_model(config: RunConfig) -> None:
         hint = "model.name=FOLDER/NAME.gguf, or model.name=OWNER/NAME model.gguf_file=NAME.gguf"
         allowed = "NAME.gguf, with a model.name"
         raise _conflict(config, "model.gguf_file model.name", what, allowed=allowed, hint=hint)
+    if config.strategy.tensor > 1 and model.loss in (Loss.liger, Loss.cut_cross_entropy):
+        what = "these kernels need all rows of the head, and tensor ranks share them out"
+        keys, allowed = "model.loss strategy.tensor", "auto, chunked, full"
+        raise _conflict(config, keys, what, allowed=allowed, hint="model.loss=auto")
     if model.init is not Init.pretrained:
         return
     if model.name is None:
@@ -116,11 +120,10 @@ def _check_adapter(config: RunConfig) -> None:
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
-    for axis in ("tensor", "expert"):
-        if adapter.is_used and getattr(config.strategy, axis) > 1:
-            what = f"an adapter's layers are not in the plan by which a model is sharded over {axis} ranks"
-            where = f"strategy.{axis}" if adapter.path is None else f"strategy.{axis} adapter.path"
-            raise _conflict(config, where, what, allowed="1", hint=f"strategy.{axis}=1, with strategy=fsdp2")
+    if adapter.is_used and config.strategy.expert > 1:
+        what = "an adapter's layers are not in the plan by which a model is sharded over expert ranks"
+        where = "strategy.expert" if adapter.path is None else "strategy.expert adapter.path"
+        raise _conflict(config, where, what, allowed="1", hint="strategy.expert=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"
@@ -199,10 +202,15 @@ def _check_shared(config: RunConfig, axis: str, what: str) -> None:
         what = "expert and pipeline parallelism together are not built yet in this version"
         hint = f"{key}=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
         raise _conflict(config, f"{key} strategy.pipeline", what, allowed="1", hint=hint)
-    if config.train.compile in (Compile.blocks, Compile.model):
-        what = f"layers with {what} that are sharded over {axis} ranks are not compiled in this version"
+    if axis == "expert" and config.train.compile is Compile.blocks:
+        what = "blocks whose experts ranks share are not compiled in this version"
         keys, hint = f"train.compile {key}", "train.compile=auto, which compiles where it can"
         raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
+    if config.train.compile is Compile.model:
+        what = f"a model of which {axis} ranks have parts is not compiled as a whole"
+        allowed = "auto, none, blocks" if axis == "tensor" else "auto, none"
+        keys, hint = f"train.compile {key}", f"train.compile={'blocks' if axis == 'tensor' else 'auto'}"
+        raise _conflict(config, keys, what, allowed=allowed, hint=hint)
 
 
 def _check_tokens(config: RunConfig) -> None:

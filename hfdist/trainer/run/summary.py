@@ -48,10 +48,9 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     total = trainer.args.max_steps * batch.tokens_per_step
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
-    attention = model.config._attn_implementation if engine.context is None else engine.context.description
     rows = {
         "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
-        f"{config.model.init.value} weights, attention {attention}",
+        f"{config.model.init.value} weights, {engine.description}",
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",

@@ -1,0 +1,100 @@
+"""A head whose rows of the vocabulary lie on several ranks: the loss of hidden states that all of them have.
+
+    rank 0   weight [own rows, width]   its logits   largest, sum of exponentials, the target's logit   ) combined over
+    rank 1   weight [own rows, width]   its logits   largest, sum of exponentials, the target's logit   ) the ranks
+
+No rank has a whole row of logits. Each gives the gradient by its own logits; a gradient by the hidden states is the sum
+over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from hfdist.models.lazy_logits import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """Which rows of a head this rank has."""
+
+    group: dist.ProcessGroup
+    start: int
+    stop: int
+    num_rows: int
+    """Of the whole head."""
+
+    @property
+    def most_rows(self) -> int:
+        """The most that any rank has."""
+        return -(-self.num_rows // self.group.size())
+
+
+def mark_shared(head: nn.Module, shard: VocabularyShard) -> None:
+    """Note that a head, whose forward is a function of its own, has only the rows of `shard`."""
+    # On the function, which copies of the head share: stages of a pipeline run copies.
+    head.forward.shard = shard  # type: ignore[attr-defined]
+
+
+def shard_of(head: nn.Module) -> VocabularyShard | None:
+    """Give what `mark_shared` has noted; None: the head is whole."""
+    return getattr(head.forward, "shard", None)
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, rows: Rows, targets: torch.Tensor, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the sum of the losses, float32 and the same on all ranks, and its gradient by this rank's logits.
+
+    A collective over the group of the shard, whose ranks call it with the same targets.
+
+    Args:
+        logits: [rows, own rows of the vocabulary], as the head gives them; they are overwritten.
+        rows: what is to be done to logits, and how losses are counted.
+        targets: [rows].
+        shard: this rank's.
+    """
+    values = logits
+    with torch.enable_grad():
+        if rows.per_row:
+            values = logits.requires_grad_()
+        for step in rows.per_row:
+            values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
+    # What autograd keeps of the steps is not to be overwritten.
+    wide = values.detach().to(torch.float32, copy=values is not logits)
+    loss, gradient = _cross_entropy(wide, rows, targets, shard)
+    if values is not logits:
+        (gradient,) = torch.autograd.grad(values, logits, gradient.to(values.dtype))
+    return loss, gradient.to(logits.dtype)
+
+
+def _cross_entropy(
+    wide: torch.Tensor, rows: Rows, targets: torch.Tensor, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient is in the place of `wide`."""
+    is_target = targets != rows.ignore_index
+    places = targets - shard.start
+    is_own = is_target & (places >= 0) & (places < shard.stop - shard.start)
+    places = places.masked_fill(~is_own, 0)[:, None]
+    largest = wide.amax(-1, keepdim=True)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    logits = wide.sub_(largest)
+    # Chosen, not multiplied by zero: an ignored row need not be finite.
+    of_target = logits.gather(1, places)[:, 0].masked_fill(~is_own, 0)
+    smoothing = rows.label_smoothing
+    of_all = logits.sum(-1) if smoothing else torch.zeros_like(of_target)
+    gradient = logits.exp_()
+    sums = torch.stack([gradient.sum(-1), of_target, of_all])
+    dist.all_reduce(sums, group=shard.group)
+    exponentials, of_target, of_all = sums.unbind()
+    losses = exponentials.log() - (1 - smoothing) * of_target - smoothing / shard.num_rows * of_all
+    gradient.div_(exponentials[:, None]).sub_(smoothing / shard.num_rows)
+    gradient.scatter_add_(1, places, (smoothing - 1) * is_own[:, None].float())
+    gradient.masked_fill_(~is_target[:, None], 0)
+    return losses.masked_fill(~is_target, 0).sum(), gradient

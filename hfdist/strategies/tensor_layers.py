@@ -1,0 +1,82 @@
+"""Which layers of any model can be divided over tensor ranks: its vocabulary, and the linear layers of its blocks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.models.blocks import find_block_parts
+from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, split_dimensions
+
+
+def split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
+    """Give the names and styles of the embedding and of the head, where their rows can be divided."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, str] = {}
+    left = []
+    for module, style in ((model.get_input_embeddings(), LOOKED_UP), (model.get_output_embeddings(), GATHERED)):
+        weight = getattr(module, "weight", None)
+        if module is None or weight is None or id(module) not in names:
+            continue
+        if split_dimensions(module, style) and len(weight) >= num_ranks:
+            found[names[id(module)]] = style
+        else:
+            left.append(weight)
+    # Tied to what stays whole, it stays whole, too.
+    return {} if any(model.get_submodule(name).weight is weight for name in found for weight in left) else found
+
+
+def kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[int]:
+    """Give the ids of parameters of the head, of what several modules share, and of the divided vocabulary."""
+    num_names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    apart = [model.get_output_embeddings(), *map(model.get_submodule, of_vocabulary)]
+    of_head = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
+    return of_head | {parameter for parameter, count in num_names.items() if count > 1}
+
+
+def gather_blocks(model: PreTrainedModel, num_ranks: int, whole: set[int]) -> dict[str, str]:
+    """Give the names and styles of all linear layers of the blocks that are only called; with LoRA the model's own.
+
+    Raises:
+        ConfigError: there is no list of blocks.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    apart: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            apart |= set(map(id, module.modules())) - (set(map(id, base.modules())) if is_lora(module) else set())
+        kind: Any = type(module)
+        apart |= {id(child) for name, child in module.named_children() if _reads_weight(kind, name)}
+    return {
+        names[id(module)]: GATHERED
+        for parts in find_block_parts(model)
+        for part in parts
+        for module in part.modules()
+        if id(module) not in apart
+        and whole.isdisjoint(map(id, module.parameters(recurse=False)))
+        and any(
+            getattr(module, name).shape[dim] >= num_ranks for name, dim in split_dimensions(module, GATHERED).items()
+        )
+    }
+
+
+def is_lora(module: Any) -> bool:
+    """Whether an adapted layer only adds a product of two matrices; other adapters read the weight that they adapt."""
+    return hasattr(module, "lora_A") and not any(getattr(module, "use_dora", {}).values())
+
+
+@cache
+def _reads_weight(kind: Any, child: str) -> bool:
+    """Whether a class computes with the weight of a child itself: kernels for GPUs do, which a trial need not run."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class of torch's, or one that was made in an interpreter
+        return False
+    return re.search(rf"\.{child}\.(weight|bias)\b(?!\.(dtype|device))", source) is not None
