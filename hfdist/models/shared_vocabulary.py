@@ -35,16 +35,19 @@ class VocabularyShard:
         """The most that any rank has."""
         return -(-self.num_rows // self.group.size())
 
+    def __deepcopy__(self, memo: object) -> VocabularyShard:
+        # Stages of a pipeline run copies of the head, and a process group has none.
+        return self
+
 
 def mark_shared(head: nn.Module, shard: VocabularyShard) -> None:
-    """Note that a head, whose forward is a function of its own, has only the rows of `shard`."""
-    # On the function, which copies of the head share: stages of a pipeline run copies.
-    head.forward.shard = shard  # type: ignore[attr-defined]
+    """Note on a head, an `nn.Linear`, that it has only the rows of `shard`."""
+    head.vocabulary_shard = shard  # type: ignore[assignment]  # no parameter, but a plain attribute
 
 
 def shard_of(head: nn.Module) -> VocabularyShard | None:
     """Give what `mark_shared` has noted; None: the head is whole."""
-    return getattr(head.forward, "shard", None)
+    return getattr(head, "vocabulary_shard", None)
 
 
 def loss_and_gradient(
