@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hfdist.config.strategy import Schedule
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.schedule import Instruction, Operation, plan, receive_early
+from hfdist.models.routers import COUNTED
+from hfdist.pipeline.schedule import FORWARDS, Instruction, Operation, plan, receive_early
 from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -34,11 +35,19 @@ class _Graph(NamedTuple):
     received: Tensors
     roots: list[torch.Tensor]
     """The outputs through which gradients flow."""
+    side_loss: list[torch.Tensor]
+    """What the stage adds to the loss by itself, if anything."""
+
+    def starts(self, output_gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the backward begins, and with which gradients; a loss has none."""
+        of_outputs = output_gradients or map(torch.ones_like, self.roots)
+        return [*self.roots, *self.side_loss], [*of_outputs, *map(torch.ones_like, self.side_loss)]
 
     def backward(self, output_gradients: Tensors) -> Tensors:
-        if self.roots:
+        starts, gradients = self.starts(output_gradients)
+        if starts:
             # Otherwise all of this stage and of those before is frozen.
-            torch.autograd.backward(self.roots, list(output_gradients) or None)
+            torch.autograd.backward(starts, gradients)
         return self.input_gradients()
 
     def input_gradients(self) -> Tensors:
@@ -53,6 +62,7 @@ class Stage:
     Args:
         module, index: the stage's part of the model, and its number.
         calls: for each micro batch: calls the model; on the last stage its value is the loss.
+        side_loss: after each forward: gives what the stage adds to the loss by itself, or None.
         headers: for each micro batch: of what the stage receives; None on the first stage.
         recorder: takes the times of what is done.
         splits_backward: whether weight gradients may run apart from input gradients. False for blocks that are
@@ -64,6 +74,7 @@ class Stage:
         module: StageModule,
         index: int,
         calls: Sequence[Callable[[Any], Any]],
+        side_loss: Callable[[], torch.Tensor | None],
         headers: Sequence[Header | None],
         *,
         recorder: Recorder,
@@ -73,6 +84,7 @@ class Stage:
         self.is_last = module.is_last
         self._module = module
         self._calls = calls
+        self._side_loss = side_loss
         self._headers = headers
         self._splits_backward = splits_backward
         self._span = partial(recorder.span, stage=index)
@@ -99,8 +111,11 @@ class Stage:
                     tensor.requires_grad_(meta.requires_grad)
                 incoming = header.pack(received)
             value: Any = self._module.run(self._calls[microbatch], incoming)
+            side = self._side_loss()
         outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
-        self._graphs[microbatch] = _Graph(received, [tensor for tensor in outputs if tensor.requires_grad])
+        if torch.is_grad_enabled():
+            roots = [tensor for tensor in outputs if tensor.requires_grad]
+            self._graphs[microbatch] = _Graph(received, roots, [] if side is None or not side.requires_grad else [side])
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -123,7 +138,7 @@ class Stage:
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):
             self._weight_backwards[microbatch] = backward_inputs(
-                graph.roots, output_gradients or None, graph.received, self._module.parameters()
+                *graph.starts(output_gradients), graph.received, self._module.parameters()
             )
             return graph.input_gradients()
 
@@ -229,6 +244,8 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Batch = dict[str, torch.Tensor]
+_NEVER_FILLED = {"labels": IGNORED, "shift_labels": IGNORED, COUNTED: False}
+"""What rows that fill up a batch have in place of a copy."""
 
 
 class Pipeline:
@@ -254,13 +271,19 @@ class Pipeline:
         self._instructions = receive_early(own, 2) if dist.get_backend(channel.group) == "gloo" else own
 
     def forward_backward(
-        self, microbatches: Sequence[Batch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
+        self,
+        microbatches: Sequence[Batch],
+        loss: Callable[[PreTrainedModel, Batch], torch.Tensor],
+        side_loss: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Run one step's forwards and backwards; gradients are added to those of the parameters.
+
+        Without gradients, its forwards alone.
 
         Args:
             microbatches: as many as the schedule was made for; shapes may differ.
             loss: calls the model on one of them; the step's loss is the sum over all.
+            side_loss: gives what a stage has added to the loss in the forward before, or None.
 
         Returns:
             The losses, in order, on the rank of the last stage; elsewhere an empty list.
@@ -272,13 +295,17 @@ class Pipeline:
                 module,
                 index,
                 calls,
+                side_loss,
                 [known.get(index) for known in headers],
                 recorder=self._recorder,
                 splits_backward=self._splits_backward,
             )
             for index, module in self.modules.items()
         }
-        return Runtime(stages, self._channel, self._recorder).run(self._instructions)
+        instructions = self._instructions
+        if not torch.is_grad_enabled():
+            instructions = [step for step in instructions if step.operation in FORWARDS]
+        return Runtime(stages, self._channel, self._recorder).run(instructions)
 
     def forward(self, microbatches: Sequence[Batch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
@@ -353,8 +380,8 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
             continue
         _check_has_rows(name, value, num_rows)
         filler = value[:1].expand(missing, *value.shape[1:])
-        if name == "labels" or name == "shift_labels":
-            filler = torch.full_like(filler, IGNORED)
+        if name in _NEVER_FILLED:
+            filler = torch.full_like(filler, _NEVER_FILLED[name])
         parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
     return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
 

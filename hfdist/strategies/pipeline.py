@@ -111,10 +111,27 @@ class PipelineEngine(Engine):
             unscaled.append(value.detach())
             return self._scale(value)
 
+        def scaled_router_loss() -> torch.Tensor | None:
+            value = hooks.router_loss()
+            if value is None:
+                return None
+            unscaled.append(value.detach())
+            return self._scale(value)
+
         with self.schedule_trace.around_step():
-            self._pipeline.forward_backward(microbatches, scaled_loss)
+            self._pipeline.forward_backward(microbatches, scaled_loss, scaled_router_loss)
         self._reduce_gradients()
         return self._reduce_loss(unscaled)
+
+    def run_forwards(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
+    ) -> None:
+        """See the base class: the schedule without its backwards."""
+        assert self._pipeline is not None
+        self._train_mode(True)
+        microbatches = split_batch(batch, self._strategy.batch.num_microbatches)
+        with torch.no_grad():
+            self._pipeline.forward_backward(microbatches, function, hooks.router_loss)
 
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
         """Run forwards through the stages. Only the rank of the last stage has values."""
@@ -164,8 +181,8 @@ class PipelineEngine(Engine):
             sum_gradients((self.model.get_parameter(name) for name in names), group)
 
     def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Give all ranks the last stage's loss. The Trainer averages over all ranks, and each data rank has a share."""
-        total = torch.stack(losses).sum() if self._split.has_last else torch.zeros((), device=self._device)
+        """Give all ranks the sum of all stages. The Trainer averages over all ranks, and each data rank has a share."""
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
         return total * self._strategy.topology.data_size
 

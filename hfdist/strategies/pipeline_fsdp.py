@@ -6,7 +6,8 @@ then, too. Then gradients are reduced to shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,17 +64,30 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._end = self._begin_step()
         return super().forward_backward(batch, num_items, hooks)
 
+    def run_forwards(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
+    ) -> None:
+        """See the base class."""
+        with self._gathered():
+            super().run_forwards(batch, function, hooks)
+
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
-        """Run forwards through the stages, and free what is gathered."""
-        with torch.no_grad():
-            if self._pipeline is None:
+        """Run forwards through the stages."""
+        if self._pipeline is None:
+            with torch.no_grad():
                 self._pipeline = self._make_pipeline()
+        with self._gathered():
+            return super().forward(batch, function, hooks)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Gather the parameters for forwards alone, and free them."""
+        with torch.no_grad():
             self._begin_step()
-            values = super().forward(batch, function, hooks)
+            yield
         # Of a block that has not run, too.
         self._wait_for_gathered()
         self._reshard()
-        return values
 
     def _begin_step(self) -> torch.Tensor:
         end: torch.Tensor = self._root(torch.zeros((), device=self._device, requires_grad=True))

@@ -1,0 +1,123 @@
+"""The loss over routers: in every layout that of one forward of the whole global batch by transformers itself."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+import hfdist
+from hfdist.testing import run_ranks
+from hfdist.trainer.step.router_loss import RouterLoss
+
+pytestmark = pytest.mark.distributed
+
+LENGTH, GLOBAL_BATCH, STEPS, COEFFICIENT = 16, 8, 3, 0.3
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "num_experts_per_tok": 2}  # fmt: skip
+KINDS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [0, 1]},
+    "jetmoe": {"num_local_experts": 4, "num_key_value_heads": 2, "kv_channels": 8},
+}
+
+
+def make_items(num_items=GLOBAL_BATCH * STEPS):
+    """Sequences of very different lengths, padded, some without any target."""
+    generator = torch.Generator().manual_seed(0)
+    items = []
+    for number in range(num_items):
+        ids = torch.randint(0, 64, (LENGTH,), generator=generator)
+        mask = (torch.arange(LENGTH) < LENGTH - number * 5 % 13).long()
+        is_target = (mask == 1) & (torch.arange(LENGTH) > number * 3 % 7) & (number % 6 != 5)
+        items.append({"input_ids": ids, "attention_mask": mask, "labels": torch.where(is_target, ids, -100)})
+    return items
+
+
+def make_model(kind, **more):
+    fields = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "aux_loss_coef": COEFFICIENT}
+    known = AutoConfig.for_model(kind).to_dict()
+    fields = {name: value for name, value in (TINY | fields | KINDS[kind]).items() if name in known}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields | more))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name or "router" in name:
+                # So that experts are chosen unevenly, and the loss moves them.
+                parameter.normal_(std=0.5)
+    return model
+
+
+def train(folder, kind, layout, arguments=None, spoil=None, items=None, **fields):
+    """Train in a layout; `original`: by transformers' own Trainer."""
+    if spoil is not None:
+        spoil()
+    items = items or make_items()
+    more = {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "steps", "save_steps": 1,
+            "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "logging_steps": 1,
+            "max_grad_norm": 1e6, "disable_tqdm": True} | (arguments or {})  # fmt: skip
+    data = {"train_dataset": items, "eval_dataset": items[:6]}
+    if layout == "original":
+        trainer = transformers.Trainer(make_model(kind, **fields), TrainingArguments(str(folder), **more), **data)
+    else:
+        strategy = hfdist.make_strategy(**{"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1} | layout)
+        args = TrainingArguments(str(folder), **more | strategy.training_arguments())
+        trainer = hfdist.Trainer(make_model(kind, **fields), args, strategy=strategy, **data)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return lines, trainer.evaluate()["eval_loss"]
+
+
+ORIGINAL = {"per_device_train_batch_size": GLOBAL_BATCH, "per_device_eval_batch_size": 6}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """By kind: of the original Trainer, with the global batch in one forward."""
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        found[kind] = folder, run_ranks(train, 1, folder, kind, "original", ORIGINAL, group=False)[0][0]
+    return found
+
+
+def saved(folder, step):
+    model = AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{step}")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def check(whole, folder, lines, kind):
+    """Losses, norms, each parameter's first gradient, and the weights at the end."""
+    theirs, reference = whole[kind]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in reference], rel=2e-6)
+    assert [line["grad_norm"] for line in lines] == pytest.approx([line["grad_norm"] for line in reference], rel=1e-5)
+    start = {name: parameter.detach() for name, parameter in make_model(kind).named_parameters()}
+    for step in (1, STEPS):
+        ours, originals = saved(folder, step), saved(theirs, step)
+        for name, before in start.items():
+            moved = originals[name] - before
+            assert (ours[name] - originals[name]).norm() <= 1e-5 * moved.norm() + 1e-8, (step, name)
+
+
+LAYOUTS = [
+    (1, {}, KINDS),
+    (1, {"micro_batch_size": 8}, KINDS),
+    (2, {"micro_batch_size": 4}, KINDS),
+    (2, {"sharding": "fsdp2"}, KINDS),
+    (2, {"pipeline": 2}, KINDS),
+    (2, {"pipeline": 2, "schedule": "zbv"}, ["mixtral"]),
+    (2, {"context": 2}, ["mixtral", "qwen3_moe"]),
+    (2, {"tensor": 2}, ["mixtral", "qwen3_moe"]),
+    (2, {"sharding": "zero3"}, ["mixtral"]),
+    (2, {"sharding": "zero1"}, ["mixtral"]),
+    (4, {"pipeline": 2, "sharding": "fsdp2"}, ["qwen3_moe"]),
+    (4, {"pipeline": 2, "sharding": "zero1"}, ["mixtral"]),
+    (4, {"context": 2, "tensor": 2}, ["mixtral"]),
+    (4, {"sharding": "fsdp2", "replicate": 2}, ["mixtral"]),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "kinds"), LAYOUTS)
+def test_losses_gradients_and_weights_are_those_of_one_forward(whole, tmp_path, num_ranks, layout, kinds):
+    for kind in kinds:
+        lines, _ = run_ranks(train, num_ranks, tmp_path / kind, kind, layout)[0]
+        check(whole, tmp_path / kind, lines, kind)
