@@ -322,7 +322,8 @@ class Pipeline:
         """
         signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
         if signature not in self._headers:
-            with preserve_state(next(iter(self.modules.values())).model):
+            # A header says through what gradients flow.
+            with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
                 _, self._headers[signature] = self._run_stages(call, runs_last_stage=False)
             self._channel.flush()
         return self._headers[signature]

@@ -109,8 +109,9 @@ class DistributedTrainerMixin(_Trainer):
         if self.compute_metrics is not None:
             check_has_logits(self.engine, "compute_metrics")
         # The class may have switched it on.
-        if self._sums_targets and adds_router_loss(self.model):
-            check_router_loss(self.model)
+        model = cast(nn.Module, self.model)
+        if self._sums_targets and adds_router_loss(model):
+            check_router_loss(model)
         self._optimizers = Optimizers(self)
         if trl_trainers.is_sft(type(self)):
             # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.

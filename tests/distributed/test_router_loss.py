@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hfdist
 from hfdist.testing import run_ranks
-from hfdist.trainer.step.router_loss import RouterLoss
 
 pytestmark = pytest.mark.distributed
 
@@ -47,21 +46,26 @@ def make_model(kind, **more):
     return model
 
 
+def train_all(folder, kinds, layout, *more, **fields):
+    return {kind: train(folder / kind, kind, layout, *more, **fields) for kind in kinds}
+
+
 def train(folder, kind, layout, arguments=None, spoil=None, items=None, **fields):
     """Train in a layout; `original`: by transformers' own Trainer."""
     if spoil is not None:
         spoil()
     items = items or make_items()
     more = {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "steps", "save_steps": 1,
-            "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "logging_steps": 1,
-            "max_grad_norm": 1e6, "disable_tqdm": True} | (arguments or {})  # fmt: skip
+            "optim": "sgd", "learning_rate": 2.0, "lr_scheduler_type": "constant", "logging_steps": 1,
+            "disable_tqdm": True} | (arguments or {})  # fmt: skip
     data = {"train_dataset": items, "eval_dataset": items[:6]}
     if layout == "original":
         trainer = transformers.Trainer(make_model(kind, **fields), TrainingArguments(str(folder), **more), **data)
     else:
         strategy = hfdist.make_strategy(**{"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1} | layout)
+        model = make_model(kind, **fields)
         args = TrainingArguments(str(folder), **more | strategy.training_arguments())
-        trainer = hfdist.Trainer(make_model(kind, **fields), args, strategy=strategy, **data)
+        trainer = hfdist.Trainer(model, args, strategy=strategy, **data)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return lines, trainer.evaluate()["eval_loss"]
@@ -73,11 +77,9 @@ ORIGINAL = {"per_device_train_batch_size": GLOBAL_BATCH, "per_device_eval_batch_
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """By kind: of the original Trainer, with the global batch in one forward."""
-    found = {}
-    for kind in KINDS:
-        folder = tmp_path_factory.mktemp(kind)
-        found[kind] = folder, run_ranks(train, 1, folder, kind, "original", ORIGINAL, group=False)[0][0]
-    return found
+    folder = tmp_path_factory.mktemp("original")
+    [found] = run_ranks(train_all, 1, folder, list(KINDS), "original", ORIGINAL, group=False)
+    return {kind: (folder / kind, lines) for kind, (lines, _) in found.items()}
 
 
 def saved(folder, step):
@@ -95,29 +97,29 @@ def check(whole, folder, lines, kind):
         ours, originals = saved(folder, step), saved(theirs, step)
         for name, before in start.items():
             moved = originals[name] - before
-            assert (ours[name] - originals[name]).norm() <= 1e-5 * moved.norm() + 1e-8, (step, name)
+            # The second is the rounding of weights.
+            bound = 1e-5 * moved.norm() + 2e-7 * before.norm()
+            assert (ours[name] - originals[name]).norm() <= bound, (step, name)
 
 
 LAYOUTS = [
-    (1, {}, KINDS),
-    (1, {"micro_batch_size": 8}, KINDS),
-    (2, {"micro_batch_size": 4}, KINDS),
-    (2, {"sharding": "fsdp2"}, KINDS),
-    (2, {"pipeline": 2}, KINDS),
-    (2, {"pipeline": 2, "schedule": "zbv"}, ["mixtral"]),
-    (2, {"context": 2}, ["mixtral", "qwen3_moe"]),
-    (2, {"tensor": 2}, ["mixtral", "qwen3_moe"]),
+    (1, {}, ["mixtral", "jetmoe"]),
+    (1, {"micro_batch_size": 8}, ["jetmoe"]),
+    (2, {"micro_batch_size": 4}, ["qwen3_moe"]),
+    (2, {"sharding": "fsdp2"}, ["mixtral", "jetmoe"]),
+    (4, {"sharding": "fsdp2", "replicate": 2}, ["qwen3_moe"]),
+    (2, {"sharding": "zero1"}, ["qwen3_moe"]),
     (2, {"sharding": "zero3"}, ["mixtral"]),
-    (2, {"sharding": "zero1"}, ["mixtral"]),
-    (4, {"pipeline": 2, "sharding": "fsdp2"}, ["qwen3_moe"]),
+    (2, {"context": 2}, ["mixtral"]),
+    (4, {"context": 2, "tensor": 2}, ["qwen3_moe"]),
+    (2, {"pipeline": 2}, ["qwen3_moe", "jetmoe"]),
+    (2, {"pipeline": 2, "schedule": "zbv"}, ["mixtral"]),
+    (4, {"pipeline": 2, "sharding": "fsdp2", "schedule": "interleaved_1f1b"}, ["mixtral"]),
     (4, {"pipeline": 2, "sharding": "zero1"}, ["mixtral"]),
-    (4, {"context": 2, "tensor": 2}, ["mixtral"]),
-    (4, {"sharding": "fsdp2", "replicate": 2}, ["mixtral"]),
 ]
 
 
 @pytest.mark.parametrize(("num_ranks", "layout", "kinds"), LAYOUTS)
 def test_losses_gradients_and_weights_are_those_of_one_forward(whole, tmp_path, num_ranks, layout, kinds):
-    for kind in kinds:
-        lines, _ = run_ranks(train, num_ranks, tmp_path / kind, kind, layout)[0]
+    for kind, (lines, _) in run_ranks(train_all, num_ranks, tmp_path, list(kinds), layout)[0].items():
         check(whole, tmp_path / kind, lines, kind)

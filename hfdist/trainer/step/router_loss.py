@@ -58,8 +58,8 @@ class RouterLoss:
         for batch in batches:
             ids, mask = batch.get("input_ids"), batch.get("attention_mask")
             if ids is not None and COUNTED not in batch:
-                is_mask = mask is not None and mask.shape == ids.shape
-                batch[COUNTED] = mask.bool() if is_mask else torch.ones_like(ids, dtype=torch.bool)
+                everything = mask is None or mask.shape != ids.shape
+                batch[COUNTED] = torch.ones_like(ids, dtype=torch.bool) if everything else mask.bool()
         self._batches, self._weights = list(batches), None
 
     @contextmanager
