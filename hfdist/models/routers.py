@@ -2,8 +2,8 @@
 
     loss = coefficient x experts x sum over experts of (its choices / rows) x (its mean probability)
 
-A row is a token in one router. Choices and probabilities are those of all layers and of the whole global batch. Where the
-choices of all rows are known beforehand, the loss is a sum over rows, so any part of the batch adds its share.
+A row is a token in one router. Choices and probabilities are those of all layers and of the whole global batch. Once
+the choices of all rows are known, the loss is a sum over rows, so any part of the batch adds its share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.probing import small_model
 
 COUNTED = "hfdist_counted"
-"""The key under which a batch says which of its tokens count, [sequences, tokens]: no padding, and no row that fills up."""
+"""The key of a batch for which of its tokens count, [sequences, tokens]: no padding, and no row that fills it up."""
 
 _FLAG = "output_router_logits"
 _TOLERANCE = 1e-5

@@ -117,6 +117,10 @@ class DistributedTrainerMixin(_Trainer):
             # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
             self.model_accepts_loss_kwargs = True
             self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
+            # It would add the loss over routers of each micro batch.
+            self.aux_loss_enabled = False
+            # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
+            self._router_loss.options = {"fused_lm_head": True}
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 import hfdist
 from hfdist.testing import run_ranks
+from hfdist.trainer.step.router_loss import RouterLoss
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +21,7 @@ KINDS = {
 }
 
 
-def make_items(num_items=GLOBAL_BATCH * STEPS):
+def make_items(num_items):
     """Sequences of very different lengths, padded, some without any target."""
     generator = torch.Generator().manual_seed(0)
     items = []
@@ -32,12 +33,12 @@ def make_items(num_items=GLOBAL_BATCH * STEPS):
     return items
 
 
-def make_model(kind, **more):
+def make_model(kind):
     fields = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "aux_loss_coef": COEFFICIENT}
     known = AutoConfig.for_model(kind).to_dict()
     fields = {name: value for name, value in (TINY | fields | KINDS[kind]).items() if name in known}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields | more))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "gate.weight" in name or "router" in name:
@@ -46,24 +47,24 @@ def make_model(kind, **more):
     return model
 
 
-def train_all(folder, kinds, layout, *more, **fields):
-    return {kind: train(folder / kind, kind, layout, *more, **fields) for kind in kinds}
+def train_all(folder, kinds, layout, *more):
+    return {kind: train(folder / kind, kind, layout, *more) for kind in kinds}
 
 
-def train(folder, kind, layout, arguments=None, spoil=None, items=None, **fields):
+def train(folder, kind, layout, arguments=None, spoil=None, num_items=GLOBAL_BATCH * STEPS):
     """Train in a layout; `original`: by transformers' own Trainer."""
     if spoil is not None:
         spoil()
-    items = items or make_items()
+    items = make_items(num_items)
     more = {"max_steps": STEPS, "use_cpu": True, "report_to": [], "save_strategy": "steps", "save_steps": 1,
             "optim": "sgd", "learning_rate": 2.0, "lr_scheduler_type": "constant", "logging_steps": 1,
             "disable_tqdm": True} | (arguments or {})  # fmt: skip
     data = {"train_dataset": items, "eval_dataset": items[:6]}
     if layout == "original":
-        trainer = transformers.Trainer(make_model(kind, **fields), TrainingArguments(str(folder), **more), **data)
+        trainer = transformers.Trainer(make_model(kind), TrainingArguments(str(folder), **more), **data)
     else:
         strategy = hfdist.make_strategy(**{"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1} | layout)
-        model = make_model(kind, **fields)
+        model = make_model(kind)
         args = TrainingArguments(str(folder), **more | strategy.training_arguments())
         trainer = hfdist.Trainer(model, args, strategy=strategy, **data)
     trainer.train()
@@ -123,3 +124,39 @@ LAYOUTS = [
 def test_losses_gradients_and_weights_are_those_of_one_forward(whole, tmp_path, num_ranks, layout, kinds):
     for kind, (lines, _) in run_ranks(train_all, num_ranks, tmp_path, list(kinds), layout)[0].items():
         check(whole, tmp_path / kind, lines, kind)
+
+
+def without_counting():
+    """The mistake: what the first micro batch has chosen stands for the step."""
+    RouterLoss._count_beforehand = lambda self, batches, hooks: None
+
+
+def test_what_micro_batches_have_chosen_by_themselves_shows(whole, tmp_path):
+    lines, _ = run_ranks(train, 1, tmp_path, "mixtral", {}, None, without_counting, group=False)[0]
+    differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(lines, whole["mixtral"][1], strict=True)]
+    assert max(differences) > 1e-3
+    with pytest.raises(AssertionError):
+        check(whole, tmp_path, lines, "mixtral")
+
+
+def summary(lines):
+    names = ("loss", "grad_norm", "router_aux_loss", "expert_load_max", "expert_load_min")
+    return [[line[name] for name in names] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ({}, {}),
+        ({"pipeline": 2}, {"gradient_checkpointing": True}),
+        ({"sharding": "fsdp2"}, {"gradient_checkpointing": True}),
+    ],
+)
+def test_the_end_of_an_epoch_recomputed_blocks_and_figures(tmp_path, layout, arguments):
+    """11 rows in batches of 8: in the second step ranks have rows that fill up, and do not count."""
+    alone = {"micro_batch_size": 8}, {}, None, 11
+    [(reference, held_out)] = run_ranks(train, 1, tmp_path / "1", "qwen3_moe", *alone, group=False)
+    ours, our_held_out = run_ranks(train, 2, tmp_path / "2", "qwen3_moe", layout, arguments, None, 11)[0]
+    for own, theirs in zip(summary(ours), summary(reference), strict=True):
+        assert own == pytest.approx(theirs, rel=1e-5)
+    assert our_held_out == pytest.approx(held_out, rel=1e-6)

@@ -29,6 +29,8 @@ class RouterLoss:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._routers: Routers | None = None
+        self.options: dict[str, Any] = {}
+        """With which the class calls the model; empty: none, and the model needs no labels."""
 
     def begin(self, model: nn.Module) -> None:
         """Watch the routers of a model that is ready for training, or this rank's part of it."""
@@ -58,8 +60,8 @@ class RouterLoss:
         for batch in batches:
             ids, mask = batch.get("input_ids"), batch.get("attention_mask")
             if ids is not None and COUNTED not in batch:
-                everything = mask is None or mask.shape != ids.shape
-                batch[COUNTED] = torch.ones_like(ids, dtype=torch.bool) if everything else mask.bool()
+                all_tokens = torch.ones_like(ids, dtype=torch.bool)
+                batch[COUNTED] = all_tokens if mask is None or mask.shape != ids.shape else mask.bool()
         self._batches, self._weights = list(batches), None
 
     @contextmanager
@@ -91,17 +93,23 @@ class RouterLoss:
         """Run the model for what its routers choose."""
         trainer = self._trainer
         inputs = trainer._prepare_inputs(batch)
-        left_out = (*trainer.weighted_loss.label_names, "shift_labels", COUNTED)
-        given = {name: value for name, value in inputs.items() if name not in left_out}
-        base: Any = base_of(trainer.engine.model)
-        head = base.get_output_embeddings()
-        draws = head is not None and any(isinstance(module, nn.Dropout) for module in head.modules())
-        if not draws and "logits_to_keep" in signature(base.forward).parameters:
-            given["logits_to_keep"] = 1
-        with trainer.compute_loss_context_manager(), self.recording(inputs.get(COUNTED)):
-            model(**given)
+        counted = inputs.get(COUNTED)
+        left_out = {COUNTED} if self.options else {*trainer.weighted_loss.label_names, "shift_labels", COUNTED}
+        inputs = {name: value for name, value in inputs.items() if name not in left_out}
+        with trainer.compute_loss_context_manager(), self.recording(counted):
+            model(**inputs, **self.options or self._without_logits())
         self.take()
         return torch.zeros(())
+
+    def _without_logits(self) -> dict[str, Any]:
+        """Options as in training; but no logits are needed, if the head draws no random numbers."""
+        base: Any = base_of(self._trainer.engine.model)
+        head = base.get_output_embeddings()
+        options = {"use_cache": False, "logits_to_keep": 1}
+        if head is None or any(isinstance(module, nn.Dropout) for module in head.modules()):
+            del options["logits_to_keep"]
+        known = signature(base.forward).parameters
+        return {name: value for name, value in options.items() if name in known}
 
     @contextmanager
     def recording(self, counted: torch.Tensor | None) -> Iterator[None]:
