@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from hfdist.models.probing import small_model
 COUNTED = "hfdist_counted"
 """The key of a batch for which of its tokens count, [sequences, tokens]: no padding, and no row that fills it up."""
 
-_FLAG = "output_router_logits"
+_FLAG, _KEPT = "output_router_logits", "hfdist_output"
 _TOLERANCE = 1e-5
 
 
@@ -109,39 +108,37 @@ class Routers:
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
         self.loss = _loss_of(base)
-        found = list(find_routers(base))
-        self.num_layers = len(found)
-        self._recorded: list[Routing] | None = None
-        self._hooks = [
-            module.register_forward_hook(partial(self._record, layer, index))
-            for layer, (module, index) in enumerate(found)
-        ]
+        self._found = list(find_routers(base))
+        self.num_layers = len(self._found)
+        self.is_watching = False
+        """Whether routers keep what they give; it must not change between a forward and its backward."""
+        self._hooks = [module.register_forward_hook(self._keep) for module, _ in self._found]
 
-    def start(self) -> None:
-        """Record what routers give from now on."""
-        self._recorded = []
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The same for all layers, and nothing is read: a compiled block would be compiled anew for each.
+        if self.is_watching:
+            module.hfdist_output = output
 
-    def stop(self) -> list[Routing]:
-        """Give what was recorded, and record no more: blocks that are run again for a backward do not count."""
-        recorded, self._recorded = self._recorded, None
-        return recorded or []
+    def take(self) -> list[Routing]:
+        """Give what routers have kept, and free it."""
+        kept = [(layer, index, vars(module).pop(_KEPT, None)) for layer, (module, index) in enumerate(self._found)]
+        return [found for layer, index, output in kept if (found := self._routing(layer, index, output)) is not None]
 
     def remove(self) -> None:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
 
-    def _record(self, layer: int, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        if self._recorded is None:
-            return
+    def _routing(self, layer: int, index: int, output: Any) -> Routing | None:
+        if output is None:
+            return None
         outputs = output if isinstance(output, tuple) else (output,)
         logits = outputs[index]
         whole = [value for value in outputs if isinstance(value, torch.Tensor) and not value.is_floating_point()]
         # Others are marks, one for each expert.
         most = max(self.loss.top_k, logits.shape[-1] - 1)
         choices = next((value for value in whole if value.ndim == 2 and value.shape[1] <= most), None)
-        if choices is not None or self.loss.top_k:
-            self._recorded.append(Routing(layer, logits, choices))
+        return Routing(layer, logits, choices) if choices is not None or self.loss.top_k else None
 
 
 def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
@@ -230,9 +227,9 @@ def _difference(model: Any) -> str | None:
             mask[1, 11:] = 0
             batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask, "use_cache": False}
             with torch.no_grad():
-                routers.start()
+                routers.is_watching = True
                 pure = small(**batch, **{_FLAG: False}).loss
-                routings = routers.stop()
+                routings = routers.take()
                 whole = small(**batch, **{_FLAG: True})
             loss = _loss_of(model)
             if not routings or getattr(whole, "aux_loss", None) is None:

@@ -35,8 +35,8 @@ def make_items(num_items):
 
 def make_model(kind):
     fields = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "aux_loss_coef": COEFFICIENT}
-    known = AutoConfig.for_model(kind).to_dict()
-    fields = {name: value for name, value in (TINY | fields | KINDS[kind]).items() if name in known}
+    empty = AutoConfig.for_model(kind)
+    fields = {name: value for name, value in (TINY | fields | KINDS[kind]).items() if hasattr(empty, name)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
     with torch.no_grad():

@@ -41,7 +41,7 @@ class RouterLoss:
         if self._routers is None:
             return
         self._loss = routers.loss
-        self._is_training = self._is_counting = self._is_agreed = False
+        self._is_counting = self._is_agreed = False
         self._batches: list[Batch] = []
         self._counted: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
@@ -70,7 +70,7 @@ class RouterLoss:
         if self._routers is None:
             yield
             return
-        self._is_training = True
+        self._routers.is_watching = True
         try:
             batches, self._batches = self._batches, []
             # A single forward tells all before its backward.
@@ -78,7 +78,9 @@ class RouterLoss:
                 self._count_beforehand(batches, hooks)
             yield
         finally:
-            self._is_training = False
+            self._routers.is_watching = False
+            # Of blocks that were run again in the backward.
+            self._routers.take()
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
         self._is_counting = True
@@ -114,14 +116,14 @@ class RouterLoss:
     @contextmanager
     def recording(self, counted: torch.Tensor | None) -> Iterator[None]:
         """Put around a forward, of a stage or of a whole model; then call `take`."""
-        if self._routers is not None and self._is_training:
-            self._routers.start()
+        if self._routers is not None and self._routers.is_watching:
+            self._routers.take()
             self._counted = counted
         yield
 
     def take(self) -> torch.Tensor | None:
         """Give what the last forward adds to the loss of the global batch, once; None: nothing."""
-        routings = [] if self._routers is None else self._routers.stop()
+        routings = [] if self._routers is None else self._routers.take()
         if not routings:
             return None
         if self._weights is None:
