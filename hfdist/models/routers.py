@@ -134,6 +134,8 @@ class Routers:
             return None
         outputs = output if isinstance(output, tuple) else (output,)
         logits = outputs[index]
+        if logits.ndim != 2:
+            return None
         whole = [value for value in outputs if isinstance(value, torch.Tensor) and not value.is_floating_point()]
         # Others are marks, one for each expert.
         most = max(self.loss.top_k, logits.shape[-1] - 1)
@@ -232,7 +234,9 @@ def _difference(model: Any) -> str | None:
                 routings = routers.take()
                 whole = small(**batch, **{_FLAG: True})
             loss = _loss_of(model)
-            if not routings or getattr(whole, "aux_loss", None) is None:
+            if not routings:
+                return "its routers give no row of logits for each token"
+            if getattr(whole, "aux_loss", None) is None:
                 return "it adds none"
             totals = Totals.of(torch.zeros(routers.num_layers + 2, routings[0].logits.shape[-1], dtype=torch.float64))
             loss.count(routings, mask, totals)

@@ -24,7 +24,7 @@ def test_the_loss_of_a_type_with_the_common_definition_is_ours():
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("doge", {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, "by the common definition"),
+        ("doge", {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}, "no row of logits"),
         ("llama4_text", {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48}, "adds none"),
     ],
 )

@@ -124,6 +124,9 @@ class RouterLoss:
     def take(self) -> torch.Tensor | None:
         """Give what the last forward adds to the loss of the global batch, once; None: nothing."""
         routings = [] if self._routers is None else self._routers.take()
+        if routings and self._counted is not None and not self._loss.coefficient:
+            # A router of another kind may see other rows than tokens.
+            routings = [routing for routing in routings if len(routing.logits) == self._counted.numel()]
         if not routings:
             return None
         if self._weights is None:
