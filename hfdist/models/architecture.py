@@ -35,7 +35,6 @@ def find_architecture(config: ModelConfig, *, sequence_length: int) -> PreTraine
             hint="another model.name, of a model that writes text" if config.name else None,
         )
     _check_positions(architecture, sequence_length)
-    check_router_loss(architecture)
     if config.attention is not Attention.auto:
         architecture._attn_implementation = config.attention.value
     architecture.use_cache = False
@@ -187,22 +186,6 @@ def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> No
             allowed=f"<= {limit} (model.config.max_position_embeddings)",
             hint=f"data.sequence_length={limit}; or, for random weights, "
             f"model.config.max_position_embeddings={sequence_length}",
-        )
-
-
-def check_router_loss(architecture: PreTrainedConfig) -> None:
-    """Refuse a loss over routers: a stage of a pipeline sees only its own, and a micro batch is no global batch.
-
-    Raises:
-        ConfigError: the model would add it.
-    """
-    if getattr(architecture.get_text_config(), "output_router_logits", False):
-        raise ConfigError(
-            "the routers' auxiliary loss is a mean over each micro batch, so it would depend on the layout",
-            where="model.config.output_router_logits",
-            found=True,
-            allowed="false",
-            hint="model.config.output_router_logits=false",
         )
 
 

@@ -297,6 +297,10 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     config = shrink(model.config)
     # Made on a CPU, where no other implementation needs to be at hand.
     config._attn_implementation = "eager"
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # A loss over routers depends on the batch.
+        text.output_router_logits = False
     # By its constructor: `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config))
     return small.float().eval()

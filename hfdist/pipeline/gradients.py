@@ -31,6 +31,19 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
             grad.copy_(part.view_as(grad))
 
 
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Average gradients, or their shards, over the ranks of `group`; see `sum_gradients`."""
+    divide_gradients(parameters, dist.get_world_size(group))
+    sum_gradients(parameters, group)
+
+
+def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
+    """Divide gradients, or this rank's shards of them, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).div_(number)
+
+
 def total_norm(
     parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup], device: torch.device
 ) -> torch.Tensor:

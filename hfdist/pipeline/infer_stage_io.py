@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import gather_json
 from hfdist.errors import HfdistError, PartitionError
-from hfdist.models.architecture import check_router_loss
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, device_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -46,11 +45,9 @@ def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: 
     """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
 
     Raises:
-        ConfigError: a loss over routers.
         PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
     """
     _check_no_layer_drop(split.model)
-    check_router_loss(split.model.config)
     group = mesh.get_group("pipeline")
     channel = P2PChannel(rank_of_stage, group, next(split.model.parameters()).device)
     # The same tokens on all ranks.

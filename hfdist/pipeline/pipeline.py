@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from hfdist.config.strategy import Schedule
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.schedule import Instruction, Operation, plan, receive_early
+from hfdist.models.routers import COUNTED
+from hfdist.pipeline.schedule import FORWARDS, Instruction, Operation, plan, receive_early
 from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -39,11 +40,19 @@ class _Graph(NamedTuple):
     received: Tensors
     roots: list[torch.Tensor]
     """The outputs through which gradients flow."""
+    side_loss: list[torch.Tensor]
+    """What the stage adds to the loss by itself, if anything."""
+
+    def starts(self, output_gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the backward begins, and with which gradients; a loss has none."""
+        of_outputs = output_gradients or map(torch.ones_like, self.roots)
+        return [*self.roots, *self.side_loss], [*of_outputs, *map(torch.ones_like, self.side_loss)]
 
     def backward(self, output_gradients: Tensors) -> Tensors:
-        if self.roots:
+        starts, gradients = self.starts(output_gradients)
+        if starts:
             # Otherwise all of this stage and of those before is frozen.
-            torch.autograd.backward(self.roots, list(output_gradients) or None)
+            torch.autograd.backward(starts, gradients)
         return self.input_gradients()
 
     def input_gradients(self) -> Tensors:
@@ -59,6 +68,7 @@ class Stage:
         module, index: the stage's part of the model, and its number.
         call: calls the model on a micro batch; on the last stage its value is the loss.
         microbatches: of the step.
+        side_loss: after each forward: gives what the stage adds to the loss by itself, or None.
         headers: for each micro batch: of what the stage receives; None on the first stage.
         recorder: takes the times of what is done.
         splits_backward: whether weight gradients may run apart from input gradients. False for blocks that are
@@ -71,6 +81,7 @@ class Stage:
         index: int,
         call: Callable[[PreTrainedModel, Batch], Any],
         microbatches: Sequence[Microbatch],
+        side_loss: Callable[[], torch.Tensor | None],
         headers: Sequence[Header | None],
         *,
         recorder: Recorder,
@@ -81,6 +92,7 @@ class Stage:
         self._module = module
         self._call = call
         self._microbatches = microbatches
+        self._side_loss = side_loss
         self._headers = headers
         self._splits_backward = splits_backward
         self._span = partial(recorder.span, stage=index)
@@ -107,8 +119,11 @@ class Stage:
                     tensor.requires_grad_(meta.requires_grad)
                 incoming = header.pack(received)
             value: Any = self._module.run(partial(_call, self._call, self._microbatches[microbatch]), incoming)
+            side = self._side_loss()
         outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
-        self._graphs[microbatch] = _Graph(received, [tensor for tensor in outputs if tensor.requires_grad])
+        if torch.is_grad_enabled():
+            roots = [tensor for tensor in outputs if tensor.requires_grad]
+            self._graphs[microbatch] = _Graph(received, roots, [] if side is None or not side.requires_grad else [side])
         return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -131,7 +146,7 @@ class Stage:
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):
             self._weight_backwards[microbatch] = backward_inputs(
-                graph.roots, output_gradients or None, graph.received, self._module.parameters()
+                *graph.starts(output_gradients), graph.received, self._module.parameters()
             )
             return graph.input_gradients()
 
@@ -236,8 +251,15 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_leaf else tensor.contiguous()
 
 
+_NEVER_FILLED = {"labels": IGNORED, "shift_labels": IGNORED, COUNTED: False}
+"""What rows that fill up a batch have in place of a copy."""
+
+
 class Pipeline:
-    """This rank's stages (`modules`, by index), under a schedule of so many micro batches a step; see `Stage`."""
+    """This rank's stages (`modules`, by index), under a schedule of so many micro batches a step; see `Stage`.
+
+    The ranks of `expert_group` must call their blocks at the same time.
+    """
 
     def __init__(
         self,
@@ -248,7 +270,9 @@ class Pipeline:
         num_microbatches: int,
         recorder: Recorder,
         splits_backward: bool,
+        expert_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._expert_group = expert_group
         self.modules = dict(sorted(modules.items()))
         self._channel = channel
         self._recorder = recorder
@@ -259,13 +283,19 @@ class Pipeline:
         self._instructions = receive_early(own, 2) if dist.get_backend(channel.group) == "gloo" else own
 
     def forward_backward(
-        self, microbatches: Sequence[Microbatch], loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Callable[[PreTrainedModel, Batch], torch.Tensor],
+        side_loss: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Run one step's forwards and backwards; gradients are added to those of the parameters.
+
+        Without gradients, its forwards alone.
 
         Args:
             microbatches: as many as the schedule was made for; shapes may differ.
             loss: calls the model on one of them; the step's loss is the sum over all.
+            side_loss: gives what a stage has added to the loss in the forward before, or None.
 
         Returns:
             The losses, in order, on the rank of the last stage; elsewhere an empty list.
@@ -277,13 +307,17 @@ class Pipeline:
                 index,
                 loss,
                 microbatches,
+                side_loss,
                 [known.get(index) for known in headers],
                 recorder=self._recorder,
                 splits_backward=self._splits_backward,
             )
             for index, module in self.modules.items()
         }
-        return Runtime(stages, self._channel, self._recorder).run(self._instructions)
+        instructions = self._instructions
+        if not torch.is_grad_enabled():
+            instructions = [step for step in instructions if step.operation in FORWARDS]
+        return Runtime(stages, self._channel, self._recorder).run(instructions)
 
     def forward(self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:
         """Run forwards only, for any number of micro batches; values on the rank of the last stage."""
@@ -300,11 +334,21 @@ class Pipeline:
         """
         with microbatch as batch:
             signature = tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
-        if signature not in self._headers:
-            with preserve_state(next(iter(self.modules.values())).model):
+        if self._is_new(signature):
+            # A header says through what gradients flow.
+            with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
                 _, self._headers[signature] = self._run_stages(call, microbatch, runs_last_stage=False)
             self._channel.flush()
         return self._headers[signature]
+
+    def _is_new(self, signature: tuple[str, ...]) -> bool:
+        """Whether headers must be learnt, on this rank or on another one that shares experts. A collective of these."""
+        is_new = signature not in self._headers
+        if self._expert_group is None:
+            return is_new
+        any_new = torch.tensor(int(is_new), device=self._channel.device)
+        dist.all_reduce(any_new, op=dist.ReduceOp.MAX, group=self._expert_group)
+        return bool(any_new)
 
     def _run_stages(
         self, call: Callable[[PreTrainedModel, Batch], Any], microbatch: Microbatch, *, runs_last_stage: bool = True
@@ -361,8 +405,8 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
             continue
         _check_has_rows(name, value, num_rows)
         filler = value[:1].expand(missing, *value.shape[1:])
-        if name == "labels" or name == "shift_labels":
-            filler = torch.full_like(filler, IGNORED)
+        if name in _NEVER_FILLED:
+            filler = torch.full_like(filler, _NEVER_FILLED[name])
         parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
     return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
 

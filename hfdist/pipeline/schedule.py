@@ -196,6 +196,7 @@ class Operation(Enum):
     receive_output_gradient = "RECV_B"
 
 
+FORWARDS = (Operation.forward, Operation.send_output, Operation.receive_input)
 _COMPUTES = (Operation.forward, Operation.backward, Operation.backward_input, Operation.backward_weight)
 _RECEIVES = (Operation.receive_input, Operation.receive_output_gradient)
 

@@ -61,6 +61,8 @@ class TrainerHooks:
     """(model, batch, num_items) -> detached loss: forward and backward of one micro batch."""
     loss: Callable[..., torch.Tensor]
     """(model, batch, num_items) -> loss for the backward, times the number of processes; see `forward_backward`."""
+    router_loss: Callable[[], torch.Tensor | None] = lambda: None
+    """What the last forward adds to the loss of the global batch by its routers, if `loss` did not return."""
 
 
 class Engine:
@@ -145,6 +147,22 @@ class Engine:
             self._parts.begin(batch)
         with self._sharded(batch) as own:
             return hooks.training_step(hooks.model, own, num_items)
+
+    def run_forwards(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
+    ) -> None:
+        """Run the forwards of `forward_backward` alone, in the same order, without gradients.
+
+        Args:
+            batch: as of `forward_backward`.
+            function: (model, part of the batch) -> anything; a pipeline ends it early on all stages but the last.
+            hooks: how the Trainer does it.
+        """
+        if self._parts is not None:
+            self._parts.begin(batch)
+        hooks.model.train()
+        with torch.no_grad(), self._sharded(batch) as own:
+            function(hooks.model, own)
 
     def _sharded(self, batch: Batch) -> AbstractContextManager[Batch]:
         """Give this rank's part of the sequences that its model replica reads."""
@@ -304,7 +322,9 @@ class Strategy(Partitioning):
         """
         Strategy.partition(self, model)
         context = self._shard_sequences(model)
-        return self._counted(Engine(model, context, self._shard_parameters(model)))
+        engine = Engine(model, context, self._shard_parameters(model))
+        self._count_fractions(engine)
+        return engine
 
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
@@ -325,12 +345,11 @@ class Strategy(Partitioning):
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
         return shard_parameters(cast(PreTrainedModel, model), self.mesh, self._plans)
 
-    def _counted(self, engine: Engine) -> Engine:
+    def _count_fractions(self, engine: Engine) -> None:
         """Set `fractions` by what this rank holds, where it depends on the model."""
         if self._plans:
             share = sum(local(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
             self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
-        return engine
 
     @cached_property
     def mesh(self) -> DeviceMesh:

@@ -29,6 +29,7 @@ from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.models.routers import COUNTED
 from hfdist.pipeline.gradients import sum_gradients
 from hfdist.pipeline.stage_io import device_of
 from hfdist.strategies.self_check import Readers, Trial, find_problem
@@ -36,7 +37,7 @@ from hfdist.strategies.self_check import Readers, Trial, find_problem
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
 
-_KEYS = ("input_ids", "labels", "position_ids", "attention_mask")
+_KEYS = ("input_ids", "labels", "position_ids", "attention_mask", COUNTED)
 _GATHERABLE = ("sdpa", "eager")
 """Implementations of attention that take a mask of some rows."""
 _DEPENDENT_ON_LENGTH = {"dynamic", "longrope"}
@@ -116,7 +117,7 @@ class ContextParallel:
         # Masks are made and keys put in order where the model runs.
         batch = {name: tensor.to(device_of(self._group)) for name, tensor in batch.items()}
         ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
-        num_tokens = ids.shape[1]
+        counted, num_tokens = batch.get(COUNTED), ids.shape[1]
         positions = batch.get("position_ids", torch.arange(num_tokens, device=ids.device))
         positions = positions.expand_as(ids)
         # Padding is a document of its own behind all others; of ordinary tokens, as gemma3n divides by embeddings.
@@ -127,9 +128,11 @@ class ContextParallel:
             added = torch.arange(num_added, device=ids.device).expand(len(ids), -1)
             positions = torch.cat([positions, added], 1)
             mask = None if mask is None else functional.pad(mask, (0, num_added))
+            counted = None if counted is None else functional.pad(counted, (0, num_added))
         sequence = self._describe(positions, mask)
         targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         whole = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
+        whole |= {} if counted is None else {COUNTED: counted}
         shared = {name: tensor[:, sequence.places].contiguous() for name, tensor in whole.items()}
         # With a mask of its own a model does not look for documents in the positions of this rank.
         return shared | {"attention_mask": torch.ones_like(shared["input_ids"])}, sequence

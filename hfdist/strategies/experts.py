@@ -16,7 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from hfdist.errors import ConfigError
-from hfdist.strategies.tensor_plan import ParameterShard, describe, keep_local
+from hfdist.strategies.tensor_plan import ParameterShard, describe, keep_local, rules_here
 
 _KEY = "strategy.expert"
 _SHARDED = "grouped_gemm"
@@ -66,8 +66,9 @@ def spread_experts(
         model: with whole experts.
         experts: of one axis, the ranks of this group.
         tensor: of one axis, the ranks that read this rank's batch, and each dispatch a share of its tokens.
-        plan: of this model.
+        plan: of the model; what it says of modules that another rank of a pipeline holds is left out.
     """
+    plan = rules_here(model, plan)
     apply_expert_parallelism(model, experts, tensor, plan, ep_implementation="all_to_all")
     shards: dict[str, ParameterShard] = {}
     for name in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if style == _SHARDED):

@@ -57,9 +57,12 @@ class FsdpStrategy(Strategy):
         context = self._shard_sequences(model)
         parts = self._shard_parameters(model)
         if self.topology.data * self.topology.context == 1:
-            return self._counted(Engine(model, context, parts))
-        shard_model(model, self.mesh, self.config, parts)
-        return self._counted(FsdpEngine(model, self.mesh, context, parts))
+            engine = Engine(model, context, parts)
+        else:
+            shard_model(model, self.mesh, self.config, parts)
+            engine = FsdpEngine(model, self.mesh, context, parts)
+        self._count_fractions(engine)
+        return engine
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None) -> None:

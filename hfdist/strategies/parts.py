@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist.checkpoint.piece import Piece, is_number
-from hfdist.pipeline.gradients import local, sum_gradients
+from hfdist.pipeline.gradients import average_gradients, divide_gradients, sum_gradients
 from hfdist.pipeline.stage_io import broadcast, device_of
 from hfdist.strategies.same_batch import check_same_batch
 
@@ -96,8 +96,7 @@ class ModelParts:
         for axis, parameters in alike.items():
             group = self.groups.tokens_of_experts if axis == EXPERT else self.groups.tokens
             if group is not None:
-                _divide(parameters, group.size())
-                sum_gradients(parameters, group)
+                average_gradients(parameters, group)
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """Give parameters one gradient over the groups that share parameters, in place. A collective.
@@ -107,12 +106,13 @@ class ModelParts:
         """
         named = dict(model.named_parameters())
         if self.groups.expert is not None:
-            _divide((p for name, p in named.items() if self._axes.get(name) == EXPERT), self.groups.expert.size())
+            experts = (p for name, p in named.items() if self._axes.get(name) == EXPERT)
+            divide_gradients(experts, self.groups.expert.size())
         group = self.groups.tensor
         if group is not None:
             whole = {name: p for name, p in named.items() if self._axes.get(name) != TENSOR}
             # All ranks have these, the same but for rounding that a device may do in any order.
-            _divide((p for name, p in whole.items() if name not in self._partial), group.size())
+            divide_gradients((p for name, p in whole.items() if name not in self._partial), group.size())
             sum_gradients(whole.values(), group)
 
     def counts(self, name: str, axes: Iterable[str]) -> bool:
@@ -153,12 +153,6 @@ class ModelParts:
 
 def _rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
-
-
-def _divide(parameters: Iterable[nn.Parameter], number: int) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).div_(number)
 
 
 def _draw_alike(group: dist.ProcessGroup) -> None:

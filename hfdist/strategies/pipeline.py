@@ -20,7 +20,7 @@ from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import sum_gradients
+from hfdist.pipeline.gradients import average_gradients, sum_gradients
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.pipeline import Pipeline, split_batch
@@ -107,6 +107,7 @@ class PipelineEngine(Engine):
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.schedule_trace,
             splits_backward=not (self._split.is_compiled or self._split.model.is_activation_checkpointing),
+            expert_group=None if self._parts is None else self._parts.groups.expert,
         )
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
@@ -127,10 +128,26 @@ class PipelineEngine(Engine):
             unscaled.append(value.detach())
             return self._scale(value)
 
+        def scaled_router_loss() -> torch.Tensor | None:
+            value = hooks.router_loss()
+            if value is None:
+                return None
+            unscaled.append(value.detach())
+            return self._scale(value)
+
         with self.schedule_trace.around_step():
-            self._pipeline.forward_backward(microbatches, scaled_loss)
+            self._pipeline.forward_backward(microbatches, scaled_loss, scaled_router_loss)
         self._reduce_gradients()
         return self._reduce_loss(unscaled)
+
+    def run_forwards(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
+    ) -> None:
+        """See the base class: the schedule without its backwards."""
+        assert self._pipeline is not None
+        self._train_mode(True)
+        with torch.no_grad():
+            self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
         """Run forwards through the stages. Only the rank of the last stage has values."""
@@ -169,11 +186,16 @@ class PipelineEngine(Engine):
         check_same_batch(batch, self._pipeline_group, "pipeline")
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        # Gradients are averaged over the ranks with other tokens.
+        scaled = loss * self._tokens_group.size()
+        return scaled if self._scaler is None else self._scaler.scale(scaled)
 
     def _reduce_gradients(self) -> None:
+        if self._parts is None:
+            average_gradients(list(self.model.parameters()), self._tokens_group)
+        else:
+            self._parts.average_gradients(self.model)
         self._sum_shared()
-        sum_gradients(self.model.parameters(), self._tokens_group)
 
     def _sum_shared(self) -> None:
         """Give parameters on several ranks of a model replica one gradient."""
@@ -183,8 +205,8 @@ class PipelineEngine(Engine):
             self._parts.reduce_gradients(self.model)
 
     def _reduce_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Give all ranks the last stage's loss. The Trainer averages over all; ranks with other tokens have shares."""
-        total = torch.stack(losses).sum() if self._split.has_last else torch.zeros((), device=self._device)
+        """Give all ranks the sum of all stages. The Trainer averages over all; ranks with other tokens have shares."""
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._pipeline_group)
         return total * self._tokens_group.size()
 
@@ -277,7 +299,11 @@ class PipelineStrategy(Strategy):
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         context = self._shard_sequences(model)
         parts = self._shard_parameters(model)
-        return self.engine_class(self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts)
+        engine = self.engine_class(
+            self, self._split, self._size, stage_io, mesh=self.mesh, context=context, parts=parts
+        )
+        self._count_fractions(engine)
+        return engine
 
 
 def _describe_stages(stages: tuple[range, ...]) -> str:

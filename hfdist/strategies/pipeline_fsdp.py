@@ -6,7 +6,8 @@ then, too. Then gradients are reduced to shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no_scalars
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
+from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
 
 
@@ -35,11 +37,17 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     """The stages compute with gathered parameters, the optimizer and checkpoints see shards."""
 
     def __init__(
-        self, strategy: PipelineStrategy, split: SplitModel, *found: Any, mesh: DeviceMesh, **axes: Any
+        self,
+        strategy: PipelineStrategy,
+        split: SplitModel,
+        *found: Any,
+        mesh: DeviceMesh,
+        parts: ModelParts | None,
+        **axes: Any,
     ) -> None:
-        super().__init__(strategy, split, *found, mesh=mesh, **axes)
+        super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
         step = _Step(split.model)
-        shard_by_blocks(split.model, step, mesh, strategy.config)
+        shard_by_blocks(split.model, step, mesh, strategy.config, parts)
         self._use(step, mesh)
 
     def _make_pipeline(self) -> Pipeline:
@@ -56,17 +64,30 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._end = self._begin_step()
         return super().forward_backward(batch, num_items, hooks)
 
+    def run_forwards(
+        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
+    ) -> None:
+        """See the base class."""
+        with self._gathered():
+            super().run_forwards(batch, function, hooks)
+
     def forward(self, batch: Batch, function: Callable[[nn.Module, Batch], Any], hooks: TrainerHooks) -> list[Any]:
-        """Run forwards through the stages, and free what is gathered."""
-        with torch.no_grad():
-            if self._pipeline is None:
+        """Run forwards through the stages."""
+        if self._pipeline is None:
+            with torch.no_grad():
                 self._pipeline = self._make_pipeline()
+        with self._gathered():
+            return super().forward(batch, function, hooks)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Gather the parameters for forwards alone, and free them."""
+        with torch.no_grad():
             self._begin_step()
-            values = super().forward(batch, function, hooks)
+            yield
         # Of a block that has not run, too.
         self._wait_for_gathered()
         self._reshard()
-        return values
 
     def _begin_step(self) -> torch.Tensor:
         end: torch.Tensor = self._root(torch.zeros((), device=self._device, requires_grad=True))
@@ -83,10 +104,6 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._root.set_is_last_backward(is_last)
         self._root.set_requires_gradient_sync(is_last)
         self._root.set_reshard_after_backward(is_last)
-
-    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        # FSDP averages over ranks with other tokens.
-        return super()._scale(loss) * self._tokens_group.size()
 
     def _reduce_gradients(self) -> None:
         self._is_last_backward(True)

@@ -89,10 +89,6 @@ class PipelineZeroEngine(PipelineEngine):
         """Copy what was read into the weights that the model computes with."""
         pieces_zero.after_load(self.model, self._engine)
 
-    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        # DeepSpeed averages over ranks with other tokens.
-        return super()._scale(loss) * self._tokens_group.size()
-
     def _reduce_gradients(self) -> None:
         self._sum_shared()
         step = _Step(self.model, self._engine.optimizer)

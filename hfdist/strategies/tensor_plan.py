@@ -269,7 +269,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         mesh: of one axis, the tensor ranks.
         plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
     """
-    apply_tensor_parallelism(model, mesh, _rules_here(model, plan.rules))
+    apply_tensor_parallelism(model, mesh, rules_here(model, plan.rules))
     shards = {name: describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
     for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
@@ -314,7 +314,8 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
     return {name: shards[p] for name, p in model.named_parameters() if p in shards}
 
 
-def _rules_here(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
+def rules_here(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
+    """Leave out the rules for what another rank of a pipeline holds."""
     here = {name for name, module in model.named_modules() if not is_elsewhere(module)}
     here |= {name for name, _ in model.named_parameters()}
     return {name: style for name, style in rules.items() if name in here}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.routers import leave_out_router_loss
 from hfdist.strategies.base import Engine, Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.optimizers import OwnOptimizer
@@ -67,6 +68,8 @@ def build_engine(kind: type, strategy: Strategy, arguments: dict[str, Any]) -> t
     check_trl_arguments(kind, arguments, strategy)
     optimizer, _ = arguments.get("optimizers") or (None, None)
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
+    if sums_over_targets(kind):
+        leave_out_router_loss(arguments["model"])
     engine = strategy.build(arguments["model"])
     if own is not None:
         own.move_to(engine.model)

@@ -24,10 +24,10 @@ from hfdist.checkpoint import Keep, restore_random_state
 from hfdist.collectives import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, DataError
-from hfdist.models.architecture import check_router_loss
 from hfdist.models.flops import flops_per_token
 from hfdist.models.loss import LossHead
 from hfdist.models.probing import uses_all_parameters
+from hfdist.models.routers import COUNTED, adds_router_loss, check_router_loss, leave_out_router_loss
 from hfdist.strategies.base import Batch, Engine, Forward, Strategy, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer, drop_old, intervals_of
@@ -38,7 +38,8 @@ from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
-from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens
+from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens, num_losses
+from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
 from hfdist.watch import watches_among
 
@@ -85,6 +86,7 @@ class DistributedTrainerMixin(_Trainer):
         self.engine: Engine | None = None
         self.checkpointer = Checkpointer(self)
         self.weighted_loss = WeightedLoss(self)
+        self._router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
         self._predicts = False
         """Whether an evaluation loop must keep the outputs of the model."""
@@ -106,14 +108,19 @@ class DistributedTrainerMixin(_Trainer):
         self.throughput = Throughput(self.args.device)
         if self.compute_metrics is not None:
             check_has_logits(self.engine, "compute_metrics")
-        if not self.engine.runs_whole_model:
-            # Checked again: the Trainer class may have switched the router loss on.
-            check_router_loss(cast(PreTrainedModel, self.model).config)
+        # The class may have switched it on.
+        model = cast(nn.Module, self.model)
+        if self._sums_targets and adds_router_loss(model):
+            check_router_loss(model)
         self._optimizers = Optimizers(self)
         if trl_trainers.is_sft(type(self)):
             # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
             self.model_accepts_loss_kwargs = True
             self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
+            # It would add the loss over routers of each micro batch.
+            self.aux_loss_enabled = False
+            # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
+            self._router_loss.options = {"fused_lm_head": True}
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
@@ -167,6 +174,8 @@ class DistributedTrainerMixin(_Trainer):
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
+        if self._sums_targets:
+            leave_out_router_loss(model)
         self.engine = self.strategy.build(model)
         return self.engine.model
 
@@ -224,6 +233,8 @@ class DistributedTrainerMixin(_Trainer):
         self._guard = NonfiniteGuard(self, came_from)
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
+        # Behind DeepSpeed's hooks, which wrap what a module gives.
+        self._router_loss.begin(self.engine.model)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
         self.checkpointer.begin()
@@ -271,15 +282,20 @@ class DistributedTrainerMixin(_Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         # Of a pipeline only its last stage gathers, for which its loss sees.
         group = self.engine.loss_group if self.engine.runs_whole_model else None
-        with gathering(self.accelerator, group):
-            return self.engine.forward_backward(inputs, num_items_in_batch, self.hooks(model))
+        hooks = self.hooks(model)
+        with gathering(self.accelerator, group), self._router_loss.training(hooks):
+            return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
         head = None if return_outputs else self.options.loss_head
-        with nullcontext() if head is None else head.deferring(model):
+        counted = inputs.get(COUNTED)
+        if counted is not None:
+            inputs = {name: value for name, value in inputs.items() if name != COUNTED}
+        deferred = nullcontext() if head is None else head.deferring(model)
+        with deferred, self._router_loss.recording(counted):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.compute_loss, model)
@@ -290,12 +306,19 @@ class DistributedTrainerMixin(_Trainer):
             result = compute(inputs, num_items_in_batch=num_items_in_batch)
         if self.engine is None:
             return result
-        return (propagate_nan(result[0]), result[1]) if return_outputs else propagate_nan(result)
+        loss, *outputs = result if return_outputs else (result,)
+        of_routers = self._router_loss.take()
+        if of_routers is not None:
+            # Gradients are averaged over the processes, and each adds its own share.
+            loss = loss + of_routers * num_losses(self)
+        return (propagate_nan(loss), *outputs) if return_outputs else propagate_nan(loss)
 
     def hooks(self, model: nn.Module) -> TrainerHooks:
         """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
         step = super().training_step if self._lean_step is None else self._lean_step.training_step
-        return TrainerHooks(model=model, training_step=step, loss=self.weighted_loss.of)
+        return TrainerHooks(
+            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self._router_loss.take
+        )
 
     def get_tp_size(self) -> int:
         """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
@@ -357,6 +380,7 @@ class DistributedTrainerMixin(_Trainer):
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
+        self._router_loss.begin_step(samples)
         self._guard.begin_step()
         return samples, num_items
 
@@ -392,7 +416,7 @@ class DistributedTrainerMixin(_Trainer):
         """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
         if self.engine is not None:
             if "loss" in logs:
-                logs |= self.throughput.read(self.state.global_step)
+                logs |= self.throughput.read(self.state.global_step) | self._router_loss.read()
             if any(name == "loss" or name.endswith("_loss") for name in logs):
                 self._share_sft_metrics()
         super().log(logs, *args, **kwargs)

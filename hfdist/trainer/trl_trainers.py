@@ -22,6 +22,7 @@ from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.probing import keeps_documents_apart
+from hfdist.models.routers import COUNTED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.loss import Convention
 
@@ -37,7 +38,7 @@ _DEPENDENT = {
     "RLOOTrainer": "each process draws its own completions",
     "DistillationTrainer": "each process draws its own completions",
 }
-_ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}
+_ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
 """What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
 SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
 """What the loss of SFTTrainer counts, whatever the model's forward takes."""
@@ -128,6 +129,8 @@ def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: list[Any
     positions begin anew, so does a document.
     """
     rows = [collate([item]) for item in items]
+    for row in rows:
+        row[COUNTED] = torch.ones_like(row["input_ids"], dtype=torch.bool)
     return {
         name: pad_sequence([row[name][0] for row in rows], batch_first=True, padding_value=filler)
         for name, filler in _ROW.items()

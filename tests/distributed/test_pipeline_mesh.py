@@ -35,7 +35,7 @@ ITEM_BYTES = 4
 BOUND = 1e-5
 FSDP = {"sharding": "fsdp2"}
 HSDP = FSDP | {"replicate": 2}
-TENSOR, CONTEXT = {"tensor": 2}, {"context": 2}
+TENSOR, CONTEXT, EXPERT = {"tensor": 2}, {"context": 2}, {"expert": 2}
 GATHER = CONTEXT | {"context_method": "gather"}
 
 
@@ -69,6 +69,9 @@ CASES = {
     "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
     "3d, experts": Case("mixtral", "interleaved_zero_bubble", FSDP | TENSOR, num_ranks=8),
     "tensor and context": Case("llama", "zbv", TENSOR | CONTEXT, num_ranks=8, fields=UNTIED),
+    "experts, in a V": Case("mixtral", "zbv", EXPERT),
+    "experts, shared ones, over and over": Case("deepseek_v3", "interleaved_1f1b", FSDP | EXPERT, num_ranks=8),
+    "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
     "hsdp and context, uneven": Case("llama", "gpipe", HSDP | CONTEXT | {"blocks_per_stage": [4, 2]}, num_ranks=8),
 }
 
@@ -262,7 +265,8 @@ def run_spoilt(spoil, name):
     ],
 )
 def test_a_mistake_shows(spoil):
-    assert max(run_ranks(run_spoilt, NUM_RANKS, spoil, "tensor, untied, over and over")) > 1e-3
+    # Whole on each tensor rank are norms alone, a small part of the norm of all gradients.
+    assert max(run_ranks(run_spoilt, NUM_RANKS, spoil, "tensor, untied, over and over")) > 1e-4
 
 
 def test_blocks_that_are_computed_again_need_their_sequence():
@@ -304,7 +308,6 @@ def refused(model_type, layout):
         ("llama", FSDP, "scale", "shape []"),
         ("llama", FSDP | {"prefetch": 1}, "strategy.prefetch", "1"),
         # Of the model that is split, a small one is tried.
-        ("apertus", TENSOR, "strategy.tensor", "model.layers.0.mlp.act_fn.alpha_p"),
         ("bloom", CONTEXT, "strategy.context", "differs by"),
     ],
 )

@@ -108,6 +108,25 @@ def test_preferences_and_rewards(tmp_path, start, plain):
     check_equal(logged, tmp_path, plain)
 
 
+def make_mixtral():
+    torch.manual_seed(0)
+    fields = {"num_local_experts": 4, "router_aux_loss_coef": 0.1}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **fields | trl_runs.TINY))
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
+def test_the_loss_over_routers_is_that_of_a_whole_batch(tmp_path, start, layout):
+    """SFTTrainer switches it on by itself."""
+    run = SFT["text"] | {"model": make_mixtral()}
+    whole = {"moe": run | {"micro_batch_size": trl_runs.GLOBAL_BATCH}}
+    [plain] = run_ranks(train_all, 1, tmp_path / "plain", start, whole, group=False)
+    for ours in run_ranks(train_all, 2, tmp_path, start, {"moe": run | {"layout": layout}}):
+        for line, reference in zip(ours["moe"][0], plain["moe"][0], strict=True):
+            assert line["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5)
+            assert line["router_aux_loss"] == pytest.approx(reference["aux_loss"], rel=1e-5)
+
+
 def references(folder, start):
     """DPO with a reference model of one's own, and with its log-probabilities computed beforehand."""
     given = DPO | {"layout": ZERO3, "more": {"ref_model": make_model(start)}}
@@ -165,7 +184,6 @@ REFUSED = {
     "args.label_smoothing_factor": SFT["text"] | PIPELINE | {"arguments": {"label_smoothing_factor": 0.1}},
     "args.activation_offloading": SFT["text"] | PIPELINE | {"arguments": {"activation_offloading": True}},
     "compute_loss_func": SFT["text"] | PIPELINE | {"more": {"compute_loss_func": max}},
-    "auxiliary loss": SFT["text"] | PIPELINE | {"model": "mixtral"},
     "sees through": SFT["packed"] | PIPELINE | {"model": "mamba"},
     "a model that exists": REWARD | {"layout": {}, "model": "name"},
     "no/such-folder": SFT["text"] | PIPELINE | {"model": "no/such-folder"},
@@ -177,9 +195,6 @@ REFUSED = {
 def ask(folder, start):
     said = {}
     models = {
-        "mixtral": lambda: AutoConfig.for_model(
-            "mixtral", num_local_experts=2, router_aux_loss_coef=0.1, **trl_runs.TINY
-        ),
         "mamba": lambda: AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=20),
     }
     for message, run in REFUSED.items():

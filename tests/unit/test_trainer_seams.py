@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, TrainerState, TrainingArguments
+from transformers import MixtralModel, PreTrainedModel, TrainerState, TrainingArguments
+from transformers.utils.output_capturing import OutputRecorder
 
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
@@ -84,6 +85,13 @@ def test_what_tensor_and_context_parallelism_call():
     assert parameters(collectives.all_reduce)[:3] == ["self", "reduceOp", "group"]
     assert parameters(collectives.all_gather_tensor)[:3] == ["self", "gather_dim", "group"]
     assert parameters(DeviceMesh._flatten)[:2] == ["self", "mesh_dim_name"]
+
+
+def test_how_transformers_says_which_outputs_are_of_routers():
+    recorders = MixtralModel.can_record_outputs.fget(MixtralModel)
+    recorder = recorders["router_logits"]
+    assert isinstance(recorder, OutputRecorder)
+    assert {"target_class", "index", "layer_name"} <= set(vars(recorder))
 
 
 def test_the_flag_that_keeps_ddp_away_is_read_where_we_need_it():

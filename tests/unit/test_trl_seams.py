@@ -68,7 +68,8 @@ def test_rows_without_padding_have_what_we_put_below_each_other():
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, -100], [-100, -100, -100]]
-    assert list(batch) == ["input_ids", "labels", "position_ids"]
+    assert batch["hfdist_counted"].tolist() == [[True, True, True], [True, False, False]]
+    assert list(batch) == ["input_ids", "labels", "position_ids", "hfdist_counted"]
 
 
 def test_defaults_that_the_documentation_speaks_of():

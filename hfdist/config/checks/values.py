@@ -198,10 +198,6 @@ def _check_shared(config: RunConfig, axis: str, what: str) -> None:
         what = f"ZeRO knows nothing of {what} that are sharded over {axis} ranks"
         keys, hint = f"strategy.sharding {key}", "strategy.sharding=fsdp2, which shards what each rank has"
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
-    if axis == "expert" and strategy.pipeline > 1:
-        what = "expert and pipeline parallelism together are not built yet in this version"
-        hint = f"{key}=1, or strategy.pipeline=1 with strategy.sharding=fsdp2"
-        raise _conflict(config, f"{key} strategy.pipeline", what, allowed="1", hint=hint)
     if axis == "expert" and config.train.compile is Compile.blocks:
         what = "blocks whose experts ranks share are not compiled in this version"
         keys, hint = f"train.compile {key}", "train.compile=auto, which compiles where it can"

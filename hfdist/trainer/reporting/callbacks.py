@@ -29,6 +29,8 @@ _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("eval_loss", "held-out", "{:.3f}"),
     ("eval_perplexity", "ppl", "{:.1f}"),
+    ("expert_load_max", "most loaded", "{:.2f}"),
+    ("expert_load_min", "least loaded", "{:.2f}"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
     ("mfu", "mfu", "{:.1%}"),
 )

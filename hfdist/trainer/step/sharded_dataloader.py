@@ -17,6 +17,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hfdist.data.packing.sequence import IGNORED
+from hfdist.models.routers import COUNTED
 from hfdist.topology import Topology
 from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
 
@@ -86,6 +87,9 @@ class CountingCollator:
         batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
         if not any(blank):
             return batch
+        if isinstance(batch.get("input_ids"), torch.Tensor):
+            # A padding row is a batch of its own.
+            batch = {**batch, COUNTED: torch.zeros_like(batch["input_ids"], dtype=torch.bool)}
         if not any(name in batch for name in self._label_names):
             return {**batch, NUM_ROWS: torch.tensor(len(rows) - sum(blank))}
         for name in self._label_names:

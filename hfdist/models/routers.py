@@ -1,0 +1,252 @@
+"""The routers of a mixture of experts: found, watched, and the loss that balances them, as transformers defines it.
+
+    loss = coefficient x experts x sum over experts of (its choices / rows) x (its mean probability)
+
+A row is a token in one router. Choices and probabilities are those of all layers and of the whole global batch. Once
+the choices of all rows are known, the loss is a sum over rows, so any part of the batch adds its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from hfdist.errors import ConfigError, first_line
+from hfdist.models.probing import small_model
+
+COUNTED = "hfdist_counted"
+"""The key of a batch for which of its tokens count, [sequences, tokens]: no padding, and no row that fills it up."""
+
+_FLAG, _KEPT = "output_router_logits", "hfdist_output"
+_TOLERANCE = 1e-5
+
+
+class Routing(NamedTuple):
+    """What one router gave."""
+
+    layer: int
+    """Its number among the routers of the whole model."""
+    logits: torch.Tensor
+    """[rows, experts]."""
+    choices: torch.Tensor | None
+    """Numbers of the chosen experts, [rows, experts per token]; None: the router does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancingLoss:
+    """The loss of one model over its routers."""
+
+    coefficient: float
+    """0: the model adds none."""
+    top_k: int
+    """Experts per token; 0: not known, so only routers count that tell what they choose."""
+
+    def count(self, routings: list[Routing], counted: torch.Tensor | None, totals: Totals) -> None:
+        """Add the rows of a forward to `totals`, without gradients."""
+        with torch.no_grad():
+            for layer, logits, choices in routings:
+                rows = _weights_of_rows(logits, counted)
+                if choices is None or self.coefficient:
+                    probabilities = functional.softmax(logits, -1, dtype=torch.float32)
+                    best = probabilities.topk(self.top_k, -1).indices
+                    _add(totals.best, best, rows)
+                    totals.probabilities.add_((probabilities * rows[:, None]).sum(0))
+                    choices = best if choices is None else choices
+                _add(totals.choices[layer], choices, rows)
+
+    def weights(self, totals: Totals) -> torch.Tensor:
+        """Give what the loss is multiplied by for each expert and row, [experts]; `totals` are of the global batch."""
+        rows = totals.best.sum() / self.top_k
+        return self.coefficient * len(totals.best) * totals.best / rows**2
+
+    @staticmethod
+    def share(routings: list[Routing], counted: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:
+        """Give the share of a forward in the loss of the global batch, with gradients."""
+        weights = weights.float()
+        shares = [
+            (functional.softmax(logits, -1, dtype=torch.float32) @ weights * _weights_of_rows(logits, counted)).sum()
+            for _, logits, _ in routings
+        ]
+        return torch.stack(shares).sum()
+
+
+class Totals(NamedTuple):
+    """Sums over rows."""
+
+    choices: torch.Tensor
+    """How often each expert was chosen, [layers, experts]."""
+    best: torch.Tensor
+    """How often each was among those with the highest probabilities, as the loss counts, [experts]."""
+    probabilities: torch.Tensor
+    """[experts]."""
+
+    @classmethod
+    def of(cls, whole: torch.Tensor) -> Totals:
+        """Give views of a tensor of shape [layers + 2, experts]."""
+        return cls(whole[:-2], whole[-2], whole[-1])
+
+
+def _weights_of_rows(logits: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """1 for rows that count, else 0."""
+    return logits.new_ones(len(logits), dtype=torch.float32) if counted is None else counted.flatten().float()
+
+
+def _add(totals: torch.Tensor, choices: torch.Tensor, rows: torch.Tensor) -> None:
+    totals.scatter_add_(0, choices.flatten().long(), rows.repeat_interleave(choices.shape[-1]).to(totals.dtype))
+
+
+class Routers:
+    """Watches the routers of a model, or of this rank's part of it. Hooks of those who wrap outputs must be there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        base = base_of(model)
+        self.loss = _loss_of(base)
+        self._found = list(find_routers(base))
+        self.num_layers = len(self._found)
+        self.is_watching = False
+        """Whether routers keep what they give; it must not change between a forward and its backward."""
+        self._hooks = [module.register_forward_hook(self._keep) for module, _ in self._found]
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The same for all layers, and nothing is read: a compiled block would be compiled anew for each.
+        if self.is_watching:
+            module.hfdist_output = output
+
+    def take(self) -> list[Routing]:
+        """Give what routers have kept, and free it."""
+        kept = [(layer, index, vars(module).pop(_KEPT, None)) for layer, (module, index) in enumerate(self._found)]
+        return [found for layer, index, output in kept if (found := self._routing(layer, index, output)) is not None]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _routing(self, layer: int, index: int, output: Any) -> Routing | None:
+        if output is None:
+            return None
+        outputs = output if isinstance(output, tuple) else (output,)
+        logits = outputs[index]
+        if logits.ndim != 2:
+            return None
+        whole = [value for value in outputs if isinstance(value, torch.Tensor) and not value.is_floating_point()]
+        # Others are marks, one for each expert.
+        most = max(self.loss.top_k, logits.shape[-1] - 1)
+        choices = next((value for value in whole if value.ndim == 2 and value.shape[1] <= most), None)
+        return Routing(layer, logits, choices) if choices is not None or self.loss.top_k else None
+
+
+def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """List routers in the order of the model, each with the place of its logits in what it returns.
+
+    They are those whose logits transformers returns on request.
+    """
+    owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    given = [owner.can_record_outputs.get("router_logits", []) for owner in owners]
+    recorders = [recorder for listed in given for recorder in (listed if isinstance(listed, list) else [listed])]
+    for name, module in model.named_modules():
+        index = next((recorder.index for recorder in recorders if _is_meant(recorder, name, module)), None)
+        if index is not None:
+            yield module, index
+
+
+def _is_meant(recorder: Any, name: str, module: nn.Module) -> bool:
+    if not isinstance(recorder, OutputRecorder) or not isinstance(module, recorder.target_class):
+        return False
+    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f".{name}."
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Give the model without the wrapper of adapters."""
+    own: Any = model
+    return own.get_base_model() if hasattr(own, "get_base_model") else model
+
+
+def _loss_of(model: nn.Module) -> BalancingLoss:
+    config: Any = getattr(model, "config", None)
+    owners = (config.get_text_config(), model) if isinstance(model, PreTrainedModel) else ()
+
+    def read(*names: str) -> Any:
+        given = (getattr(owner, name, None) for name in names for owner in owners)
+        return next((value for value in given if isinstance(value, (int, float))), 0)
+
+    coefficient = read("router_aux_loss_coef", "aux_loss_coef") if adds_router_loss(model) else 0.0
+    return BalancingLoss(coefficient=float(coefficient), top_k=read("num_experts_per_tok"))
+
+
+def adds_router_loss(model: nn.Module) -> bool:
+    """Whether the model's config asks for the loss over routers."""
+    config: Any = getattr(model, "config", None)
+    return hasattr(config, "get_text_config") and bool(getattr(config.get_text_config(), _FLAG, False))
+
+
+def leave_out_router_loss(model: nn.Module) -> None:
+    """Let the model's own loss be that of its targets alone, in all forwards: of its routers it knows one batch only.
+
+    Call it before the model is split or sharded.
+    """
+    base = base_of(model)
+    if isinstance(base, PreTrainedModel) and hasattr(base.config.get_text_config(), _FLAG):
+        base.register_forward_pre_hook(_without_router_loss, with_kwargs=True)
+
+
+def _without_router_loss(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | {_FLAG: False} if adds_router_loss(module) else kwargs
+
+
+def check_router_loss(model: nn.Module) -> None:
+    """Compare the loss over routers with the model's own, on a small model of its class. All ranks find the same.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    reason = _difference(base_of(model))
+    if reason is not None:
+        raise ConfigError(
+            "the loss over this model's routers is not known for a global batch, so it would depend on the layout",
+            where=f"model.config.{_FLAG}",
+            found=f"{type(base_of(model)).__name__}: {reason}",
+            allowed="false",
+            hint=f"model.config.{_FLAG}=false",
+        )
+
+
+def _difference(model: Any) -> str | None:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_model(model)
+            routers = Routers(small)
+            generator = torch.Generator().manual_seed(0)
+            tokens = torch.randint(min(small.config.get_text_config().vocab_size, 100), (2, 16), generator=generator)
+            mask = torch.ones_like(tokens)
+            mask[1, 11:] = 0
+            batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask, "use_cache": False}
+            with torch.no_grad():
+                routers.is_watching = True
+                pure = small(**batch, **{_FLAG: False}).loss
+                routings = routers.take()
+                whole = small(**batch, **{_FLAG: True})
+            loss = _loss_of(model)
+            if not routings:
+                return "its routers give no row of logits for each token"
+            if getattr(whole, "aux_loss", None) is None:
+                return "it adds none"
+            totals = Totals.of(torch.zeros(routers.num_layers + 2, routings[0].logits.shape[-1], dtype=torch.float64))
+            loss.count(routings, mask, totals)
+            weights = loss.weights(totals)
+            ours = loss.share(routings, mask, weights)
+        except Exception as error:  # whatever a model raises that cannot be made small, or has other routers
+            return f"it cannot be tried: {first_line(error)}"
+    theirs = loss.coefficient * whole.aux_loss
+    if not torch.allclose(ours, theirs, rtol=_TOLERANCE, atol=0.0):
+        return f"of a small model it is {float(theirs):.6f}, and by the common definition {float(ours):.6f}"
+    if not torch.allclose(pure + ours, whole.loss, rtol=_TOLERANCE / 10, atol=0.0):
+        return f"the model adds {float(whole.loss - pure):.6f}, and not {float(ours):.6f}"
+    return None

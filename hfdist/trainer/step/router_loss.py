@@ -1,0 +1,187 @@
+"""The loss over a model's routers in one step, the same in every layout, and how evenly experts are chosen.
+
+What a token adds depends on how often each expert is chosen in the global batch. So where a rank has several micro
+batches, their forwards run once more beforehand, without gradients and with the same random numbers, to count that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from hfdist.models.routers import COUNTED, Routers, Totals, base_of
+from hfdist.pipeline.stage_module import preserve_state
+from hfdist.strategies.base import Batch, TrainerHooks
+
+# A trainer is Any here, as in loss.py.
+
+
+class RouterLoss:
+    """Of one Trainer. For a model without routers it does nothing."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._routers: Routers | None = None
+        self.options: dict[str, Any] = {}
+        """With which the class calls the model; empty: none, and the model needs no labels."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Watch the routers of a model that is ready for training, or this rank's part of it."""
+        if self._routers is not None:
+            self._routers.remove()
+        routers = Routers(model)
+        self._routers = routers if routers.num_layers else None
+        if self._routers is None:
+            return
+        self._loss = routers.loss
+        self._is_counting = self._is_agreed = False
+        self._batches: list[Batch] = []
+        self._counted: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+        """Of experts, in this step's loss; None: not known yet."""
+        self._own = self._zeros(0)
+        """What this rank has counted, and not told the others; rows as in `Totals`."""
+        self._all = self._zeros(0)
+        """What all have counted since the last reading."""
+        self._values: list[torch.Tensor] = []
+        """The losses of the steps since then, before they are multiplied by the coefficient."""
+
+    def begin_step(self, batches: list[Batch]) -> None:
+        """Take the micro batches of a step of this rank, and note in them which tokens count."""
+        if self._routers is None:
+            return
+        for batch in batches:
+            ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+            if ids is not None and COUNTED not in batch:
+                all_tokens = torch.ones_like(ids, dtype=torch.bool)
+                batch[COUNTED] = all_tokens if mask is None or mask.shape != ids.shape else mask.bool()
+        self._batches, self._weights = list(batches), None
+
+    @contextmanager
+    def training(self, hooks: TrainerHooks) -> Iterator[None]:
+        """Put around forward and backward of a micro batch. A collective at the first of a step."""
+        if self._routers is None:
+            yield
+            return
+        self._routers.is_watching = True
+        try:
+            batches, self._batches = self._batches, []
+            # A single forward tells all before its backward.
+            if self._loss.coefficient and (len(batches) > 1 or self._trainer.strategy.topology.pipeline > 1):
+                self._count_beforehand(batches, hooks)
+            yield
+        finally:
+            self._routers.is_watching = False
+            # Of blocks that were run again in the backward.
+            self._routers.take()
+
+    def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
+        self._is_counting = True
+        with preserve_state(self._trainer.engine.model):
+            for batch in batches:
+                self._trainer.engine.run_forwards(batch, self._forward, hooks)
+        self._is_counting = False
+        if batches:
+            self._settle()
+
+    def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Run the model for what its routers choose."""
+        trainer = self._trainer
+        inputs = trainer._prepare_inputs(batch)
+        counted = inputs.get(COUNTED)
+        left_out = {COUNTED} if self.options else {*trainer.weighted_loss.label_names, "shift_labels", COUNTED}
+        inputs = {name: value for name, value in inputs.items() if name not in left_out}
+        with trainer.compute_loss_context_manager(), self.recording(counted):
+            model(**inputs, **self.options or self._without_logits())
+        self.take()
+        return torch.zeros(())
+
+    def _without_logits(self) -> dict[str, Any]:
+        """Options as in training; but no logits are needed, if the head draws no random numbers."""
+        base: Any = base_of(self._trainer.engine.model)
+        head = base.get_output_embeddings()
+        options = {"use_cache": False, "logits_to_keep": 1}
+        if head is None or any(isinstance(module, nn.Dropout) for module in head.modules()):
+            del options["logits_to_keep"]
+        known = signature(base.forward).parameters
+        return {name: value for name, value in options.items() if name in known}
+
+    @contextmanager
+    def recording(self, counted: torch.Tensor | None) -> Iterator[None]:
+        """Put around a forward, of a stage or of a whole model; then call `take`."""
+        if self._routers is not None and self._routers.is_watching:
+            self._routers.take()
+            self._counted = counted
+        yield
+
+    def take(self) -> torch.Tensor | None:
+        """Give what the last forward adds to the loss of the global batch, once; None: nothing."""
+        routings = [] if self._routers is None else self._routers.take()
+        if routings and self._counted is not None and not self._loss.coefficient:
+            # A router of another kind may see other rows than tokens.
+            routings = [routing for routing in routings if len(routing.logits) == self._counted.numel()]
+        if not routings:
+            return None
+        if self._weights is None:
+            self._own = _widened(self._own, max(routing.logits.shape[-1] for routing in routings))
+            self._loss.count(routings, self._counted, Totals.of(self._own))
+        if self._is_counting or not self._loss.coefficient:
+            return None
+        if self._weights is None:
+            self._settle()
+        assert self._weights is not None
+        return self._loss.share(routings, self._counted, self._weights)
+
+    def _settle(self) -> None:
+        """Learn from all ranks what they chose in this step."""
+        whole = self._reduce()
+        totals = Totals.of(whole)
+        self._weights = self._loss.weights(totals)
+        self._values.append(self._weights @ totals.probabilities / self._loss.coefficient)
+        self._all = _widened(self._all, whole.shape[1]) + whole
+
+    def _reduce(self) -> torch.Tensor:
+        """Add up what ranks have counted; a tensor group has counted the same."""
+        if not self._is_agreed and dist.is_initialized():
+            # A stage may have no router.
+            width = torch.tensor(self._own.shape[1], device=self._own.device)
+            dist.all_reduce(width, op=dist.ReduceOp.MAX)
+            self._own = _widened(self._own, int(width))
+        self._is_agreed = True
+        whole, self._own = self._own, torch.zeros_like(self._own)
+        if dist.is_initialized():
+            dist.all_reduce(whole)
+        return whole / self._trainer.get_tp_size()
+
+    def read(self) -> dict[str, float]:
+        """Give figures of the steps since the last reading, for a line of metrics. A collective."""
+        if self._routers is None:
+            return {}
+        whole = self._all if self._loss.coefficient else self._reduce()
+        counts = Totals.of(whole).choices
+        counts = counts[counts.sum(1) > 0]
+        if not len(counts):
+            return {}
+        loads = counts / counts.mean(1, keepdim=True)
+        figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
+        if self._values:
+            figures["router_aux_loss"] = torch.stack(self._values).mean()
+        self._all, self._values = torch.zeros_like(whole), []
+        return {name: float(value) for name, value in figures.items()}
+
+    def _zeros(self, num_experts: int) -> torch.Tensor:
+        assert self._routers is not None
+        shape = (self._routers.num_layers + 2, num_experts)
+        return torch.zeros(shape, dtype=torch.float64, device=self._trainer.args.device)
+
+
+def _widened(totals: torch.Tensor, num_experts: int) -> torch.Tensor:
+    missing = num_experts - totals.shape[1]
+    return functional.pad(totals, (0, missing)) if missing > 0 else totals
