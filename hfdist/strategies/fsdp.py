@@ -26,10 +26,12 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
-from hfdist.optim.probe import Reach, describe, state_after_step
+from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
+from hfdist.optim.whole import WholeSteps
 from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parts import ModelParts
+from hfdist.strategies.pieces import StateReader
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -143,7 +145,11 @@ class ShardedEngine(Engine):
     """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
 
     reduces_gradients = True
-    optimizer_sees = Reach.element
+    optimizer_sees = Reach.parameter
+    steps_other_tensors = True
+
+    _whole_steps: WholeSteps | None = None
+    """Steps the parameters that the optimizer must see whole; None: all are stepped as rows."""
 
     def _use(self, root: nn.Module) -> None:
         """Take the module that FSDP knows as its root."""
@@ -156,13 +162,18 @@ class ShardedEngine(Engine):
             unit.reshard()
 
     def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
-        """Keep the optimizer, if it can step DTensors.
+        """Keep the optimizer, if it can step DTensors, or needs whole parameters.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
-        for group in inner.param_groups:
+        of_wholes = [group for group in inner.param_groups if group["params"] and needs_whole_parameters(inner, group)]
+        if of_wholes and scaler is not None:
+            what = "gradients are scaled where they lie, and this optimizer gathers whole ones behind that"
+            hint = "train.precision=bf16, or optimizer.name=adamw"
+            raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
+        for group in (group for group in inner.param_groups if group not in of_wholes):
             smallest = min(group["params"], key=torch.Tensor.numel, default=None)
             try:
                 if smallest is not None:
@@ -174,6 +185,9 @@ class ShardedEngine(Engine):
                     found=f"{describe(inner)}: {first_line(error)}",
                     hint="strategy=zero3, which gives it plain tensors, or adamw",
                 ) from error
+        if of_wholes:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            self._whole_steps = WholeSteps(inner, of_wholes, names)
         return super().setup(prepared, optimizer, scaler)
 
     def _held_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -186,11 +200,17 @@ class ShardedEngine(Engine):
         ]
 
     def _held_pieces(self) -> Iterator[Piece]:
-        """This rank's rows of each tensor."""
+        """This rank's rows of each tensor, and what its optimizer keeps for whole parameters."""
         self._reshard()
+        wholes = self._whole_steps
+        # It looks whether there is any state, and the rows are about to be given theirs.
+        reader = None if wholes is None else StateReader(self._optimizer.optimizer)
         for piece in super()._held_pieces():
             view = piece.view
             yield replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
+        if wholes is not None and reader is not None:
+            for named in wholes.named:
+                yield from reader.pieces_of(*named)
 
     def after_load(self) -> None:
         """Let the next forward gather what was read."""
