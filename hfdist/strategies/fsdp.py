@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
@@ -43,8 +43,17 @@ class FsdpStrategy(Strategy):
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig) -> None:
         super().__init__(topology, batch, strategy)
+        if strategy.offload is Offload.cpu and topology.data * topology.context == 1:
+            what = "FSDP2 offloads shards, and one data rank has none"
+            hint = "strategy=zero3_offload, which works on one device, or more processes"
+            raise ConfigError(what, where="strategy.offload", found="cpu", allowed="none", hint=hint)
         share = 1.0 / (topology.shard * topology.context)
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
+
+    def training_arguments(self) -> dict[str, object]:
+        """As without FSDP2; norms of offloaded gradients need a backend for the CPU beside NCCL."""
+        has_two = self.config.offload is Offload.cpu and torch.cuda.is_available()
+        return super().training_arguments() | ({"ddp_backend": "cpu:gloo,cuda:nccl"} if has_two else {})
 
     def build(self, model: nn.Module) -> Engine:
         """Shard the model in place.
@@ -82,13 +91,18 @@ def shard_by_blocks(model: nn.Module, root: nn.Module, mesh: DeviceMesh, config:
     uses_all = uses_all_parameters(cast(PreTrainedModel, model))
     units = list(_list_units(cast(PreTrainedModel, model)))
     axes = mesh["replicate", "sharded"] if mesh["replicate"].size() > 1 else mesh["sharded"]
+    offloads = config.offload is Offload.cpu
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy()
     for unit in units:
         _prepare(unit, mesh)
-        fully_shard(unit, mesh=axes, reshard_after_forward=config.frees_behind_forward)
+        fully_shard(unit, mesh=axes, reshard_after_forward=config.frees_behind_forward, offload_policy=policy)
     _prefetch(cast(list[FSDPModule], units), config.prefetch)
     _prepare(root, mesh)
     # The backward begins with what the forward ends with.
-    fully_shard(root, mesh=axes, reshard_after_forward=False)
+    fully_shard(root, mesh=axes, reshard_after_forward=False, offload_policy=policy)
+    if offloads:
+        # Whoever prepares a model for training moves it to the device, and shards must stay where they are.
+        cast(Any, root).to = lambda *_, **__: root
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if not uses_all:
@@ -127,7 +141,6 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
 
     Called for one unit at a time, so that no more is whole on the device.
     """
-    unit.to(mesh.device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}
     if len(trained) > 1:
@@ -136,7 +149,7 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
         hint = "model.dtype=float32, with train.precision=bf16 for its arithmetic"
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
     for tensor in (*(p for _, p in own), *unit.buffers()):
-        tensor.data = tensor.data.contiguous()
+        tensor.data = tensor.data.to(mesh.device_type).contiguous()
         for axis in ("context", "data"):
             broadcast(tensor.data, mesh.get_group(axis))
 

@@ -75,6 +75,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
+        ("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
         ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("fsdp2", 2, ["train.compile=blocks", "strategy.reshard=false", "strategy.prefetch=2"]),
         ("long_context", 4, ["strategy.data=2", "strategy.context_method=gather", "train.gradient_checkpointing=true"]),
