@@ -18,13 +18,18 @@ def main(config: RunConfig) -> None:
         from hfdist.verify.parity import conclude, prepare_proof
 
     proof = prepare_proof(config)
-    train_small(proof.layout)
+    kernels = train_small(proof.layout)
     train_small(proof.resumed)
-    conclude(proof, recipe=Path(__file__).with_name("pretrain.py"))
+    conclude(proof._replace(kernels=kernels), recipe=Path(__file__).with_name("pretrain.py"))
 
 
-def train_small(config: RunConfig) -> None:
-    """Do what pretraining does, with a small model of the same architecture and without an export."""
+def train_small(config: RunConfig) -> str:
+    """Do what pretraining does, with a small model of the same architecture and without an export.
+
+    Returns:
+        What computed it.
+    """
+    from hfdist.trainer.run.summary import describe_kernels
     from hfdist.verify.parity import use_small_model
 
     run = prepare_run(config)
@@ -39,6 +44,7 @@ def train_small(config: RunConfig) -> None:
     run.trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)
     if run.data.held_out is not None:
         run.trainer.evaluate()
+    return describe_kernels(run.trainer)
 
 
 if __name__ == "__main__":

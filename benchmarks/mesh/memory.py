@@ -96,7 +96,7 @@ def _resident_bytes(key: str) -> int:
 def _preamble(options: argparse.Namespace) -> str:
     return (
         "## One long sequence on four ranks\n\n"
-        f"One step on one sequence of {options.tokens:,} tokens through `hfdist.Trainer`: a Llama of 2 blocks of width 64,"
+        f"One step on one sequence of {options.tokens:,} tokens through `hfdist.Trainer`: 2 blocks of width 64,"
         f" float32, `strategy.context={NUM_RANKS}` (ulysses). Peak: resident memory above that before the step, of the "
         "rank with most. Loss and gradient norm must agree with those of one process.\n\n"
         f"{describe_run('benchmarks.mesh.memory', 'torch', 'transformers')}"

@@ -7,6 +7,7 @@ own step: one process, or data parallel with averaged gradients. Other layouts d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -319,6 +320,11 @@ class Strategy(Partitioning):
             weights=held.weights * share, gradients=held.gradients * share, optimizer=held.optimizer * share
         )
         return parts
+
+    @property
+    def tensor_styles(self) -> Counter[str]:
+        """How many modules are sharded over tensor ranks in which style of transformers, once the model is made."""
+        return Counter(self._plan.rules.values()) if self.topology.tensor > 1 else Counter()
 
     @cached_property
     def mesh(self) -> DeviceMesh:

@@ -25,6 +25,7 @@ from hfdist.errors import printable
 from hfdist.models.flops import num_bytes, num_parameters, num_trained
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small, values_per_weight
+from hfdist.strategies.base import Engine
 from hfdist.trainer.trainer import Trainer
 
 _CONTEXT, _TARGET, _RESET = "\033[2m", "\033[32m", "\033[0m"
@@ -51,10 +52,9 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     total = trainer.args.max_steps * batch.tokens_per_step
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
-    attention = model.config._attn_implementation if engine.context is None else engine.context.description
     rows = {
         "model": f"{model.config.model_type}, {engine.size.num_parameters:,} parameters, "
-        f"{config.model.init.value} weights, attention {attention}",
+        f"{config.model.init.value} weights, attention {_describe_attention(engine)}",
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",
@@ -67,6 +67,26 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         "folder": config.run.dir,
     }
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items())
+
+
+def describe_kernels(trainer: Trainer) -> str:
+    """Say in one line what computes attention and the loss, and how matrices are shared."""
+    assert trainer.strategy is not None
+    assert trainer.engine is not None
+    head, styles = trainer.options.loss_head, trainer.strategy.tensor_styles
+    parts = [
+        f"attention {_describe_attention(trainer.engine)}",
+        f"loss {'of all logits' if head is None else head.choice.value}",
+    ]
+    if styles:
+        parts.append(f"tensor plan {', '.join(f'{style} x {count}' for style, count in sorted(styles.items()))}")
+    return "; ".join(parts)
+
+
+def _describe_attention(engine: Engine) -> str:
+    if engine.context is not None:
+        return engine.context.description
+    return str(cast(PreTrainedModel, engine.model).config._attn_implementation)
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
