@@ -18,18 +18,18 @@ def main(config: RunConfig) -> None:
         from hfdist.verify.parity import conclude, prepare_proof
 
     proof = prepare_proof(config)
-    used = train_small(proof.layout)
+    kernels = train_small(proof.layout)
     train_small(proof.resumed)
-    proof = proof._replace(description=f"{proof.description}; {used}")
-    conclude(proof, recipe=Path(__file__).with_name("pretrain.py"))
+    conclude(proof._replace(kernels=kernels), recipe=Path(__file__).with_name("pretrain.py"))
 
 
 def train_small(config: RunConfig) -> str:
     """Do what pretraining does, with a small model of the same architecture and without an export.
 
     Returns:
-        What the layout used: see `Engine.description`.
+        What computed it.
     """
+    from hfdist.trainer.run.summary import describe_kernels
     from hfdist.verify.parity import use_small_model
 
     run = prepare_run(config)
@@ -44,8 +44,7 @@ def train_small(config: RunConfig) -> str:
     run.trainer.train(resume_from_checkpoint=None if resume == "auto" else resume)
     if run.data.held_out is not None:
         run.trainer.evaluate()
-    assert run.trainer.engine is not None
-    return run.trainer.engine.description
+    return describe_kernels(run.trainer)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Sharding(Enum):
 
 
 class Offload(Enum):
-    """Where the optimizer's state is kept and stepped."""
+    """Where the optimizer's state is kept and stepped; under FSDP2 with the shards of parameters and gradients."""
 
     none = "none"
     cpu = "cpu"

@@ -57,6 +57,13 @@ class TrainConfig:
     compile: Compile = Compile.auto
     gradient_checkpointing: bool = False
     recompute: Recompute = Recompute.all
+    activation_offload: bool = False
+    """Whether the blocks' inputs, which gradient checkpointing keeps, wait for the backward in host memory."""
     freeze: list[str] = field(default_factory=list)
     train_only: list[str] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_checkpointed_by_trainer(self) -> bool:
+        """Whether transformers' own activation checkpointing is all that is wanted."""
+        return self.gradient_checkpointing and self.recompute is Recompute.all and not self.activation_offload

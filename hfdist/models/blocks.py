@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from hfdist.config.run import RunConfig
-from hfdist.config.train import Compile
+from hfdist.config.train import Compile, Recompute
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
@@ -150,18 +152,33 @@ _ATTENTION = (
 )
 
 
-def keep_expensive(model: PreTrainedModel) -> None:
-    """Checkpoint each block, but keep the outputs of its attention and of every second matrix product.
+def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads: bool = False) -> None:
+    """Checkpoint each block; `cheap`: keep the outputs of its attention and of every second matrix product.
+
+    With `offloads` the blocks' inputs, which are kept for the backward, wait for it in host memory.
 
     Raises:
         ConfigError: the model's blocks cannot be checkpointed.
     """
+    options = {"use_reentrant": False} | ({"context_fn": _contexts} if recompute is Recompute.cheap else {})
     try:
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": _contexts})
+        model.activation_checkpointing_enable(options)
     except ValueError as error:
         raise ConfigError(
             str(error), where="train.gradient_checkpointing", hint="train.gradient_checkpointing=false"
         ) from error
+
+    for module in model.modules() if offloads else ():
+        # By this name transformers finds what checkpoints a block.
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            vars(module)["_gradient_checkpointing_func"] = partial(_offloading, checkpoint)
+
+
+def _offloading(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    # What the block itself saves is the checkpoint's business; its inputs are left for this.
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return checkpoint(function, *inputs, **named)
 
 
 def _contexts() -> Any:

@@ -43,7 +43,7 @@ class Reach(IntEnum):
 
 
 _LAYOUTS = {
-    Reach.parameter: "a layout that keeps parameters whole: ddp, or a pipeline without ZeRO",
+    Reach.parameter: "a layout that has parameters whole: ddp, fsdp2, or a pipeline without ZeRO",
     Reach.model: "a layout that keeps the model whole: one process, or ddp",
 }
 
@@ -139,6 +139,11 @@ def ask(optimizer: torch.optim.Optimizer) -> Answer:
     widest = max(answers, key=lambda answer: answer.reach, default=Answer(reach=Reach.element))
     not_saved = next((answer.not_saved for answer in answers if answer.not_saved), "")
     return Answer(reach=widest.reach, why=widest.why, not_saved=not_saved)
+
+
+def needs_whole_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether an update of this group depends on all of its parameter."""
+    return _ask_group(optimizer, group).reach is Reach.parameter
 
 
 def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -83,6 +83,9 @@ class Engine:
     optimizer_sees = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
+    steps_other_tensors = False
+    """Whether the optimizer steps other tensors than the parameters that the user's model had."""
+
     clips_stepped = False
     """Whether gradients are clipped by the norm of what the optimizer steps, and not of all trained parameters."""
 
@@ -105,7 +108,7 @@ class Engine:
         self._parts = parts
         """Which part of each parameter this rank holds, before FSDP2 shards it; None: all of it."""
         if parts is not None:
-            self.reduces_gradients, self.optimizer_sees = True, Reach.element
+            self.reduces_gradients, self.optimizer_sees, self.steps_other_tensors = True, Reach.element, True
             if parts.groups.tensor is not None:
                 self.loss_group = parts.groups.tokens
 

@@ -16,20 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
-from hfdist.optim.probe import Reach, describe, state_after_step
+from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
+from hfdist.optim.whole import WholeSteps
 from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parts import TENSOR, ModelParts
+from hfdist.strategies.pieces import StateReader
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -41,8 +43,17 @@ class FsdpStrategy(Strategy):
 
     def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig) -> None:
         super().__init__(topology, batch, strategy)
+        if strategy.offload is Offload.cpu and topology.data * topology.context == 1:
+            what = "FSDP2 offloads shards, and one data rank has none"
+            hint = "strategy=zero3_offload, which works on one device, or more processes"
+            raise ConfigError(what, where="strategy.offload", found="cpu", allowed="none", hint=hint)
         share = 1.0 / (topology.shard * topology.context)
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
+
+    def training_arguments(self) -> dict[str, object]:
+        """As without FSDP2; norms of offloaded gradients need a backend for the CPU beside NCCL."""
+        has_two = self.config.offload is Offload.cpu and torch.cuda.is_available()
+        return super().training_arguments() | ({"ddp_backend": "cpu:gloo,cuda:nccl"} if has_two else {})
 
     def build(self, model: nn.Module) -> Engine:
         """Shard the model in place.
@@ -87,13 +98,18 @@ def shard_by_blocks(
     uses_all = uses_all_parameters(cast(PreTrainedModel, model))
     units = list(_list_units(cast(PreTrainedModel, model)))
     axes = _with_replicas(mesh, "sharded")
+    offloads = config.offload is Offload.cpu
+    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy()
     for experts in () if parts is None else parts.list_experts(model):
-        _shard(experts, _with_replicas(mesh, "sharded_experts"), reshard=config.frees_behind_forward)
+        _shard(experts, _with_replicas(mesh, "sharded_experts"), config.frees_behind_forward, policy)
     for unit in units:
-        _shard(unit, axes, reshard=config.frees_behind_forward)
+        _shard(unit, axes, config.frees_behind_forward, policy)
     _prefetch(cast(list[FSDPModule], units), config.prefetch)
     # The backward begins with what the forward ends with.
-    _shard(root, axes, reshard=False)
+    _shard(root, axes, False, policy)
+    if offloads:
+        # Whoever prepares a model for training moves it to the device, and shards must stay where they are.
+        cast(Any, root).to = lambda *_, **__: root
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if not uses_all:
@@ -131,9 +147,9 @@ def _with_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return mesh["replicate", axis] if mesh["replicate"].size() > 1 else mesh[axis]
 
 
-def _shard(unit: nn.Module, axes: DeviceMesh, *, reshard: bool) -> None:
+def _shard(unit: nn.Module, axes: DeviceMesh, reshards: bool, policy: OffloadPolicy) -> None:
     _prepare(unit, axes)
-    fully_shard(unit, mesh=axes, reshard_after_forward=reshard)
+    fully_shard(unit, mesh=axes, reshard_after_forward=reshards, offload_policy=policy)
 
 
 def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
@@ -141,7 +157,6 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
 
     Called for one unit at a time, so that no more is whole on the device.
     """
-    unit.to(mesh.device_type)
     own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in own if p.requires_grad}
     if len(trained) > 1:
@@ -150,7 +165,7 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
         hint = "model.dtype=float32, with train.precision=bf16 for its arithmetic"
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
     for tensor in (*(p for _, p in own), *unit.buffers()):
-        tensor.data = tensor.data.contiguous()
+        tensor.data = tensor.data.to(mesh.device_type).contiguous()
         for group in mesh.get_all_groups():
             broadcast(tensor.data, group)
 
@@ -159,9 +174,13 @@ class ShardedEngine(Engine):
     """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
 
     reduces_gradients = True
-    optimizer_sees = Reach.element
+    optimizer_sees = Reach.parameter
+    steps_other_tensors = True
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
+
+    _whole_steps: WholeSteps | None = None
+    """Steps the parameters that the optimizer must see whole; None: all are stepped as rows."""
 
     def _use(self, root: nn.Module, mesh: DeviceMesh) -> None:
         """Take the module that FSDP knows as its root."""
@@ -178,13 +197,18 @@ class ShardedEngine(Engine):
         return [self._sharded_group, *super()._norm_groups()]
 
     def setup(self, prepared: nn.Module, optimizer: Any, scaler: Any) -> Any:
-        """Keep the optimizer, if it can step DTensors.
+        """Keep the optimizer, if it can step DTensors, or needs whole parameters.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
-        for group in inner.param_groups:
+        of_wholes = [group for group in inner.param_groups if group["params"] and needs_whole_parameters(inner, group)]
+        if of_wholes and scaler is not None:
+            what = "gradients are scaled where they lie, and this optimizer gathers whole ones behind that"
+            hint = "train.precision=bf16, or optimizer.name=adamw"
+            raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
+        for group in (group for group in inner.param_groups if group not in of_wholes):
             smallest = min(group["params"], key=torch.Tensor.numel, default=None)
             try:
                 if smallest is not None:
@@ -196,6 +220,9 @@ class ShardedEngine(Engine):
                     found=f"{describe(inner)}: {first_line(error)}",
                     hint="strategy=zero3, which gives it plain tensors, or adamw",
                 ) from error
+        if of_wholes:
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            self._whole_steps = WholeSteps(inner, of_wholes, names)
         return super().setup(prepared, optimizer, scaler)
 
     def _held_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -208,11 +235,17 @@ class ShardedEngine(Engine):
         ]
 
     def _held_pieces(self) -> Iterator[Piece]:
-        """This rank's rows of each tensor."""
+        """This rank's rows of each tensor, and what its optimizer keeps for whole parameters."""
         self._reshard()
+        wholes = self._whole_steps
+        # It looks whether there is any state, and the rows are about to be given theirs.
+        reader = None if wholes is None else StateReader(self._optimizer.optimizer)
         for piece in super()._held_pieces():
             view = piece.view
             yield replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
+        if wholes is not None and reader is not None:
+            for named in wholes.named:
+                yield from reader.pieces_of(*named)
 
     def after_load(self) -> None:
         """Let the next forward gather what was read."""

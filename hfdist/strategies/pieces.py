@@ -46,10 +46,7 @@ def list_pieces(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> It
         yield Piece(name=name, key=WEIGHT, shape=shape, start=0, view=parameter.detach())
         group = groups.get(id(parameter))
         if reader is not None and group is not None and parameter.requires_grad and parameter.numel() > 0:
-            kept = reader.kept_for(group, parameter)
-            yield from kept.numbers_of(name)
-            for key, value in kept.tensors.items():
-                yield Piece(name=name, key=key, shape=tuple(value.shape), start=0, view=value)
+            yield from reader.pieces_of(name, group, parameter)
     yield from list_buffers(model)
 
 
@@ -86,6 +83,13 @@ class StateReader:
         if optimizer not in _moving:
             _moving[optimizer] = moving_options(optimizer)
         self._of_groups: dict[int, list[Piece]] = {}
+
+    def pieces_of(self, name: str, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[Piece]:
+        """List the state of a parameter that is whole."""
+        kept = self.kept_for(group, parameter)
+        yield from kept.numbers_of(name)
+        for key, value in kept.tensors.items():
+            yield Piece(name=name, key=key, shape=tuple(value.shape), start=0, view=value)
 
     def kept_for(self, group: dict[str, Any], parameter: torch.Tensor) -> Kept:
         """Give the state of what the optimizer steps: a parameter of this group, whole, or a flat buffer.

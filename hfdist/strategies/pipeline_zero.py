@@ -31,6 +31,7 @@ class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
     optimizer_sees = Reach.element
+    steps_other_tensors = True
     clips_stepped = True
     _strategy: PipelineZeroStrategy
 

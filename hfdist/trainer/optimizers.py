@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hfdist.errors import ConfigError
 from hfdist.optim.muon import Joined
-from hfdist.optim.probe import Reach, check, check_steps_all, describe
+from hfdist.optim.probe import check, check_steps_all, describe
 from hfdist.strategies.base import Engine
 
 # A trainer is Any here: transformers declares all its parts as optional, and they exist by the time of a training.
@@ -93,7 +93,7 @@ class Optimizers:
             # Such as that of an adapter's vectors: DeepSpeed drops them later, when the schedule counts them.
             groups = optimizer.param_groups
             groups[:] = [group for group in groups if group["params"]] or groups[:1]
-        if engine.optimizer_sees is not Reach.element:
+        if not engine.steps_other_tensors:
             return optimizer
         names = {id(parameter): name for name, parameter in self._trainer.model.named_parameters()}
         if engine.clips_stepped:

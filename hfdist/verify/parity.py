@@ -120,6 +120,8 @@ class Certificate(NamedTuple):
     layout: str
     """One line for people."""
     rows: tuple[Row, ...]
+    kernels: str = ""
+    """What computed attention and the loss, and how matrices were shared; one line, too."""
 
     @property
     def passed(self) -> bool:
@@ -138,7 +140,8 @@ class Certificate(NamedTuple):
             for line in cells
         ]
         verdict = f"CERTIFICATE: {'passed' if self.passed else 'failed'}"
-        return "\n".join([f"layout: {self.layout}", *(f"  {line}" for line in table), verdict])
+        computed = [f"computed by: {self.kernels}"] if self.kernels else []
+        return "\n".join([f"layout: {self.layout}", *computed, *(f"  {line}" for line in table), verdict])
 
 
 def certify(layout: str, *, ours: Path, resumed: Path, reference: Path, bounds: Bounds) -> Certificate:
@@ -254,6 +257,8 @@ class Proof(NamedTuple):
     resumed: RunConfig
     single: RunConfig
     description: str
+    kernels: str = ""
+    """See `describe_kernels`: known once the layout has trained."""
 
 
 def prepare_proof(config: RunConfig) -> Proof:
@@ -369,7 +374,7 @@ def _certify(proof: Proof, recipe: Path) -> list[str]:
         resumed=Path(proof.resumed.run.dir),
         reference=Path(proof.single.run.dir),
         bounds=BOUNDS[Precision.bf16 if rounds else config.train.precision],
-    )
+    )._replace(kernels=proof.kernels)
     logger.info("%s", certificate)
     if certificate.passed:
         shutil.rmtree(proof.folder)

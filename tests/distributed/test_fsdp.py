@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import hfdist
@@ -122,6 +123,30 @@ def test_a_rank_sends_and_holds_what_the_formulas_say(replicate, reshard):
     assert costs.sent_bytes < 1.6 * expected
     assert costs.weight_bytes == pytest.approx(whole / shard, rel=0.01)
     assert costs.optimizer_bytes == pytest.approx(2 * whole / shard, rel=0.01)
+
+
+def offloaded():
+    # A stand-in for a device: what is moved there is no longer on the CPU.
+    engine = make_strategy(offload="cpu").build(make_model())
+    policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in engine._units}
+    engine.model.to("meta")
+    return policies, {parameter.to_local().device.type for parameter in engine.model.parameters()}
+
+
+def test_offloaded_shards_stay_where_they_are():
+    for policies, devices in run_ranks(offloaded, 2):
+        assert policies == {CPUOffloadPolicy}
+        assert devices == {"cpu"}
+
+
+def offloaded_alone():
+    with pytest.raises(ConfigError, match="one data rank has none") as caught:
+        make_strategy(offload="cpu")
+    return caught.value.where
+
+
+def test_one_rank_has_nothing_to_offload():
+    assert run_ranks(offloaded_alone, 1) == ["strategy.offload"]
 
 
 def refused():

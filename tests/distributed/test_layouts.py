@@ -77,6 +77,7 @@ def test_the_comparison_can_fail(single, tmp_path):
         ("pipeline", 2, ["train.gradient_checkpointing=true", "strategy.balance=measured"]),
         ("pipeline", 2, ["train.compile=blocks", "strategy.schedule=zbv", *DEEPER]),
         ("fsdp2", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
+        ("hsdp", 4, ["train.gradient_checkpointing=true", "train.activation_offload=true", "strategy.offload=cpu"]),
         ("tensor", 2, ["train.gradient_checkpointing=true", "model.loss=chunked"]),
         ("3d", 8, ["train.gradient_checkpointing=true", "model.loss=chunked", "strategy.schedule=zbv", *DEEPER]),
         ("pipeline", 4, ["train.compile=blocks", "model.loss=chunked", "strategy.context=2"]),

@@ -22,11 +22,14 @@ pytestmark = pytest.mark.distributed
 
 LAYOUTS = {
     "single": (1, {}),
+    "rounded": (1, {}),
     "ddp": (2, {}),
     "zero1": (2, {"sharding": "zero1"}),
     "zero2": (2, {"sharding": "zero2"}),
     "zero3": (2, {"sharding": "zero3"}),
     "fsdp2": (2, {"sharding": "fsdp2"}),
+    "hsdp": (4, {"sharding": "fsdp2", "replicate": 2}),
+    "fsdp2 in a pipeline": (4, {"sharding": "fsdp2", "pipeline": 2}),
     "pipeline": (2, {"pipeline": 2}),
     "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
 }
@@ -179,10 +182,10 @@ def reference(tmp_path_factory):
     return folder, run_ranks(train_all, 1, folder, "single", names, folder / "single", group=False)[0]
 
 
-def assert_same(what, ours, expected):
+def assert_same(what, ours, expected, bound=None):
     assert ours.keys() == expected.keys(), what
     # Muon makes matrices orthogonal in bfloat16, which enlarges differences of rounding; its steps are 1e-2 long.
-    bound = 5e-4 if what.startswith("Muon") else 1e-5
+    bound = bound or (5e-4 if what.startswith("Muon") else 1e-5)
     for name, tensor in expected.items():
         difference = float((ours[name].double() - tensor.double()).abs().max())
         assert difference <= bound * max(1.0, float(tensor.abs().max())), f"{what}: {name}: {difference}"
@@ -198,7 +201,7 @@ CHOSEN = {
     "zero1": [PLAIN, "schedule-free"],
     "zero2": [SCHEDULE, FROM_THE_START],
     "zero3": [SCHEDULE, NUMBER, FROM_THE_START, "stepped before"],
-    "fsdp2": [SCHEDULE, FROM_THE_START, "schedule-free", "stepped before"],
+    "fsdp2": [SCHEDULE, FROM_THE_START, "schedule-free", "stepped before", *OF_WHOLE_MATRICES],
     "pipeline": [PLAIN, NUMBER, "stepped before", *OF_WHOLE_MATRICES],
     "pipeline_zero1": [SCHEDULE, FROM_THE_START],
 }
@@ -214,6 +217,37 @@ def test_optimizers_train_and_resume_as_on_one_process(reference, layout):
         assert_same(name, saved(folder / layout / name), at_end)
         assert_same(f"{name}, resumed", saved(folder / layout / f"{name} resumed"), at_end)
         assert torch.tensor(found[name]) == pytest.approx(torch.tensor(expected[name]), rel=1e-4), name
+
+
+def orthogonal(gradient, coefficients, num_steps, eps):
+    """Muon's iteration without its rounding to bfloat16."""
+    a, b, c = coefficients
+    is_tall = gradient.shape[0] > gradient.shape[1]
+    matrix = (gradient.T if is_tall else gradient).double()
+    matrix = matrix / matrix.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = matrix @ matrix.T
+        matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
+    return (matrix.T if is_tall else matrix).to(gradient.dtype)
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp2 in a pipeline"])
+def test_muon_differs_by_its_rounding_alone(tmp_path, monkeypatch, layout):
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonal)
+    for name in ("single", layout):
+        num_ranks = LAYOUTS[name][0]
+        run_ranks(train_all, num_ranks, tmp_path, name, ["Muon"], None, group=num_ranks > 1)
+
+    def compare(name):
+        ours, alone = saved(tmp_path / name / "Muon"), saved(tmp_path / "single" / "Muon")
+        assert_same("without rounding", ours, alone, bound=1e-6)
+
+    compare(layout)
+    # A control: the rounding itself is larger.
+    monkeypatch.undo()
+    run_ranks(train_all, 1, tmp_path, "rounded", ["Muon"], None, group=False)
+    with pytest.raises(AssertionError, match="without rounding"):
+        compare("rounded")
 
 
 REFUSED = {

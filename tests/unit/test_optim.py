@@ -283,7 +283,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch):
     assert refusal("optimizer.name=schedule_free_sgd").hint == "optimizer.schedule=constant"
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1", "tensor"])
 def test_layouts_that_cut_matrices_refuse_muon_before_anything_is_made(layout):
     assert "Muon and AdamW" in refusal("optimizer.name=muon", f"strategy={layout}").found
 

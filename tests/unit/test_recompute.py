@@ -1,17 +1,19 @@
 """Blocks are compiled where that works; selective checkpointing repeats less than all of a block, to the same bits."""
 
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import OlmoConfig, OlmoForCausalLM
 
 from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
-from hfdist.models.blocks import _contexts, can_compile_blocks, compile_blocks, keep_expensive
+from hfdist.models.blocks import _contexts, can_compile_blocks, checkpoint_blocks, compile_blocks
 from tests.unit.tiny import SIZES, llama
 
 TOKENS = torch.arange(48).view(2, 24)
@@ -34,7 +36,7 @@ def gradients(recompute, *, compiled=False):
     if recompute is Recompute.all:
         model.activation_checkpointing_enable()
     elif recompute is Recompute.cheap:
-        keep_expensive(model)
+        checkpoint_blocks(model, Recompute.cheap)
     if compiled:
         compile_blocks(model)
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
@@ -56,6 +58,34 @@ def test_keeps_attention_and_half_of_the_products():
     repeated = again.products - once.products
     assert repeated >= 2 * 7 - 2
     assert repeated * 0.3 <= some.products - once.products <= repeated * 0.6
+
+
+class Recorded(saved_tensors_hooks):
+    """In the place of torch's `save_on_cpu`, which leaves as it is what lies on a CPU."""
+
+    saved: ClassVar = []
+
+    def __init__(self, pin_memory):
+        def pack(tensor):
+            self.saved.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        super().__init__(pack, lambda copy: copy)
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_the_inputs_of_blocks_alone_are_offloaded(monkeypatch, recompute):
+    plain, _ = gradients(None)
+    monkeypatch.setattr("hfdist.models.blocks.save_on_cpu", Recorded)
+    monkeypatch.setattr(Recorded, "saved", [])
+    torch.manual_seed(0)
+    model = llama(attn_implementation="sdpa").train()
+    checkpoint_blocks(model, recompute, offloads=True)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    states = (*TOKENS.shape, model.config.hidden_size)
+    assert [shape for shape in Recorded.saved if shape != (0,)] == [states] * model.config.num_hidden_layers
+    for one, parameter in zip(plain, model.parameters(), strict=True):
+        assert torch.equal(one, parameter.grad)
 
 
 @pytest.fixture
@@ -80,7 +110,7 @@ def clipping_gradients(*, cheap, compiled):
     torch.manual_seed(0)
     model = OlmoForCausalLM(OlmoConfig(**SIZES, clip_qkv=0.01, attn_implementation="sdpa")).train()
     if cheap:
-        keep_expensive(model)
+        checkpoint_blocks(model, Recompute.cheap)
     if compiled:
         compile_blocks(model)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()

@@ -142,10 +142,15 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
     if strategy.data is not None and strategy.data < strategy.min_data:
         what, hint = "there are fewer data ranks than strategy.min_data", f"strategy.min_data={strategy.data}"
         raise _conflict(config, "strategy.data strategy.min_data", what, hint=hint)
-    if not strategy.sharding.is_deepspeed and strategy.offload is not Offload.none:
-        what = "ZeRO does the offloading, and this layout has none"
+    if strategy.sharding is Sharding.none and strategy.offload is not Offload.none:
+        what = "ZeRO and FSDP2 do the offloading, and this layout has none of them"
         hint = "strategy=zero3_offload, or strategy.offload=none"
         raise _conflict(config, "strategy.offload strategy.sharding", what, allowed="none", hint=hint)
+    is_offloaded_fsdp = strategy.sharding is Sharding.fsdp2 and strategy.offload is Offload.cpu
+    if is_offloaded_fsdp and train.precision is Precision.fp16:
+        what = "the loss scale lies on the device, and offloaded gradients do not"
+        hint = "train.precision=bf16, or strategy=zero3_offload"
+        raise _conflict(config, "train.precision strategy.offload", what, allowed="fp32, bf16", hint=hint)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
         hint = "strategy=zero1, or leave strategy.deepspeed empty"
@@ -293,6 +298,10 @@ def _check_train(config: RunConfig) -> None:
         what = "nothing is computed again without gradient checkpointing"
         hint = "train.gradient_checkpointing=true, or train.recompute=all"
         raise _conflict(config, "train.recompute train.gradient_checkpointing", what, allowed="all", hint=hint)
+    if train.activation_offload and not train.gradient_checkpointing:
+        what = "what is offloaded are the inputs of blocks, which gradient checkpointing keeps"
+        keys, hint = "train.activation_offload train.gradient_checkpointing", "train.gradient_checkpointing=true"
+        raise _conflict(config, keys, what, allowed="false", hint=hint)
 
 
 def _check_held_out(config: RunConfig) -> None:

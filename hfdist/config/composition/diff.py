@@ -19,7 +19,7 @@ from hfdist.errors import CheckpointError
 _SAFE = """
 run.* launch.* report.* export.* checkpoint.* evaluate.* watch.* strategy.* adapter.merge model.loss
 train.micro_batch_size train.eval_* train.max_skipped_steps train.max_rollbacks train.compare_replicas_every
-train.compile train.gradient_checkpointing train.recompute optimizer.fused data.sources.*.path
+train.compile train.gradient_checkpointing train.recompute train.activation_offload optimizer.fused data.sources.*.path
 data.chat.template data.workers data.prefetch data.on_bad_rows data.quarantine data.eval_sources*
 data.eval_sequences data.cache_dir data.file_cache_bytes data.token_cache_bytes
 """

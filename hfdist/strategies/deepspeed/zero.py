@@ -121,6 +121,7 @@ class ZeroEngine(Engine):
     """
 
     optimizer_sees = Reach.element
+    steps_other_tensors = True
     clips_stepped = True
 
     def __init__(self, model: nn.Module) -> None:

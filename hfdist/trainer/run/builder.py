@@ -31,7 +31,6 @@ from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.run import RunConfig
-from hfdist.config.train import Recompute
 from hfdist.data import (
     LEDGER,
     Corpus,
@@ -50,7 +49,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
-from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
+from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.loss import choose_loss
 from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
@@ -207,8 +206,8 @@ class Run:
                 measures=measures,
             ),
         )
-        if train.gradient_checkpointing and train.recompute is Recompute.cheap:
-            keep_expensive(model)
+        if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
+            checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:

@@ -65,6 +65,13 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items())
 
 
+def describe_kernels(trainer: Trainer) -> str:
+    """Say in one line what computes attention and the loss, and how ranks share parameters."""
+    assert trainer.engine is not None
+    head = trainer.options.loss_head
+    return f"{trainer.engine.description}; loss {'of all logits' if head is None else head.choice.value}"
+
+
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[str]:
     """Show the next sequences of a stream, decoded from what the model gets; the stream stays where it is."""
     for number, (_, _, sequence) in enumerate(islice(stream.packed(0, 1), count), 1):

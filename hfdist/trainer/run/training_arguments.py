@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig
-from hfdist.config.train import Compile, Precision, Recompute
+from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.optim.registry import name_for_arguments
 from hfdist.strategies.base import Strategy
@@ -47,8 +47,8 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "bf16": train.precision is Precision.bf16,
         "fp16": train.precision is Precision.fp16,
         "torch_compile": train.compile is Compile.model,
-        # What is less than all is set up on the model: these arguments are written down, and would hold a function.
-        "activation_checkpointing": train.gradient_checkpointing and train.recompute is Recompute.all,
+        # What is more than this is set up on the model: these arguments are written down, and would hold a function.
+        "activation_checkpointing": train.is_checkpointed_by_trainer,
         "eval_strategy": "no" if train.eval_every is None else "steps",
         "eval_steps": train.eval_every,
         "save_strategy": "no" if config.checkpoint.every is None else "steps",
