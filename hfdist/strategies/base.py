@@ -35,7 +35,7 @@ from hfdist.topology import Topology
 
 if TYPE_CHECKING:
     from hfdist.strategies.context import ContextParallel
-    from hfdist.strategies.tensor import Plans
+    from hfdist.strategies.parallel_plans import Plans
 
 Batch = dict[str, torch.Tensor]
 Forward = Callable[[Batch, Callable[[nn.Module, Batch], Any]], list[Any]]
@@ -312,7 +312,7 @@ class Strategy(Partitioning):
         self._plans: list[Plans] = []
         if topology.tensor * topology.expert > 1:
             # It takes time that other layouts save.
-            from hfdist.strategies.tensor import make_plans
+            from hfdist.strategies.parallel_plans import make_plans
 
             whole = cast(PreTrainedModel, model)
             self._plans = make_plans(whole, tensor=topology.tensor, expert=topology.expert)
@@ -343,7 +343,7 @@ class Strategy(Partitioning):
         if not self._plans:
             return None
         # It takes time that other layouts save.
-        from hfdist.strategies.tensor import shard_parameters
+        from hfdist.strategies.parallel_plans import shard_parameters
 
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())
         return shard_parameters(cast(PreTrainedModel, model), self.mesh, self._plans)

@@ -16,7 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from hfdist.errors import ConfigError
-from hfdist.strategies.tensor_plan import ParameterShard, describe, keep_local, rules_here
+from hfdist.strategies.tensor.plan import ParameterShard, describe, keep_local, rules_here
 
 _KEY = "strategy.expert"
 _SHARDED = "grouped_gemm"
@@ -35,7 +35,7 @@ def make_expert_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         raise ConfigError(what, where=_KEY, found=type(model).__name__, hint=_HINT)
     kind = model.config.model_type
     try:
-        # Private, as in tensor_plan.
+        # Private, as in tensor/plan.py.
         _, rules, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks))
     except (ValueError, TypeError) as error:
         what = "transformers has no plan by which experts of this type of model could be spread over ranks"

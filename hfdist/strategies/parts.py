@@ -22,7 +22,7 @@ from hfdist.pipeline.stage_io import broadcast, device_of
 from hfdist.strategies.same_batch import check_same_batch
 
 if TYPE_CHECKING:
-    from hfdist.strategies.tensor_plan import ParameterShard
+    from hfdist.strategies.tensor.plan import ParameterShard
 
 TENSOR, EXPERT = "tensor", "expert"
 """Axes of the mesh whose ranks hold different parts of a parameter."""

@@ -7,7 +7,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 import hfdist
 from hfdist.errors import ConfigError
-from hfdist.strategies import experts, tensor
+from hfdist.strategies import experts, parallel_plans
 from hfdist.strategies.parts import EXPERT, ModelParts
 from hfdist.testing import run_ranks
 from tests.distributed.test_optimizers import saved
@@ -137,7 +137,7 @@ def adding_up():
                 parameter.grad *= parts.groups.expert.size()
 
     ModelParts.reduce_gradients = spoilt
-    tensor.check_plans = lambda *arguments: None
+    parallel_plans.check_plans = lambda *arguments: None
 
 
 @pytest.mark.parametrize("spoil", [counting_experts_of_one_rank, counting_all, adding_up])
@@ -175,7 +175,7 @@ def routed_to(expert_ids, fields, layout):
 
         block.mlp.experts.forward = counted
     assert len(own) == len(whole.model.layers)
-    tensor.check_plans = lambda *arguments: None
+    parallel_plans.check_plans = lambda *arguments: None
     model = make_strategy(**layout).build(whole).model
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
@@ -227,7 +227,7 @@ def doubled(families, layout):
         model.model.layers[1].mlp.experts.register_forward_hook(lambda module, args, output: 2 * output)
         return shards
 
-    tensor.spread_experts = spoilt
+    parallel_plans.spread_experts = spoilt
     return try_types(families, **layout)
 
 

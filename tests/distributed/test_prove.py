@@ -78,7 +78,7 @@ def prove(folder, num_processes, *overrides, plant=None, start=with_config):
     ("num_processes", "layout", "kernels"),
     [
         (2, ["strategy=zero3", "train.precision=bf16"], "attention sdpa; loss chunked"),
-        (2, ["strategy=tensor"], "tensor plan colwise x "),
+        (2, ["strategy=tensor"], "transformers' plan for the type; the vocabulary is divided"),
         (2, ["strategy=long_context", "strategy.offload=cpu"], "sequences shared by 2 ranks (ulysses)"),
         (2, ["strategy=pipeline", "adapter=lora", "adapter.rank=4"], "attention sdpa"),
     ],

@@ -12,9 +12,9 @@ from torch.nn import functional
 from hfdist.models import shared_vocabulary
 from hfdist.models.chunked_loss import ChunkedLoss
 from hfdist.models.lazy_logits import deferring
-from hfdist.strategies import tensor_linear
-from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP
-from hfdist.strategies.tensor_plan import _split_layers
+from hfdist.strategies.tensor import linear
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
+from hfdist.strategies.tensor.plan import _split_layers
 from hfdist.testing import RankFailed, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -106,13 +106,13 @@ def each_rank_alone():
 
 def with_padding():
     """The mistake: the row of padding is trained on the rank that has it."""
-    look_up = tensor_linear._looking_up
+    look_up = linear._looking_up
 
     def spoilt(module, group):
         function, module.padding_idx = look_up(module, group), None
         return function
 
-    tensor_linear._looking_up = spoilt
+    linear._looking_up = spoilt
 
 
 def compare_spoilt(spoil):

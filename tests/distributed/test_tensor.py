@@ -14,9 +14,10 @@ from hfdist.config.model import Loss
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.loss import LossHead
-from hfdist.strategies import tensor, tensor_linear, tensor_plan
+from hfdist.strategies import parallel_plans
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.parts import ModelParts
+from hfdist.strategies.tensor import linear, plan
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.trainer import RunOptions
@@ -43,20 +44,20 @@ def test_losses_and_gradients_of_accumulated_micro_batches_are_those_of_the_whol
 
 def without_sums(model_type):
     """The mistake: gradients that each rank has of its own heads only are taken for whole ones."""
-    make_plan = tensor_plan.make_plan
-    tensor.make_plan = lambda *args: dataclasses.replace(make_plan(*args), partial=frozenset())
+    make_plan = plan.make_plan
+    parallel_plans.make_plan = lambda *args: dataclasses.replace(make_plan(*args), partial=frozenset())
     return tensor_types([model_type])[model_type]
 
 
 def without_any_sums(model_type):
     """And another: a gathered layer's input has the gradient of this rank's rows alone."""
-    tensor_linear._SumGradient.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    linear._SumGradient.backward = staticmethod(lambda ctx, gradient: (gradient, None))
     return without_sums(model_type)
 
 
 def test_a_wrong_plan_makes_room_for_the_gathered_one():
     for outcome in run_ranks(without_sums, 2, "qwen3"):
-        assert (outcome.verdict, outcome.plan) == ("exact", tensor_plan.ALL_GATHERED), outcome
+        assert (outcome.verdict, outcome.plan) == ("exact", plan.ALL_GATHERED), outcome
 
 
 def test_where_no_plan_is_right_the_first_wrong_parameter_is_named():
@@ -67,9 +68,9 @@ def test_where_no_plan_is_right_the_first_wrong_parameter_is_named():
 
 # Wrong plans; none; layers that are no nn.Linear, or derived from it; weights that a class reads itself; a plan that
 # divides nothing but the head.
-FALLING_BACK = {"apertus": tensor_plan.ALL_GATHERED, "opt": tensor_plan.ALL_GATHERED, "gpt2": tensor_plan.ALL_GATHERED,
-                "falcon": tensor_plan.ALL_GATHERED, "mamba": tensor_plan.ALL_GATHERED,
-                "gpt_oss": tensor_plan.OWN_GATHERED}  # fmt: skip
+FALLING_BACK = {"apertus": plan.ALL_GATHERED, "opt": plan.ALL_GATHERED, "gpt2": plan.ALL_GATHERED,
+                "falcon": plan.ALL_GATHERED, "mamba": plan.ALL_GATHERED,
+                "gpt_oss": plan.OWN_GATHERED}  # fmt: skip
 
 
 def test_types_whose_plan_is_missing_or_wrong_train_by_another():
@@ -252,7 +253,7 @@ def adding_up_whole_gradients():
         reduce(parts, model)
 
     ModelParts.reduce_gradients = spoilt
-    tensor.check_plans = lambda *arguments: None
+    parallel_plans.check_plans = lambda *arguments: None
 
 
 @pytest.mark.parametrize("spoil", [counting_whole_parameters_twice, adding_up_whole_gradients])

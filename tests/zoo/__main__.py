@@ -13,7 +13,7 @@ import transformers
 
 from hfdist.models.blocks import find_block_parts
 from hfdist.strategies.self_check import GRADIENT_BOUND
-from hfdist.strategies.tensor_plan import ALL_GATHERED, OWN, OWN_GATHERED
+from hfdist.strategies.tensor.plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
 from tests.zoo.sharding import Sharded, shard_types

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.models.blocks import find_block_parts
-from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, split_dimensions
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
 
 
 def split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:

@@ -33,8 +33,8 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
 from hfdist.models.build import is_elsewhere
 from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
-from hfdist.strategies.tensor_layers import gather_blocks, is_lora, kept_whole, split_vocabulary
-from hfdist.strategies.tensor_linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
+from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -113,7 +113,7 @@ class Plan:
 
     kind: Kind
     layers: dict[str, str]
-    """Names of linear layers and embeddings, and the style of each (see tensor_linear.py)."""
+    """Names of linear layers and embeddings, and the style of each (see linear.py)."""
     rules: dict[str, str]
     """Names of other modules and parameters, and the style of transformers for each."""
     partial: frozenset[str]

@@ -24,7 +24,7 @@ from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parts import EXPERT, TENSOR, Groups, ModelParts
 from hfdist.strategies.self_check import Readers, Trial, find_problem
-from hfdist.strategies.tensor_plan import Kind, Plan, apply_plan, list_plans, make_plan
+from hfdist.strategies.tensor.plan import Kind, Plan, apply_plan, list_plans, make_plan
 
 logger = logging.getLogger(__name__)
 
