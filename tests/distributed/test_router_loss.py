@@ -117,6 +117,9 @@ LAYOUTS = [
     (2, {"pipeline": 2, "schedule": "zbv"}, ["mixtral"]),
     (4, {"pipeline": 2, "sharding": "fsdp2", "schedule": "interleaved_1f1b"}, ["mixtral"]),
     (4, {"pipeline": 2, "sharding": "zero1"}, ["mixtral"]),
+    (2, {"expert": 2}, ["mixtral", "qwen3_moe"]),
+    (4, {"pipeline": 2, "expert": 2, "sharding": "fsdp2"}, ["mixtral"]),
+    (4, {"pipeline": 2, "tensor": 2}, ["mixtral"]),
 ]
 
 
