@@ -12,6 +12,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
@@ -167,8 +168,13 @@ def _has_attention(block: Block) -> bool:
 
 
 def _first(config: PreTrainedConfig, names: Iterable[str]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), 0)
+    for name in names:
+        # transformers raises it for what differs by block.
+        with suppress(RuntimeError):
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                return value
+    return 0
 
 
 class _Timer:

@@ -24,6 +24,7 @@ from hfdist.pipeline.partition import (
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import make_toy
 from tests.zoo.models import tiny_model
+from tests.zoo.models import tiny_model
 
 
 def loop(num_ranks, stages_per_rank):
@@ -173,6 +174,11 @@ def test_heads_may_be_wider_than_the_hidden_states():
     narrow, wide = (flops(make("qwen3", head_dim=size)).blocks[0] for size in (8, 32))
     per_size = 32 * 4 + 2 * 32 * 2 + 4 * 32 + 2
     assert wide - narrow == (6 * per_size + 12 * 4 * LENGTH) * (32 - 8)
+
+
+def test_a_size_that_differs_by_block_is_no_obstacle():
+    """transformers raises when it is asked of the whole config."""
+    assert all(cost > 0 for cost in flops(tiny_model("gemma4_text")).blocks)
 
 
 def test_of_the_experts_only_those_count_that_a_token_meets():
