@@ -24,7 +24,6 @@ from hfdist.pipeline.partition import (
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import make_toy
 from tests.zoo.models import tiny_model
-from tests.zoo.models import tiny_model
 
 
 def loop(num_ranks, stages_per_rank):
