@@ -71,7 +71,8 @@ class ChunkedLoss:
         with torch.no_grad():
             run = self._linear if type(module) is nn.Linear else self._any
             total, of_rows, of_parameters = run(given, parameters, chunk_rows, wants_rows=hidden.requires_grad)
-            if shard is not None and of_rows is not None:
+            # Another class runs its own forward, whose backward has summed.
+            if shard is not None and of_rows is not None and type(module) is nn.Linear:
                 dist.all_reduce(of_rows, group=shard.group)
         if of_rows is not None:
             total = _RowsPart.apply(hidden, total, of_rows)

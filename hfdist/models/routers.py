@@ -115,7 +115,7 @@ class Routers:
         self._hooks = [module.register_forward_hook(self._keep) for module, _ in self._found]
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        # The same for all layers, and nothing is read: a compiled block would be compiled anew for each.
+        # Nothing here differs between layers; otherwise torch.compile would compile each block separately.
         if self.is_watching:
             module.hfdist_output = output
 

@@ -18,7 +18,7 @@ Group = dict[str, Any]
 
 
 class WholeSteps:
-    """Puts whole parameters of this rank into groups of an optimizer, in the place of rows; a collective in each step.
+    """Replaces DTensors in an optimizer's groups by whole parameters that this rank owns. Each step is a collective.
 
     Args:
         optimizer: whose groups hold the DTensors of all parameters, and not yet any state.
@@ -34,7 +34,7 @@ class WholeSteps:
             self._rows += parameters
         mesh = self._rows[0].device_mesh
         self._group = mesh.get_group(mesh.ndim - 1)
-        owners = _share_out([parameter.numel() for parameter in self._rows], self._group.size())
+        owners = _assign_owners([parameter.numel() for parameter in self._rows], self._group.size())
         self._owners = {id(parameter): owner for parameter, owner in zip(self._rows, owners, strict=True)}
         self._wholes: dict[int, nn.Parameter] = {}
         """Those that this rank owns, by the id of their rows; without memory between steps."""
@@ -54,20 +54,20 @@ class WholeSteps:
     @torch.no_grad()
     def _gather(self, *_: Any) -> None:
         trained = [parameter for parameter in self._rows if parameter.grad is not None]
-        for kind in _kinds(trained):
-            for parameter, value in self._to_owners(kind, [parameter.to_local() for parameter in kind]):
+        for alike in _by_dtype(trained):
+            for parameter, value in self._to_owners(alike, [parameter.to_local() for parameter in alike]):
                 whole = self._wholes[id(parameter)]
                 whole.untyped_storage().resize_(value.nbytes)
                 whole.copy_(value)
-            gradients: list[Any] = [parameter.grad for parameter in kind]
-            for parameter, value in self._to_owners(kind, [gradient.to_local() for gradient in gradients]):
+            gradients: list[Any] = [parameter.grad for parameter in alike]
+            for parameter, value in self._to_owners(alike, [gradient.to_local() for gradient in gradients]):
                 self._wholes[id(parameter)].grad = value
 
     @torch.no_grad()
     def _send_back(self, *_: Any) -> None:
         trained = [parameter for parameter in self._rows if parameter.grad is not None]
-        for kind in _kinds(trained):
-            self._to_holders(kind)
+        for alike in _by_dtype(trained):
+            self._to_holders(alike)
         for whole in self._wholes.values():
             whole.grad = None
             whole.untyped_storage().resize_(0)
@@ -86,12 +86,12 @@ class WholeSteps:
         """Set this rank's rows of each parameter from the whole ones of their owners."""
         ranks = range(self._group.size())
         own = [parameter for parameter in rows if self._owners[id(parameter)] == self._group.rank()]
-        cuts = [
+        shards = [
             self._wholes[id(p)].detach().flatten().split([self._num_elements(p, rank) for rank in ranks]) for p in own
         ]
         of_owners = [[parameter for parameter in rows if self._owners[id(parameter)] == rank] for rank in ranks]
         sizes = [[parameter.to_local().numel() for parameter in owned] for owned in of_owners]
-        sent = [[cut[rank] for cut in cuts] for rank in ranks]
+        sent = [[of_ranks[rank] for of_ranks in shards] for rank in ranks]
         received = self._exchange(sent, [sum(owned) for owned in sizes], rows[0].to_local())
         for owned, values, own_sizes in zip(of_owners, received, sizes, strict=True):
             for parameter, value in zip(owned, values.split(own_sizes), strict=True):
@@ -116,7 +116,7 @@ class WholeSteps:
         return own_rows * (parameter.numel() // num_rows)
 
 
-def _share_out(sizes: list[int], num_ranks: int) -> list[int]:
+def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:
     """Give each parameter an owner, so that all own about as many elements: the largest first, to who has least."""
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -125,7 +125,7 @@ def _share_out(sizes: list[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _kinds(parameters: list[DTensor]) -> Iterator[list[DTensor]]:
+def _by_dtype(parameters: list[DTensor]) -> Iterator[list[DTensor]]:
     """By type, in one order on all ranks: a message has one."""
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         yield [parameter for parameter in parameters if parameter.dtype == dtype]

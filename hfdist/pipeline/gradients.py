@@ -1,4 +1,4 @@
-"""Gradients over the ranks of a pipeline: parameters on several ranks, data ranks, and the norm of them all."""
+"""Gradients over groups of ranks: sums, averages, and the norm of them all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) 
 
     Args:
         parameters: the same ones (of DTensors the same shards), in the same order, on every rank of the group.
-        group: data ranks, or the pipeline ranks that hold a tied parameter.
+        group: ranks that hold the same parameters, or the same shards of them.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted or dist.get_world_size(group) == 1:

@@ -331,8 +331,8 @@ def _put(container: Any, key: str | int, value: Any) -> None:
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore the random states and all buffers after an extra forward, which may have changed them."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Parameters may be offloaded, so their device does not tell where dropout draws.
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         try:
             yield
         finally:

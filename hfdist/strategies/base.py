@@ -62,7 +62,7 @@ class TrainerHooks:
     loss: Callable[..., torch.Tensor]
     """(model, batch, num_items) -> loss for the backward, times the number of processes; see `forward_backward`."""
     router_loss: Callable[[], torch.Tensor | None] = lambda: None
-    """What the last forward adds to the loss of the global batch by its routers, if `loss` did not return."""
+    """What routers add to the loss in the last forward; None: nothing, or `loss` has added it."""
 
 
 class Engine:
@@ -146,23 +146,25 @@ class Engine:
         Raises:
             DataError: ranks that compute one loss together were given different batches.
         """
-        if self._parts is not None:
-            self._parts.begin(batch)
+        self.begin(batch)
         with self._sharded(batch) as own:
             return hooks.training_step(hooks.model, own, num_items)
+
+    def begin(self, batch: Batch) -> None:
+        """Let ranks that compute one loss together draw alike. A collective; DataError: they have different batches."""
+        if self._parts is not None:
+            self._parts.begin(batch)
 
     def run_forwards(
         self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
     ) -> None:
-        """Run the forwards of `forward_backward` alone, in the same order, without gradients.
+        """Run the forwards of `forward_backward` alone, in the same order, without gradients. `begin` comes before.
 
         Args:
             batch: as of `forward_backward`.
             function: (model, part of the batch) -> anything; a pipeline ends it early on all stages but the last.
             hooks: how the Trainer does it.
         """
-        if self._parts is not None:
-            self._parts.begin(batch)
         hooks.model.train()
         with torch.no_grad(), self._sharded(batch) as own:
             function(hooks.model, own)

@@ -203,9 +203,12 @@ class ShardedEngine(Engine):
             ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
+        if self._whole_steps is not None and self._optimizer.optimizer is inner:
+            # Of an earlier training: its groups have whole parameters already.
+            return super().setup(prepared, optimizer, scaler)
         of_wholes = [group for group in inner.param_groups if group["params"] and needs_whole_parameters(inner, group)]
         if of_wholes and scaler is not None:
-            what = "gradients are scaled where they lie, and this optimizer gathers whole ones behind that"
+            what = "the loss scaler unscales shards of gradients, and this optimizer steps gathered ones"
             hint = "train.precision=bf16, or optimizer.name=adamw"
             raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
         for group in (group for group in inner.param_groups if group not in of_wholes):

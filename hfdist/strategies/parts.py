@@ -35,7 +35,7 @@ class Groups:
     tensor: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     tokens: dist.ProcessGroup | None = None
-    """At one place of a tensor group: each has other tokens."""
+    """The ranks with this rank's index in their tensor groups. Each reads other tokens."""
     tokens_of_experts: dist.ProcessGroup | None = None
     """Those of them that hold the same experts."""
 

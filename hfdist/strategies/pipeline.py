@@ -70,7 +70,6 @@ class PipelineEngine(Engine):
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
         self._mode: bool | None = None
-        self._scaler: Any = None
 
     @property
     def size(self) -> ModelSize:
@@ -116,8 +115,7 @@ class PipelineEngine(Engine):
         assert self.schedule_trace is not None
         self._train_mode(True)
         self._check_unchanged(batch)
-        if self._parts is not None:
-            self._parts.begin(batch)
+        self.begin(batch)
         microbatches = self._split_batch(batch)
         unscaled: list[torch.Tensor] = []
 

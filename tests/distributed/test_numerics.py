@@ -51,6 +51,15 @@ def single(tmp_path_factory, cache_dir):
     return folder
 
 
+def test_a_step_is_skipped_where_whole_parameters_are_stepped_in_the_place_of_rows(tmp_path, cache_dir):
+    for name, num_processes in (("single", 1), ("fsdp2", 2)):
+        settings = (f"strategy={name}", "optimizer.name=adafactor", "train.max_steps=6", "checkpoint.every=null")
+        pretrain_with(UNTAKEN, tmp_path / name, num_processes, *SAVING, *settings)
+    single, own = ([math.nan if loss is None else loss for loss in losses(tmp_path / n)] for n in ("single", "fsdp2"))
+    assert [step for step, loss in enumerate(own, 1) if math.isnan(loss)] == [3, 5]
+    assert own == pytest.approx(single, rel=1e-5, nan_ok=True)
+
+
 @pytest.mark.parametrize(("strategy", "num_processes"), LAYOUTS)
 def test_all_ranks_skip_the_same_steps_and_go_back_together(single, tmp_path, strategy, num_processes):
     num_replicas = {"pipeline_zero1": 2, "tensor": 1}.get(strategy, num_processes)

@@ -205,7 +205,7 @@ def _check_shared(config: RunConfig, axis: str, what: str) -> None:
         raise _conflict(config, keys, what, allowed="none, fsdp2", hint=hint)
     if axis == "expert" and config.train.compile is Compile.blocks:
         what = "blocks whose experts ranks share are not compiled in this version"
-        keys, hint = f"train.compile {key}", "train.compile=auto, which compiles where it can"
+        keys, hint = f"train.compile {key}", "train.compile=none"
         raise _conflict(config, keys, what, allowed="auto, none", hint=hint)
     if config.train.compile is Compile.model:
         what = f"a model of which {axis} ranks have parts is not compiled as a whole"

@@ -42,7 +42,7 @@ def split_dimensions(module: Any, style: str) -> dict[str, int]:
 
 @torch.no_grad()
 def _is_linear(module: Any) -> bool:
-    """Whether a layer computes what torch's does: a class derived from it is asked, since routers are among them."""
+    """Whether a layer computes what torch's does. A subclass is run and compared: some, such as routers, do not."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     value = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]

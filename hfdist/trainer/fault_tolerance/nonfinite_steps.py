@@ -144,6 +144,8 @@ class NonfiniteGuard:
             self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
             self._trainer.optimizer.zero_grad(set_to_none=True)
+            # Of parameters that are stepped as others (optim/whole.py), too.
+            self._trainer.model.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:
         """See what became of the step; give whether the run has gone back, so nothing is logged, evaluated or saved.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -40,22 +41,24 @@ class RouterLoss:
         self._routers = routers if routers.num_layers else None
         if self._routers is None:
             return
-        self._loss = routers.loss
+        # A class with a loss of its own adds what it likes for each micro batch.
+        self._sums_targets = self._trainer._sums_targets
+        self._loss = routers.loss if self._sums_targets else replace(routers.loss, coefficient=0.0)
         self._is_counting = self._is_agreed = False
         self._batches: list[Batch] = []
         self._counted: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
-        """Of experts, in this step's loss; None: not known yet."""
+        """Weight of each expert in this step's loss; None: not known yet."""
         self._own = self._zeros(0)
         """What this rank has counted, and not told the others; rows as in `Totals`."""
         self._all = self._zeros(0)
         """What all have counted since the last reading."""
-        self._values: list[torch.Tensor] = []
-        """The losses of the steps since then, before they are multiplied by the coefficient."""
+        self._num_steps, self._sum = 0, torch.zeros((), device=self._trainer.args.device)
+        """The steps since then, and the sum of their losses before they are multiplied by the coefficient."""
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Take the micro batches of a step of this rank, and note in them which tokens count."""
-        if self._routers is None:
+        if self._routers is None or not self._sums_targets:
             return
         for batch in batches:
             ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -84,12 +87,15 @@ class RouterLoss:
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
         self._is_counting = True
+        if batches:
+            # It may set the generators that are preserved then.
+            self._trainer.engine.begin(batches[0])
         with preserve_state(self._trainer.engine.model):
             for batch in batches:
                 self._trainer.engine.run_forwards(batch, self._forward, hooks)
         self._is_counting = False
         if batches:
-            self._settle()
+            self._sum_over_ranks()
 
     def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Run the model for what its routers choose."""
@@ -135,16 +141,17 @@ class RouterLoss:
         if self._is_counting or not self._loss.coefficient:
             return None
         if self._weights is None:
-            self._settle()
+            self._sum_over_ranks()
         assert self._weights is not None
         return self._loss.share(routings, self._counted, self._weights)
 
-    def _settle(self) -> None:
+    def _sum_over_ranks(self) -> None:
         """Learn from all ranks what they chose in this step."""
         whole = self._reduce()
         totals = Totals.of(whole)
         self._weights = self._loss.weights(totals)
-        self._values.append(self._weights @ totals.probabilities / self._loss.coefficient)
+        self._num_steps += 1
+        self._sum = self._sum + self._weights @ totals.probabilities / self._loss.coefficient
         self._all = _widened(self._all, whole.shape[1]) + whole
 
     def _reduce(self) -> torch.Tensor:
@@ -171,9 +178,9 @@ class RouterLoss:
             return {}
         loads = counts / counts.mean(1, keepdim=True)
         figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
-        if self._values:
-            figures["router_aux_loss"] = torch.stack(self._values).mean()
-        self._all, self._values = torch.zeros_like(whole), []
+        if self._num_steps:
+            figures["router_aux_loss"] = self._sum / self._num_steps
+        self._all, self._num_steps, self._sum = torch.zeros_like(whole), 0, torch.zeros_like(self._sum)
         return {name: float(value) for name, value in figures.items()}
 
     def _zeros(self, num_experts: int) -> torch.Tensor:
