@@ -12,6 +12,7 @@ from hfdist.errors import ConfigError
 
 LIMITED = [key for key in all_keys().values() if key.limit is not None and key.name != "launch.processes"]  # a text
 HUB = ["model=hub", "model.name=some/model"]
+FP8 = ["train.precision=fp8"]
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]
 
 
@@ -108,6 +109,12 @@ CONTRADICTIONS = [
         "loss scale",
         "precision=bf16",
     ),
+    ([*FP8, "strategy=zero2"], "train.precision", "DDP and FSDP2", "strategy=fsdp2"),
+    ([*FP8, "strategy=3d"], "train.precision", "DDP and FSDP2 alone", "strategy.pipeline=1"),
+    ([*FP8, "strategy=long_context"], "train.precision", "DDP and FSDP2 alone", "strategy.context=1"),
+    ([*FP8, "strategy=tensor"], "train.precision", "DDP and FSDP2 alone", "strategy.tensor=1"),
+    ([*FP8, "strategy=moe"], "train.precision", "DDP and FSDP2 alone", "strategy.expert=1"),
+    ([*FP8, "adapter=lora"], "train.precision", "with an adapter", "train.precision=bf16"),
     (["train.activation_offload=true"], "train.activation_offload", "inputs of blocks", "gradient_checkpointing=true"),
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without ZeRO", "strategy=zero1"),
     (["strategy=ddp", "strategy.replicate=2"], "strategy.replicate", "belongs to FSDP2", "strategy=fsdp2"),
