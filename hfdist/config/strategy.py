@@ -96,6 +96,11 @@ class StrategyConfig:
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 
     @property
+    def shards_state(self) -> bool:
+        """Whether the optimizer steps a share of the parameters on each rank."""
+        return self.sharding is not Sharding.none
+
+    @property
     def frees_behind_forward(self) -> bool:
         """`reshard`, decided."""
         return self.pipeline == 1 if self.reshard is None else self.reshard

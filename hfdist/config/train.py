@@ -15,6 +15,13 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
+    """bf16, but products of the blocks' linear layers are of float8 numbers (models/float8.py)."""
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether autocast computes in bfloat16, in float8 runs what is left to it."""
+        return self in (Precision.bf16, Precision.fp8)
 
 
 class Compile(Enum):

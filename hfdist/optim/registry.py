@@ -13,7 +13,6 @@ from torch import nn
 
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError, first_line, nearest
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.probe import Reach, check, state_after_step
@@ -128,11 +127,10 @@ def check_optimizer(config: RunConfig) -> None:
     if optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments:
         return
     # What the layout gives the optimizer whole; the engine says it again, once there is one.
-    sees = Reach.parameter if config.strategy.pipeline > 1 else Reach.model
-    if config.strategy.tensor > 1 or config.strategy.sharding.is_deepspeed:
+    strategy = config.strategy
+    sees = Reach.parameter if strategy.pipeline > 1 or strategy.shards_state else Reach.model
+    if strategy.tensor > 1 or strategy.expert > 1 or strategy.sharding.is_deepspeed:
         sees = Reach.element
-    elif config.strategy.sharding is Sharding.fsdp2:
-        sees = Reach.parameter
     check(make_small(optimizer), sees, is_saved=config.checkpoint.every is not None)
 
 

@@ -61,14 +61,22 @@ class _Graph(NamedTuple):
         return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanting)
 
 
+class Step(NamedTuple):
+    """What the stages of a rank run."""
+
+    microbatches: Sequence[Microbatch]
+    loss: Callable[[PreTrainedModel, Batch], Any]
+    """Calls the model on a micro batch; on the last stage its value is the loss."""
+    side_loss: Callable[[], torch.Tensor | None]
+    """After each forward: what the stage adds to the loss by itself, or None."""
+
+
 class Stage:
     """Runs a stage module on the micro batches of one step. Each micro batch may have shapes of its own.
 
     Args:
         module, index: the stage's part of the model, and its number.
-        call: calls the model on a micro batch; on the last stage its value is the loss.
-        microbatches: of the step.
-        side_loss: after each forward: gives what the stage adds to the loss by itself, or None.
+        step: what it runs.
         headers: for each micro batch: of what the stage receives; None on the first stage.
         recorder: takes the times of what is done.
         splits_backward: whether weight gradients may run apart from input gradients. False for blocks that are
@@ -79,9 +87,7 @@ class Stage:
         self,
         module: StageModule,
         index: int,
-        call: Callable[[PreTrainedModel, Batch], Any],
-        microbatches: Sequence[Microbatch],
-        side_loss: Callable[[], torch.Tensor | None],
+        step: Step,
         headers: Sequence[Header | None],
         *,
         recorder: Recorder,
@@ -90,9 +96,7 @@ class Stage:
         self.is_first = module.is_first
         self.is_last = module.is_last
         self._module = module
-        self._call = call
-        self._microbatches = microbatches
-        self._side_loss = side_loss
+        self._step = step
         self._headers = headers
         self._splits_backward = splits_backward
         self._span = partial(recorder.span, stage=index)
@@ -118,8 +122,10 @@ class Stage:
                 for tensor, meta in zip(received, header.metas, strict=True):
                     tensor.requires_grad_(meta.requires_grad)
                 incoming = header.pack(received)
-            value: Any = self._module.run(partial(_call, self._call, self._microbatches[microbatch]), incoming)
-            side = self._side_loss()
+            value: Any = self._module.run(
+                partial(_call, self._step.loss, self._step.microbatches[microbatch]), incoming
+            )
+            side = self._step.side_loss()
         outputs = (value,) if self.is_last else tuple(_sendable(tensor) for tensor in unpack(value)[1])
         if torch.is_grad_enabled():
             roots = [tensor for tensor in outputs if tensor.requires_grad]
@@ -132,7 +138,7 @@ class Stage:
         There is one output gradient for each output through which gradients flow, and none for the loss. Gives the
         gradients of what was received, one for each tensor that wants one.
         """
-        with self._span(Action.backward, microbatch=microbatch), self._microbatches[microbatch]:
+        with self._span(Action.backward, microbatch=microbatch), self._step.microbatches[microbatch]:
             return self._graphs.pop(microbatch).backward(output_gradients)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -300,14 +306,13 @@ class Pipeline:
         Returns:
             The losses, in order, on the rank of the last stage; elsewhere an empty list.
         """
+        step = Step(microbatches, loss, side_loss)
         headers = [self._headers_for(microbatch, loss) for microbatch in microbatches]
         stages = {
             index: Stage(
                 module,
                 index,
-                loss,
-                microbatches,
-                side_loss,
+                step,
                 [known.get(index) for known in headers],
                 recorder=self._recorder,
                 splits_backward=self._splits_backward,
@@ -316,7 +321,7 @@ class Pipeline:
         }
         instructions = self._instructions
         if not torch.is_grad_enabled():
-            instructions = [step for step in instructions if step.operation in FORWARDS]
+            instructions = [instruction for instruction in instructions if instruction.operation in FORWARDS]
         return Runtime(stages, self._channel, self._recorder).run(instructions)
 
     def forward(self, microbatches: Sequence[Microbatch], call: Callable[[PreTrainedModel, Batch], Any]) -> list[Any]:

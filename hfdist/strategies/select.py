@@ -12,7 +12,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.values import check_layout
 from hfdist.config.cli.process_end import report_uncaught
 from hfdist.config.strategy import Sharding, StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
@@ -81,6 +81,9 @@ def make_strategy(
     """
     report_uncaught()
     strategy, train = _typed(layout, {"precision": precision, "max_grad_norm": max_grad_norm})
+    if train.precision is Precision.fp8:
+        what, allowed = "the model is the caller's own, and only a run changes its layers to float8", "fp32, bf16, fp16"
+        raise ConfigError(what, where="make_strategy(precision)", found="fp8", allowed=allowed, hint='precision="bf16"')
     check_layout(strategy, train)
     topology = Topology.from_environment(strategy.degrees)
     batch = plan_batch(

@@ -97,6 +97,8 @@ BOUNDS = {
     # the weights and the gradients too. About ten times what small models show.
     Precision.bf16: Bounds(loss=2e-3, grad_norm=2e-2, gradient=1e-1, weight=5e-2, resumed=1e-4),
     Precision.fp16: Bounds(loss=5e-4, grad_norm=5e-3, gradient=3e-2, weight=1e-2, resumed=1e-4),
+    # What is rounded to float8 does not depend on the layout.
+    Precision.fp8: Bounds(loss=2e-3, grad_norm=2e-2, gradient=1e-1, weight=5e-2, resumed=1e-4),
 }
 
 

@@ -4,6 +4,8 @@ Each value of each axis comes once, with the layout in which it is most likely t
 test_pipeline.py.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.distributed
 
 # In so few steps the model learns what the comparison needs only at a high rate.
 STEPS = ("train.max_steps=8", "optimizer.lr=1e-2")
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 DEEPER = ("model.config.num_hidden_layers=4",)
 
 
@@ -118,6 +121,8 @@ def test_compiled_blocks_and_a_loss_in_chunks_change_nothing(single, tmp_path):
         ("fsdp2 strategy.pipeline=2", 4, "fp16"),
         ("3d", 8, "fp16"),
         ("pipeline strategy.context=2", 4, "bf16"),
+        pytest.param("ddp", 2, "fp8", marks=needs_torchao),
+        pytest.param("fsdp2", 2, "fp8", marks=needs_torchao),
     ],
 )
 def test_half_precision_learns_and_stays_near_float32(single, tmp_path, strategy, num_processes, precision):

@@ -47,6 +47,10 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
+    if config.train.precision is Precision.fp8 and importlib.util.find_spec("torchao") is None:
+        what = "float8 needs a package that is not installed"
+        hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"
+        raise ConfigError(what, where="train.precision", found="fp8, without torchao", hint=hint)
     return topology, batch
 
 
@@ -117,7 +121,7 @@ def _check_environment(config: RunConfig, environment: Mapping[str, str]) -> Non
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() != "none":
         refuse("ACCELERATE_DEEPSPEED_CONFIG_FILE", "strategy.deepspeed", config.strategy.deepspeed, None)
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if precision not in ("no", train.precision.value):
+    if precision not in ("no", train.precision.value, "bf16" if train.precision.is_bf16 else "no"):
         hint = f"train.precision={precision}" if precision in Precision.__members__ else None
         refuse("ACCELERATE_MIXED_PRECISION", "train.precision", train.precision.value, hint)
     if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no" and train.compile is not Compile.model:

@@ -30,6 +30,7 @@ def check_config(config: RunConfig) -> None:
     _check_optimizer(config)
     _check_tokens(config)
     _check_precision(config)
+    _check_float8(config)
     _check_train(config)
     _check_held_out(config)
     _check_evaluation(config)
@@ -281,6 +282,27 @@ def _check_precision(config: RunConfig) -> None:
             what = "with FlashAttention, packed documents of a batch of several sequences would see each other"
             allowed, hint = "1 (use longer sequences instead)", f"train.{name}=1, or model.attention=sdpa"
             raise _conflict(config, f"train.{name} model.attention", what, allowed=allowed, hint=hint)
+
+
+def _check_float8(config: RunConfig) -> None:
+    """Check what has not been tried in float8."""
+    train, strategy = config.train, config.strategy
+    if train.precision is not Precision.fp8:
+        return
+    allowed = "fp32, bf16, fp16"
+    if strategy.sharding.is_deepspeed:
+        what = "float8 goes with one process, DDP and FSDP2 in this version"
+        keys, hint = "train.precision strategy.sharding", "strategy=fsdp2, or train.precision=bf16"
+        raise _conflict(config, keys, what, allowed=allowed, hint=hint)
+    for axis in ("pipeline", "context", "tensor", "expert"):
+        if getattr(strategy, axis) > 1:
+            what = "float8 goes with one process, DDP and FSDP2 alone in this version"
+            keys = f"train.precision strategy.{axis}"
+            raise _conflict(config, keys, what, allowed=allowed, hint=f"strategy.{axis}=1, or train.precision=bf16")
+    if config.adapter.is_used:
+        what = "layers with an adapter are not computed in float8 in this version"
+        keys = f"train.precision adapter.{'type' if config.adapter.path is None else 'path'}"
+        raise _conflict(config, keys, what, allowed=allowed, hint="train.precision=bf16")
 
 
 def _check_train(config: RunConfig) -> None:

@@ -31,6 +31,7 @@ from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.run import RunConfig
+from hfdist.config.train import Precision
 from hfdist.data import (
     LEDGER,
     Corpus,
@@ -50,6 +51,7 @@ from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
+from hfdist.models.float8 import use_float8
 from hfdist.models.loss import choose_loss
 from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
@@ -177,6 +179,8 @@ class Run:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
+        if train.precision is Precision.fp8:
+            use_float8(model)
         if compiles_blocks(config, model, self.strategy):
             compile_blocks(model)
         measures, evaluators = make_evaluators(

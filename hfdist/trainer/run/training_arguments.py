@@ -44,7 +44,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "per_device_eval_batch_size": train.eval_micro_batch_size or batch.micro_batch_size,
         "max_grad_norm": train.max_grad_norm,
         "seed": train.seed,
-        "bf16": train.precision is Precision.bf16,
+        "bf16": train.precision.is_bf16,
         "fp16": train.precision is Precision.fp16,
         "torch_compile": train.compile is Compile.model,
         # What is more than this is set up on the model: these arguments are written down, and would hold a function.

@@ -12,6 +12,7 @@ from hfdist.errors import ConfigError
 
 LIMITED = [key for key in all_keys().values() if key.limit is not None and key.name != "launch.processes"]  # a text
 HUB = ["model=hub", "model.name=some/model"]
+FP8 = ["train.precision=fp8"]
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]
 
 
@@ -108,6 +109,12 @@ CONTRADICTIONS = [
         "loss scale",
         "precision=bf16",
     ),
+    ([*FP8, "strategy=zero2"], "train.precision", "DDP and FSDP2", "strategy=fsdp2"),
+    ([*FP8, "strategy=3d"], "train.precision", "DDP and FSDP2 alone", "strategy.pipeline=1"),
+    ([*FP8, "strategy=long_context"], "train.precision", "DDP and FSDP2 alone", "strategy.context=1"),
+    ([*FP8, "strategy=tensor"], "train.precision", "DDP and FSDP2 alone", "strategy.tensor=1"),
+    ([*FP8, "strategy=moe"], "train.precision", "DDP and FSDP2 alone", "strategy.expert=1"),
+    ([*FP8, "adapter=lora"], "train.precision", "with an adapter", "train.precision=bf16"),
     (["train.activation_offload=true"], "train.activation_offload", "inputs of blocks", "gradient_checkpointing=true"),
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without ZeRO", "strategy=zero1"),
     (["strategy=ddp", "strategy.replicate=2"], "strategy.replicate", "belongs to FSDP2", "strategy=fsdp2"),
@@ -181,9 +188,9 @@ CONTRADICTIONS = [
     (["data.quarantine=['stdlib:abc.py:-5']"], "data.quarantine", "SOURCE:FILE:ROW", None),
     (["strategy=zero2", "strategy.context=2"], "strategy.context", "each process as a data rank", "sharding=fsdp2"),
     (["strategy.context_method=gather"], "strategy.context_method", "no ranks share", "strategy.context=2"),
-    (["strategy=pipeline", "strategy.expert=2"], "strategy.expert", "expert and pipeline parallelism", "fsdp2"),
+    (["strategy=pipeline_zero1", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
     (["strategy=zero2", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
-    (["strategy=moe", "train.compile=blocks"], "train.compile", "layers with experts", "train.compile=auto"),
+    (["strategy=moe", "train.compile=blocks"], "train.compile", "whose experts ranks share", "train.compile=none"),
     (["strategy=moe", "adapter=lora"], "strategy.expert", "an adapter's layers are not in the plan", "strategy=fsdp2"),
 ]
 

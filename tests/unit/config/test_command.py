@@ -205,3 +205,9 @@ def test_a_strategy_from_python_sets_it_up_before_its_own_mistakes(monkeypatch):
     with pytest.raises(select.ConfigError):
         select.make_strategy(global_batch_size=8, shardin="zero2")
     assert called == [True]
+
+
+def test_a_strategy_from_python_changes_no_layers_to_float8():
+    with pytest.raises(select.ConfigError, match="only a run changes its layers") as caught:
+        select.make_strategy(global_batch_size=8, precision="fp8")
+    assert caught.value.hint == 'precision="bf16"'

@@ -38,7 +38,12 @@ MISTAKES = {
     "unknown section": ("optimizr:\n  lr: 3\n", f"optimizr ({FILE}, line 2)", "no key or group", "optimizer"),
     "synonym": ("train:\n  learning_rate: 3\n", f"train.learning_rate ({FILE}, line 3)", "no key", "optimizer.lr="),
     "wrong type": ("train:\n  max_steps: many\n", f"train.max_steps ({FILE}, line 3)", "a whole number >= 1", None),
-    "wrong enum": ("train: {precision: bf15}\n", f"train.precision ({FILE})", "fp32, bf16, fp16", "precision=bf16"),
+    "wrong enum": (
+        "train: {precision: bf15}\n",
+        f"train.precision ({FILE})",
+        "fp32, bf16, fp16, fp8",
+        "precision=bf16",
+    ),
     "null": ("optimizer:\n  lr:\n", f"optimizer.lr ({FILE}, line 3)", "needs a value, not null", None),
     "list for a section": ("train: [1, 2]\n", None, "train", None),
     "unknown group": ("defaults: [override /optimzer: adamw]\n", f"optimzer ({FILE})", "no key or group", "optimizer"),

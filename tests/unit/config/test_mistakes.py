@@ -60,7 +60,7 @@ MISTAKES = {
     "optimizer.lr.x=3": ("a number > 0", None, "optimizer.lr (command line)"),
     "optimizer.schedule=cosin": ("cosine, wsd, linear, constant", "optimizer.schedule=cosine"),
     "optimizer.schedule=1": ("cosine, wsd, linear, constant", None),
-    "train.precision=bfloat16": ("fp32, bf16, fp16", "train.precision=bf16"),
+    "train.precision=bfloat16": ("fp32, bf16, fp16, fp8", "train.precision=bf16"),
     "train.max_steps=1.5": ("a whole number >= 1", None),
     "train.max_steps=1e3": ("a whole number", "train.max_steps=1000"),
     "train.max_steps=true": ("a whole number", None),

@@ -112,6 +112,9 @@ ZERO1, ZERO2 = (["strategy=zero1", "strategy.min_data=1"], ["strategy=zero2", "s
         ("ACCELERATE_MIXED_PRECISION=fp8", [], "ACCELERATE_MIXED_PRECISION"),
         ("ACCELERATE_MIXED_PRECISION=bf16", ["train.precision=bf16"], None),
         ("ACCELERATE_MIXED_PRECISION=no", ["train.precision=bf16"], None),
+        ("ACCELERATE_MIXED_PRECISION=bf16", ["train.precision=fp8"], None),
+        ("ACCELERATE_MIXED_PRECISION=fp8", ["train.precision=fp8"], None),
+        ("ACCELERATE_MIXED_PRECISION=fp16", ["train.precision=fp8"], "ACCELERATE_MIXED_PRECISION"),
         ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", [], "ACCELERATE_DYNAMO_BACKEND"),
         ("ACCELERATE_DYNAMO_BACKEND=NO", [], None),
     ],
@@ -121,12 +124,20 @@ def test_a_variable_of_accelerate_that_contradicts_the_config_is_named(variables
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     if named is None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
         check_run(config)
         return
     with pytest.raises(ConfigError, match="contradicts") as caught:
         check_run(config)
     assert caught.value.where == f"{named} (environment)"
     assert f"unset {named}" in caught.value.hint
+
+
+def test_float8_needs_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match="package that is not installed") as caught:
+        check_run(compose_config(["train.precision=fp8"]))
+    assert (caught.value.where, caught.value.found) == ("train.precision", "fp8, without torchao")
 
 
 def test_a_launcher_may_ask_for_processes_that_are_not_there_yet(monkeypatch):

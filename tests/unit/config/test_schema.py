@@ -31,7 +31,7 @@ def test_the_catalogue_is_the_dataclasses():
     assert members("") == [field.name for field in dataclasses.fields(RunConfig)]
     assert all_keys()["optimizer.lr"].allowed == "a number > 0"
     assert all_keys()["strategy.data"].allowed == "a whole number >= 1, or null"
-    assert all_keys()["train.precision"].allowed == "fp32, bf16, fp16"
+    assert all_keys()["train.precision"].allowed == "fp32, bf16, fp16, fp8"
     assert all_keys()["model.config"].is_free
     assert not all_keys()["data.sources"].is_free
 
