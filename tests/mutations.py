@@ -67,8 +67,8 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of tied weights are not summed",
-        "        self._sum_shared()\n        sum_gradients(",
-        "        sum_gradients(",
+        "        for group, names in self._io.shared:\n",
+        "        for group, names in ():\n",
         f"{DISTRIBUTED}/test_pipeline.py -k 1f1b",
     ),
     Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = [
     ),
     Mutation(
         "copies that fill up the last batch are targets",
-        "            filler = torch.full_like(filler, IGNORED)\n",
+        "            filler = torch.full_like(filler, _NEVER_FILLED[name])\n",
         "            pass\n",
         f"{UNIT}/pipeline/test_microbatches.py",
     ),

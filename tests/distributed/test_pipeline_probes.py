@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Recorder
+from hfdist.strategies.base import TrainerHooks
 from hfdist.testing import run_ranks
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.staging import loss_of
@@ -142,12 +142,12 @@ def step_as_engine(case, **layout):
     model, whole = make(), make()
     engine = make_strategy(**layout).build(model)
     engine.setup(engine.model, None, None)
-    default = SimpleNamespace(loss=scaled_loss)
+    hooks = TrainerHooks(model=engine.model, training_step=None, loss=scaled_loss)
     for batch in batches:
         model.zero_grad()
         whole.zero_grad()
         num_items = (batch["labels"][:, 1:] != -100).sum()
-        loss = engine.forward_backward(batch, num_items, default)
+        loss = engine.forward_backward(batch, num_items, hooks)
         expected = loss_of(whole, batch | {"num_items_in_batch": num_items})
         expected.backward()
     return compare(model, whole, loss, engine.clip_grad_norm(0.0, None), expected.detach())
