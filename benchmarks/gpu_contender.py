@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 import hfdist
 from hfdist.config.composition.compose import compose_config
-from hfdist.models.blocks import compile_blocks, compiles_blocks, keep_expensive
+from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.flops import flops_per_token, measure_size, peak_flops
 from hfdist.models.loss import choose_loss
 from hfdist.trainer.trainer import RunOptions
@@ -165,7 +165,7 @@ def _hfdist(
     options = RunOptions(loss_head=choose_loss(config, model, strategy))
     trainer = hfdist.Trainer(model, TrainingArguments(**arguments), strategy=strategy, options=options, **given)
     if is_selective:
-        keep_expensive(model)
+        checkpoint_blocks(model, config.train.recompute)
     return trainer
 
 

@@ -65,7 +65,7 @@ def watched(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["strategy: ddp, fsdp2", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
+        (["--help"], ["strategy: 3d, ddp, fsdp2", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
         (["--cfg", "job", "--resolve", "--package", "run"], ["dir: runs/pretrain"]),
         (
             ["--cfg", "job", "model.config.x=1", "experiment=demo", "data.sources.a.path=/x", "run.name=1e5"],

@@ -82,5 +82,5 @@ def test_every_experiment_composes_from_the_wheel(installed, tmp_path):
 def test_the_recipe_runs_as_a_module_from_any_folder(installed, tmp_path):
     out = call(installed, "-I", "-m", "hfdist.recipes.pretrain", "--cfg", "job", "+experiment=demo", cwd=tmp_path)
     assert "name: demo" in out
-    assert "strategy: ddp, fsdp2" in call(installed, "-I", "-m", "hfdist.recipes.pretrain", "--help", cwd=tmp_path)
+    assert "strategy: 3d, ddp, fsdp2" in call(installed, "-I", "-m", "hfdist.recipes.pretrain", "--help", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
