@@ -6,6 +6,7 @@ with the owner, whole, so that state is shared out over the ranks as rows are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -77,7 +78,7 @@ class WholeSteps:
         ranks = range(self._group.size())
         sent = [[v.flatten() for p, v in zip(rows, values, strict=True) if self._owners[id(p)] == r] for r in ranks]
         own = [parameter for parameter in rows if self._owners[id(parameter)] == self._group.rank()]
-        sizes = [[self._num_elements(parameter, rank) for parameter in own] for rank in ranks]
+        sizes = [[_num_elements(parameter, rank) for parameter in own] for rank in ranks]
         received = self._exchange(sent, [sum(of_rank) for of_rank in sizes], values[0])
         parts = [of_rank.split(own_sizes) for of_rank, own_sizes in zip(received, sizes, strict=True)]
         return [(p, torch.cat([of_rank[n] for of_rank in parts]).view(p.shape)) for n, p in enumerate(own)]
@@ -86,9 +87,7 @@ class WholeSteps:
         """Set this rank's rows of each parameter from the whole ones of their owners."""
         ranks = range(self._group.size())
         own = [parameter for parameter in rows if self._owners[id(parameter)] == self._group.rank()]
-        shards = [
-            self._wholes[id(p)].detach().flatten().split([self._num_elements(p, rank) for rank in ranks]) for p in own
-        ]
+        shards = [self._wholes[id(p)].detach().flatten().split([_num_elements(p, rank) for rank in ranks]) for p in own]
         of_owners = [[parameter for parameter in rows if self._owners[id(parameter)] == rank] for rank in ranks]
         sizes = [[parameter.to_local().numel() for parameter in owned] for owned in of_owners]
         sent = [[of_ranks[rank] for of_ranks in shards] for rank in ranks]
@@ -108,12 +107,15 @@ class WholeSteps:
         dist.all_to_all_single(received, flat, num_received, num_sent, group=self._group)
         return received.split(num_received)
 
-    def _num_elements(self, parameter: DTensor, rank: int) -> int:
-        # As torch.chunk divides rows.
-        num_rows = parameter.shape[0]
-        most = -(-num_rows // self._group.size())
-        own_rows = max(0, min(most, num_rows - rank * most))
-        return own_rows * (parameter.numel() // num_rows)
+
+def first_element(parameter: DTensor, rank: int) -> int:
+    """Give where a rank's rows begin in the whole: torch.chunk gives each equally many, the last ones fewer or none."""
+    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    return min(rank * -(-num_rows // mesh.size(mesh.ndim - 1)), num_rows) * math.prod(parameter.shape[1:])
+
+
+def _num_elements(parameter: DTensor, rank: int) -> int:
+    return first_element(parameter, rank + 1) - first_element(parameter, rank)
 
 
 def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:

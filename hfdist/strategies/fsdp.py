@@ -5,7 +5,6 @@ With `strategy.replicate` (HSDP) each group of ranks holds all of the state once
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
-from hfdist.optim.whole import WholeSteps
+from hfdist.optim.whole import WholeSteps, first_element
 from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parts import TENSOR, ModelParts
@@ -256,10 +255,8 @@ class ShardedEngine(Engine):
         self._reshard()
 
     def _start(self, tensor: DTensor) -> int:
-        # As torch.chunk divides rows: equally many for each rank, the last ones with fewer or none.
-        mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-        size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        return min(rank * -(-num_rows // size), num_rows) * math.prod(tensor.shape[1:])
+        mesh = tensor.device_mesh
+        return first_element(tensor, mesh.get_local_rank(mesh.ndim - 1))
 
 
 class FsdpEngine(ShardedEngine):

@@ -11,6 +11,7 @@ from hfdist.strategies import experts, parallel_plans
 from hfdist.strategies.parts import EXPERT, ModelParts
 from hfdist.testing import run_ranks
 from tests.distributed.test_optimizers import saved
+from tests.distributed.test_tensor import check
 from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, history, uneven_items
 from tests.zoo.tensor_parallel import try_types
 
@@ -85,15 +86,8 @@ def single(tmp_path_factory):
     ],
 )
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
-    folder, (reference, eval_loss) = single
-    ours, our_eval_loss = run_ranks(train, num_ranks, tmp_path, layout)[0]
-    assert [loss for loss, _ in ours] == pytest.approx([loss for loss, _ in reference], rel=1e-6)
-    assert [norm for _, norm in ours] == pytest.approx([norm for _, norm in reference], rel=1e-5)
-    assert our_eval_loss == pytest.approx(eval_loss, rel=1e-6)
-    theirs, whole = saved(tmp_path), saved(folder)
-    assert theirs.keys() == whole.keys()
-    for name, values in whole.items():
-        assert torch.allclose(theirs[name], values, rtol=1e-4, atol=1e-5), name
+    folder, reference = single
+    check(run_ranks(train, num_ranks, tmp_path, layout)[0], reference, tmp_path, folder)
 
 
 @pytest.mark.parametrize(

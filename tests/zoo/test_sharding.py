@@ -5,7 +5,6 @@ import pytest
 from hfdist.config.strategy import ContextMethod
 from hfdist.strategies import fsdp
 from hfdist.testing import run_ranks
-from tests.zoo.models import SAMPLE, TYPES
 from tests.zoo.sharding import shard_types, share_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
@@ -15,8 +14,7 @@ REFUSED: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def outcomes(request):
-    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+def outcomes(types):
     return run_ranks(shard_types, 2, types, timeout_seconds=1200)
 
 
@@ -30,8 +28,7 @@ def test_a_sharded_model_trains_as_the_whole(outcomes, model_type):
 
 
 @pytest.fixture(scope="module")
-def shared(request):
-    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+def shared(types):
     return run_ranks(share_types, 2, types, ContextMethod.auto, timeout_seconds=1200)
 
 

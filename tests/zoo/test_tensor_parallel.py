@@ -3,7 +3,6 @@
 import pytest
 
 from hfdist.testing import run_ranks
-from tests.zoo.models import SAMPLE, TYPES
 from tests.zoo.tensor_parallel import expert_types, tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
@@ -13,8 +12,7 @@ REFUSED = {"gemma3n", "git", "musicgen", "musicgen_melody", "reformer", "zamba",
 
 
 @pytest.fixture(scope="module")
-def outcomes(request):
-    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+def outcomes(types):
     return run_ranks(tensor_types, 2, types, timeout_seconds=1800)
 
 
@@ -29,8 +27,7 @@ EXPERTS = ("deepseek_v3", "gpt_oss", "mixtral")
 
 
 @pytest.fixture(scope="module")
-def expert_outcomes(request):
-    types = TYPES if request.config.getoption("markexpr") == "zoo" else SAMPLE
+def expert_outcomes(types):
     return run_ranks(expert_types, 2, types, timeout_seconds=1800)
 
 
