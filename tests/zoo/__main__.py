@@ -53,7 +53,7 @@ another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1
 
 And the sequences of each are shared by {ranks} context ranks, as two packed documents: {context}. Types are refused
 whose tokens meet elsewhere than in an attention that transformers lets us replace: recurrent layers, convolutions, an
-attention of the type's own. *ulysses* and *gather* are [how the ranks share attention](layouts.md).
+attention of the type's own. *ulysses* and *gather* are [how ranks share attention](layouts.md#long-sequences).
 
 Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
 experts, or none that transformers has a plan for.
