@@ -21,14 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import local, total_norm
 from hfdist.pipeline.timeline import Recorder
+from hfdist.strategies.gradients import local, total_norm
 from hfdist.strategies.parts import EXPERT, TENSOR, ModelParts
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
@@ -372,9 +373,8 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     With expert parallelism `shard` is `expert_shard` and `expert` together: neighbours hold other experts. The ranks
     with the same experts are `sharded_experts` and `tokens_of_experts`, in place of `sharded` and `tokens`.
     """
-    device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
-    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(device_of(None).type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     # Not public yet, and the way that torch's own documentation shows.
     shard: tuple[str, ...] = ("shard",)
     if topology.expert > 1:

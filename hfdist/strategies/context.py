@@ -25,13 +25,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfdist.collectives import device_of
 from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.models.routers import COUNTED
-from hfdist.pipeline.gradients import sum_gradients
-from hfdist.pipeline.stage_io import device_of
+from hfdist.strategies.gradients import sum_gradients
 from hfdist.strategies.self_check import Readers, Trial, find_problem
 
 # Not public; these collectives alone have a backward and can be compiled.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import broadcast
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
@@ -27,7 +28,6 @@ from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
 from hfdist.optim.whole import WholeSteps, first_element
-from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parts import TENSOR, ModelParts
 from hfdist.strategies.pieces import StateReader

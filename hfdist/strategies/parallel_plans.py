@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import broadcast, gather_json
 from hfdist.errors import ConfigError
 from hfdist.models.probing import small_model
-from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.experts import make_expert_plan, spread_experts
 from hfdist.strategies.parts import EXPERT, TENSOR, Groups, ModelParts
 from hfdist.strategies.self_check import Readers, Trial, find_problem

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist.checkpoint.piece import Piece, is_number
-from hfdist.pipeline.gradients import average_gradients, divide_gradients, sum_gradients
-from hfdist.pipeline.stage_io import broadcast, device_of
+from hfdist.collectives import broadcast, device_of
+from hfdist.strategies.gradients import average_gradients, divide_gradients, sum_gradients
 from hfdist.strategies.same_batch import check_same_batch
 
 if TYPE_CHECKING:

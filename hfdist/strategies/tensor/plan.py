@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
 from hfdist.models.build import is_elsewhere
-from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
+from hfdist.models.loss.shared_vocabulary import VocabularyShard, mark_shared
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
 
