@@ -288,8 +288,7 @@ class PipelineStrategy(Strategy):
             ConfigError: a model whose ranks cannot share sequences, or its parameters.
             PartitionError: the model cannot be split at its blocks.
         """
-        if self._split is None or self._split.model is not model:
-            self.partition(model)
+        self._partition_once(model)
         assert self._split is not None
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)
