@@ -23,6 +23,7 @@ from hfdist.strategies.parameter_shards import (
     rules_on_this_stage,
     shard_of,
     transformers_plan,
+    uneven,
 )
 
 _KEY = "strategy.expert"
@@ -48,14 +49,9 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
         raise ConfigError("this model has no experts to spread over ranks", where=_KEY, found=kind, hint=_HINT)
     for name, num_experts in sizes.items():
         if num_experts % num_ranks != 0:
-            fitting = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ConfigError(
-                "the number of experts is not a multiple of the number of ranks that share them",
-                where=_KEY,
-                found=f"{num_ranks}, and {num_experts} experts in {name.rpartition('.')[0]}",
-                allowed=", ".join(map(str, fitting)),
-                hint=f"strategy.expert={max(n for n in fitting if n <= num_ranks)}",
-            )
+            what = "the number of experts is not a multiple of the number of ranks that share them"
+            found = f"{num_experts} experts in {name.rpartition('.')[0]}"
+            raise uneven(EXPERT, num_ranks, num_experts, what=what, found=found)
     return rules
 
 

@@ -93,6 +93,18 @@ def transformers_plan(model: PreTrainedModel, axis: str, num_ranks: int) -> dict
     return of_tensor if is_tensor else of_experts
 
 
+def uneven(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
+    """Give the error for a size that the number of ranks does not divide."""
+    fitting = [n for n in range(1, size + 1) if size % n == 0]
+    return ConfigError(
+        what,
+        where=f"strategy.{axis}",
+        found=f"{num_ranks}, and {found}",
+        allowed=", ".join(map(str, fitting)),
+        hint=f"strategy.{axis}={max(n for n in fitting if n <= num_ranks)}",
+    )
+
+
 def rules_on_this_stage(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
     """Leave out the rules for what another rank of a pipeline holds."""
     here = {name for name, module in model.named_modules() if not is_on_other_stage(module)}

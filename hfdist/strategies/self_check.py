@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,13 +46,11 @@ class LayoutHooks:
     """Gives pieces of the whole model, from one of this rank's model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Differences:
+class _Differences(NamedTuple):
     """Largest relative differences from the whole model."""
 
     loss: float
     gradient: float
-    worst_parameter: str
     first_wrong: str
     """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
 
@@ -87,7 +85,7 @@ def find_problem(
         num_tokens: of a sequence.
     """
     try:
-        found = compare_small(make, distribute, sharding, device, num_tokens=num_tokens)
+        found = _compare_small(make, distribute, sharding, device, num_tokens)
     except Exception as error:  # whatever a model raises that cannot be made small, or is not made for the layout
         return f"it cannot be tried: {first_line(error)}"
     if found.loss <= LOSS_BOUND and found.gradient <= GRADIENT_BOUND:
@@ -97,15 +95,13 @@ def find_problem(
     return f"{differences}; the first that is wrong: {where}"
 
 
-def compare_small(
+def _compare_small(
     make: Callable[[], PreTrainedModel],
     distribute: Callable[[PreTrainedModel], LayoutHooks],
     sharding: BatchSharding,
     device: torch.device,
-    *,
-    num_tokens: int = _NUM_TOKENS,
-) -> Differences:
-    """Train a small model whole and in a layout. All ranks that try it call it; see `find_problem`."""
+    num_tokens: int,
+) -> _Differences:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = make()
@@ -165,7 +161,7 @@ def _accumulate(
     return total
 
 
-def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss: float) -> Differences:
+def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss: float) -> _Differences:
     """Compare this rank's part of each gradient with that part of the whole one's."""
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
@@ -179,6 +175,6 @@ def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss:
         pieces = hooks.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
         squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
         found.append((float(squared.sqrt()) / max(norms[name], least), name))
-    worst, name = max(found, key=lambda item: (math.isnan(item[0]), item[0]))
+    worst = max((difference for difference, _ in found), key=lambda difference: (math.isnan(difference), difference))
     first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
-    return Differences(loss=loss, gradient=worst, worst_parameter=name, first_wrong=first)
+    return _Differences(loss, worst, first)

@@ -37,6 +37,7 @@ from hfdist.strategies.parameter_shards import (
     rules_on_this_stage,
     shard_of,
     transformers_plan,
+    uneven,
 )
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, run_locally, shard_range, split_dimensions
@@ -179,14 +180,8 @@ def _check_sizes(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
     common = math.gcd(*sizes.values()) if sizes else num_ranks
     if common % num_ranks != 0:
         name, size = next((name, size) for name, size in sizes.items() if size % num_ranks != 0)
-        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
-        raise ConfigError(
-            "a size of the model is not a multiple of the number of tensor ranks",
-            where=_KEY,
-            found=f"{num_ranks}, and {name}: {size}",
-            allowed=", ".join(fitting),
-            hint=f"strategy.tensor={max((int(n) for n in fitting if int(n) <= num_ranks), default=1)}",
-        )
+        what = "a size of the model is not a multiple of the number of tensor ranks"
+        raise uneven(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
 
 
 def _sizes_to_divide(
