@@ -17,10 +17,10 @@ from hfdist.checkpoint.piece import WEIGHT
 from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.gradients import local
 from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
+from hfdist.strategies.gradients import local
 from hfdist.strategies.pipeline import PipelineEngine
 from hfdist.strategies.pipeline_fsdp import PipelineFsdpEngine
 from hfdist.testing import RankFailed, run_ranks

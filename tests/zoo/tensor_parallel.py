@@ -14,8 +14,8 @@ from hfdist.config.model import Loss
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.models.loss import LossHead
-from hfdist.pipeline.gradients import local
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.gradients import local
 from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -45,14 +46,17 @@ def _is_linear(module: Any) -> bool:
     """Whether a layer computes what torch's does. A subclass is run and compared: some, such as routers, do not."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
-    value = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]
+    # Numbers of its own: a model is partitioned before its weights are drawn.
+    weight = torch.linspace(-1, 1, module.weight.numel()).to(module.weight).view_as(module.weight)
+    given = {"weight": weight} | ({} if module.bias is None else {"bias": weight[:, 0]})
+    value = torch.linspace(-1, 1, module.in_features).to(weight)[None]
     try:
-        return torch.allclose(module(value), nn.Linear.forward(module, value), rtol=1e-4)
+        return torch.allclose(functional_call(module, given, value), functional.linear(value, **given), rtol=1e-4)
     except Exception:  # of a class of any kind
         return False
 
 
-def bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+def shard_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """Give the first index of a rank's part and one past the last; the first ranks have one more if it is uneven."""
     least, more = divmod(size, num_ranks)
     return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
@@ -82,7 +86,7 @@ def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
 
 
 def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> Any:
-    start, stop = bounds(module.num_embeddings, group.size(), group.rank())
+    start, stop = shard_range(module.num_embeddings, group.size(), group.rank())
     padding = module.padding_idx
     # The row that gets no gradient.
     module.padding_idx = None if padding is None or not start <= padding < stop else padding - start
@@ -138,7 +142,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
         num_ranks, rank = group.size(), group.rank()
-        ctx.own = bounds(size, num_ranks, rank)
+        ctx.own = shard_range(size, num_ranks, rank)
         most = -(-size // num_ranks)
         # A gather needs equal parts.
         sent = functional.pad(part, (0, most - part.shape[-1])).contiguous()
@@ -147,7 +151,7 @@ class _Gather(torch.autograd.Function):
         else:
             gathered = sent.new_empty(num_ranks, *sent.shape)
             dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
-        ends = [bounds(size, num_ranks, other) for other in range(num_ranks)]
+        ends = [shard_range(size, num_ranks, other) for other in range(num_ranks)]
         return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models.routers import COUNTED, Routers, Totals, base_of
+from hfdist.models.routers import COUNTED, Routers, RoutingSums, base_of
 from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, TrainerHooks
 
@@ -50,7 +50,7 @@ class RouterLoss:
         self._weights: torch.Tensor | None = None
         """Weight of each expert in this step's loss; None: not known yet."""
         self._own = self._zeros(0)
-        """What this rank has counted, and not told the others; rows as in `Totals`."""
+        """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
         self._all = self._zeros(0)
         """What all have counted since the last reading."""
         self._num_steps, self._sum = 0, torch.zeros((), device=self._trainer.args.device)
@@ -137,7 +137,7 @@ class RouterLoss:
             return None
         if self._weights is None:
             self._own = _widened(self._own, max(routing.logits.shape[-1] for routing in routings))
-            self._loss.count(routings, self._counted, Totals.of(self._own))
+            self._loss.count(routings, self._counted, RoutingSums.of(self._own))
         if self._is_counting or not self._loss.coefficient:
             return None
         if self._weights is None:
@@ -148,7 +148,7 @@ class RouterLoss:
     def _sum_over_ranks(self) -> None:
         """Learn from all ranks what they chose in this step."""
         whole = self._reduce()
-        totals = Totals.of(whole)
+        totals = RoutingSums.of(whole)
         self._weights = self._loss.weights(totals)
         self._num_steps += 1
         self._sum = self._sum + self._weights @ totals.probabilities / self._loss.coefficient
@@ -172,7 +172,7 @@ class RouterLoss:
         if self._routers is None:
             return {}
         whole = self._all if self._loss.coefficient else self._reduce()
-        counts = Totals.of(whole).choices
+        counts = RoutingSums.of(whole).choices
         counts = counts[counts.sum(1) > 0]
         if not len(counts):
             return {}

@@ -22,7 +22,7 @@ from hfdist.data.stream import token_stream
 from hfdist.data.stream.workers import Vitals, system_memory
 from hfdist.data.tokenization.encoders import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
-from hfdist.verify.audit.exactly_once import Totals
+from hfdist.verify.audit.exactly_once import LedgerSums
 from tests.unit.data.corpora import texts, tokenizer
 from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 
@@ -183,7 +183,7 @@ class TestMixtures:
         run = Run(corpus, config, 2, ledger=lambda: ledger)
         for _ in range(6):
             run.step()
-        totals = Totals(corpus)
+        totals = LedgerSums(corpus)
         for records in ledger.records.values():
             totals.add(np.concatenate(records))
         audited = {line.split()[0]: line.split()[-1] for line in str(totals).splitlines()[1:]}
