@@ -12,6 +12,7 @@ also be uneven.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -62,12 +63,41 @@ def shard_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
 
 
-def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
+class Inputs:
+    """What layers of one model read. Those that read one tensor add up its gradient over the ranks once, together.
+
+    So do the layers of queries, keys and values, and those of gate and up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._read: weakref.ref[torch.Tensor] | None = None
+        self._given: torch.Tensor | None = None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Give the same numbers, with the gradient summed over the ranks."""
+        if torch.compiler.is_compiling():
+            # A compiler cannot follow what is kept between layers.
+            alone: torch.Tensor = _SumGradient.apply(value, self._group)
+            return alone
+        given = self._given
+        has_graph = torch.is_grad_enabled() and value.requires_grad
+        if given is None or self._read is None or self._read() is not value or given.requires_grad != has_graph:
+            given = self._given = _SumGradient.apply(value, self._group)
+            self._read = weakref.ref(value, self._forget)
+        return given
+
+    def _forget(self, read: weakref.ref[torch.Tensor]) -> None:
+        if read is self._read:
+            self._read = self._given = None
+
+
+def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: Inputs) -> None:
     """Let a layer that has only its rank's part give what `style` says."""
 
     def colwise(value: torch.Tensor) -> torch.Tensor:
         weight = module.weight.T if type(module) is Conv1D else module.weight
-        return functional.linear(_SumGradient.apply(value, group), weight, module.bias)
+        return functional.linear(inputs(value), weight, module.bias)
 
     def rowwise(value: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = _Sum.apply(functional.linear(value, module.weight), group)
@@ -108,7 +138,8 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return value.view_as(value)
+        # Not a view: that would keep the value as long as it lives itself.
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:

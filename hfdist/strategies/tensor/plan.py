@@ -40,7 +40,7 @@ from hfdist.strategies.parameter_shards import (
     uneven,
 )
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
-from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, run_locally, shard_range, split_dimensions
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, Inputs, run_locally, shard_range, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -236,6 +236,7 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
         for name, parameter in module.named_parameters(recurse=False):
             owners[parameter].append((module, name))
     shards: dict[nn.Parameter, ParameterShard] = {}
+    inputs = Inputs(group)
     # Another rank of a pipeline may have the others.
     here = {name: style for name, style in layers.items() if modules[name].weight is not None}
     for name, style in here.items():
@@ -250,7 +251,7 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        run_locally(modules[name], style, group)
+        run_locally(modules[name], style, group, inputs)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())
