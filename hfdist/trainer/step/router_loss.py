@@ -58,7 +58,11 @@ class RouterLoss:
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Take the micro batches of a step of this rank, and note in them which tokens count."""
-        if self._routers is None or not self._sums_targets:
+        if self._routers is None:
+            return
+        # Only the first is changed in place.
+        self._before = self._own.clone(), self._all, self._num_steps, self._sum
+        if not self._sums_targets:
             return
         for batch in batches:
             ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -66,6 +70,18 @@ class RouterLoss:
                 all_tokens = torch.ones_like(ids, dtype=torch.bool)
                 batch[COUNTED] = all_tokens if mask is None or mask.shape != ids.shape else mask.bool()
         self._batches, self._weights = list(batches), None
+
+    def skip_step(self) -> None:
+        """Leave the last step out of the figures."""
+        if self._routers is not None:
+            own, self._all, self._num_steps, self._sum = self._before
+            self._own = _widened(own, self._own.shape[1])
+
+    def forget(self) -> None:
+        """Begin the figures anew."""
+        if self._routers is not None:
+            self._own, self._all = torch.zeros_like(self._own), torch.zeros_like(self._all)
+            self._num_steps, self._sum = 0, torch.zeros_like(self._sum)
 
     @contextmanager
     def training(self, hooks: TrainerHooks) -> Iterator[None]:
@@ -180,7 +196,7 @@ class RouterLoss:
         figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
         if self._num_steps:
             figures["router_aux_loss"] = self._sum / self._num_steps
-        self._all, self._num_steps, self._sum = torch.zeros_like(whole), 0, torch.zeros_like(self._sum)
+        self.forget()
         return {name: float(value) for name, value in figures.items()}
 
     def _zeros(self, num_experts: int) -> torch.Tensor:
