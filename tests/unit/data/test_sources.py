@@ -127,11 +127,6 @@ class TestWhatIsNotThere:
         assert caught.value.where == "data.sources.files.path"
         assert path in caught.value.found
 
-    def test_a_hub_dataset_out_of_reach(self):
-        with pytest.raises(DataError) as caught:
-            open_hub("data.sources.x.path", SourceConfig(kind=SourceKind.hub, path="nobody/nothing"))
-        assert caught.value.where == "data.sources.x.path"
-
     def test_an_error_in_a_worker_arrives_as_itself(self, data, cache):
         from hfdist.data import TokenStream
 

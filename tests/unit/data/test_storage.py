@@ -96,17 +96,6 @@ class TestFinding:
         assert identify(files[0], "text") != identify(files[0], "other")
 
 
-def test_the_second_start_asks_for_no_identity(web, cache):
-    web.files = {f"/{n}.txt": bytes([n]) * 200_000 for n in range(20)}
-    first = identify_all(find(web.url, cache), "text")
-    assert len(set(first)) == 20
-    assert sum(path != "" and asked is not None for _, path, asked in web.requests) == 2 * 20
-    files = find(web.url, FileCache(cache.folder, 10**9))
-    web.requests.clear()
-    assert identify_all(files, "text") == first
-    assert not web.requests
-
-
 def test_names_in_a_listing_lead_nowhere(web, cache, tmp_path):
     web.files = {"/data/../../up.txt": b"x", "/data/%2e%2e/up.txt": b"x", "/data/good.txt": b"good"}
     assert contents(find(f"{web.url}/data", cache)) == {"good.txt": b"good"}
