@@ -126,7 +126,9 @@ class TestFaults:
             server.put("a.txt", FILES["deep/b.txt"])
         return server, path, f"{server.url}/corpus/a.txt" if request.param == "http" else "s3://corpus/a.txt"
 
-    @pytest.mark.parametrize("fault", [Cut(0), Cut(100_000), 429, 503])
+    @pytest.mark.parametrize(
+        ("served", "fault"), [("http", Cut(0)), ("http", 429), ("s3", Cut(100_000)), ("s3", 503)], indirect=["served"]
+    )
     def test_are_tried_again(self, served, cache, fault, caplog):
         server, path, address = served
         [file] = find(address, cache)
@@ -138,7 +140,11 @@ class TestFaults:
         assert 1 <= len(warnings) <= 2
         assert all(address in warning for warning in warnings)
 
-    @pytest.mark.parametrize(("fault", "reason"), [(503, "HTTP 503"), (Cut(1000), "PayloadError|IncompleteRead")])
+    @pytest.mark.parametrize(
+        ("served", "fault", "reason"),
+        [("http", Cut(1000), "PayloadError"), ("s3", 503, "HTTP 503"), ("s3", Cut(1000), "IncompleteRead")],
+        indirect=["served"],
+    )
     def test_that_stay_are_said(self, served, cache, fault, reason):
         server, path, address = served
         [file] = find(address, cache)
