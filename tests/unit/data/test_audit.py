@@ -174,10 +174,6 @@ def remove_a_sequence(records, at):
     return records[records["sequence"] != records["sequence"][at]], (Finding.numbering, None)
 
 
-def cut_the_tail(records, at):
-    return records[: -len(records) // 4], (Finding.numbering, None)
-
-
 DAMAGES = {
     "removed": remove,
     "held-out one removed": remove_one_that_is_held_out,
@@ -192,7 +188,6 @@ DAMAGES = {
     "no such pool": change(Finding.unreadable, pool=lambda _: 7),
     "no such document": change(Finding.unreadable, is_named=False, document=lambda _: 10**9),
     "sequence removed": remove_a_sequence,
-    "tail cut": cut_the_tail,
 }
 
 
@@ -215,21 +210,6 @@ class TestDamage:
             if named is not None:
                 assert f"{run.corpus.origin(int(named))}, lane {LANE}" in names
             assert f"{kind.value}: {findings.counts[kind]}" in str(findings)
-
-    def test_documents_out_of_order_are_named(self, past, packing):
-        """Whole sequences change places: nothing is missing or doubled."""
-        run = past(packing, "one")
-        ledger = [records.copy() for records in run.ledger]
-        records = ledger[LANE]
-        whole = records["num_tokens"] == records["of_tokens"]
-        own = np.flatnonzero(whole & (records["epoch"] == 0) & (records["fate"] == Status.trained))
-        ahead = np.flatnonzero(whole & (records["epoch"] == 1) & (records["fate"] == Status.trained))
-        first, second = (int(own[0]), int(own[-1])) if packing is Packing.concat else (int(own[0]), int(ahead[0]))
-        for name in ("document", "num_tokens", "of_tokens", "epoch"):
-            records[name][[first, second]] = records[name][[second, first]]
-        findings = run.audit(ledger, {}).findings
-        named = run.corpus.origin(int(records["document"][second]))
-        assert any(name.startswith(f"{named}, lane {LANE}, sequence") for name in findings.names[Finding.misplaced])
 
     def test_order_is_free_inside_a_window_only(self, packing):
         order = LaneOrder([[5000]], lanes=1, key=(0,))
@@ -338,7 +318,6 @@ class TestCommandLine:
         ("arguments", "words"),
         [
             ([], ["which run?"]),
-            (["rum=runs/x"], ["there is no key `rum`", "run=runs/x"]),
             (["run.dir=runs/x"], ["there is no key `run.dir`", "run=runs/x"]),
             (["--step=3"], ["there is no key `--step`", "step=3"]),
             (["runs/x"], ["this is not an override"]),
