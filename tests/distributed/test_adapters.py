@@ -95,7 +95,7 @@ def test_trains_as_one_process_does(run, single, tmp_path, strategy, num_process
 def test_goes_on_in_any_other_layout(run, single, tmp_path):
     """Three lives, each in another layout, make the steps of one.
 
-    Frozen weights without adapters pass through the same layouts in test_checkpoint_layouts.py."""
+    Frozen weights without adapters pass through the same layouts in test_layout_changes.py."""
     reference = single(LORA)
     for steps, (strategy, num_processes) in enumerate([("zero3", 2), ("pipeline", 2), ("single", 1)], start=1):
         run(tmp_path, num_processes, f"strategy={strategy}", *LORA, f"train.max_steps={steps}")
