@@ -43,7 +43,7 @@ zoo: $(READY)  ## Split every causal language model of transformers at its block
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m tests.distributed.parity docs/parity.md
 
-layouts: $(READY)  ## Change the layout at a checkpoint in all 289 ways, measure saves, and write docs/layout-changes.md.
+layouts: $(READY)  ## Change the layout at a checkpoint in all 289 ways, and write docs/layout-changes.md.
 	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
 
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
