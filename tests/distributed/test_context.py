@@ -12,7 +12,7 @@ from hfdist.errors import ConfigError
 from hfdist.strategies import context
 from hfdist.strategies.context import ContextParallel, make_context_parallel
 from hfdist.testing import RankFailed, run_ranks
-from tests.distributed.test_trainer import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
+from tests.distributed.trainers import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
 from tests.zoo import sharding
 from tests.zoo.models import make_model as make_small
 from tests.zoo.models import tiny_config, tiny_model

@@ -16,7 +16,7 @@ from hfdist.errors import ConfigError
 from hfdist.strategies.fsdp import FsdpEngine
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.test_optimizers import saved
-from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, make_model, uneven_items
+from tests.distributed.trainers import GLOBAL_BATCH, STEPS, make_model, uneven_items
 
 pytestmark = pytest.mark.distributed
 

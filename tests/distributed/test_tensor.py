@@ -22,7 +22,7 @@ from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_optimizers import saved
-from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, history, uneven_items
+from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
 from tests.zoo.tensor_parallel import tensor_types
 
 pytestmark = pytest.mark.distributed
