@@ -80,6 +80,7 @@ class ContextParallel:
         self._by_heads = method is ContextMethod.ulysses
         self._keeps_apart = keeps_apart
         self._base = model.config.get_text_config(decoder=True)._attn_implementation
+        self.method = method
         self.description = f"{self._base} of sequences shared by {self._size} ranks ({method.value})"
         self._sequence: _Sequence | None = None
         name = f"context_parallel_{next(_numbers)}"
@@ -203,17 +204,23 @@ class ContextParallel:
         return waves if self._sequence is None else tuple(wave[:, self._sequence.places] for wave in waves)
 
     def _attention(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **more: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attention of [sequences, heads, tokens, size]; gives [sequences, tokens, heads, size]."""
+        args = (module, query, key, value, attention_mask)
         # Each model has an eager attention of its own.
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self._base, eager)
         if self._sequence is None:
-            return attend(module, query, key, value, mask, **more)
-        if self._by_heads:
-            return self._attend_to_heads(attend, self._sequence, module, query, key, value, mask, **more), None
-        return self._attend_to_gathered(attend, self._sequence, module, query, key, value, mask, **more), None
+            return attend(*args, **more)
+        attend_to = self._attend_to_heads if self._by_heads else self._attend_to_gathered
+        return attend_to(attend, self._sequence, *args, **more), None
 
     def _attend_to_heads(
         self, attend: Callable[..., Any], sequence: _Sequence, module: nn.Module, *args: Any, **more: Any

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 import transformers
 
+from hfdist.config.strategy import ContextMethod
 from hfdist.models.blocks import find_block_parts
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from hfdist.strategies.tensor.plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
-from tests.zoo.sharding import Sharded, shard_types
+from tests.zoo.sharding import Sharded, shard_types, share_types
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
 from tests.zoo.tensor_parallel import NUM_EXPERT_RANKS, NUM_TENSOR_RANKS, expert_types, tensor_types
 
@@ -24,7 +25,9 @@ NUM_STAGES = (2, 3)
 NUM_RANKS = 2
 """That shard."""
 
-PLANS = {OWN: "own", OWN_GATHERED: "own, gathered", ALL_GATHERED: "gathered"}
+PLANS = {OWN: "own", OWN_GATHERED: "own, gathered", ALL_GATHERED: "gathered"} | {
+    one.value: one.value for one in ContextMethod
+}
 
 HEADER = """\
 # The zoo: every causal language model of transformers, split and sharded
@@ -48,6 +51,10 @@ where the model allows it: {tensor}. A type is refused if a small model of it ca
 gathered outputs in all layers ([what that means](layouts.md#how-tensor-ranks-share-a-model)). The ranks add up in
 another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1e-15.
 
+And the sequences of each are shared by {ranks} context ranks, as two packed documents: {context}. Types are refused
+whose tokens meet elsewhere than in an attention that transformers lets us replace: recurrent layers, convolutions, an
+attention of the type's own. *ulysses* and *gather* are [how ranks share attention](layouts.md#long-sequences).
+
 Over {expert_ranks} expert ranks, of which each runs two micro batches: {expert}. Types are refused that have no
 experts, or none that transformers has a plan for.
 
@@ -67,8 +74,8 @@ Refused or not built:
 ## All types
 
 What travels is found by trying: what a stage has not received is NaN in it. *Loss* and *gradients* are the largest
-relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor and over expert ranks; of
-gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
+relative differences, first at {stages} stages of a pipeline, then under FSDP2, over tensor, context and expert ranks.
+Of gradients, relative to the largest element of the parameter's, but at least to a thousandth of the model's largest.
 
 {columns}
 {rows}
@@ -86,16 +93,18 @@ def main() -> int:
     torch.set_num_threads(1)
     sharded = run_ranks(shard_types, NUM_RANKS, TYPES, timeout_seconds=1800)
     tensor = run_ranks(tensor_types, NUM_TENSOR_RANKS, TYPES, timeout_seconds=1800)
+    context = run_ranks(share_types, NUM_RANKS, TYPES, ContextMethod.auto, timeout_seconds=1800)
     expert = run_ranks(expert_types, NUM_EXPERT_RANKS, TYPES, timeout_seconds=1800)
     outcomes = {}
     with group_of_one():
         for model_type in TYPES:
             outcomes[model_type] = [split_type(model_type, num_stages) for num_stages in NUM_STAGES]
             logging.info("%s: %s", model_type, ", ".join(outcome.verdict for outcome in outcomes[model_type]))
-    path.write_text(page(outcomes, sharded, tensor, expert), encoding="utf-8")
+    path.write_text(page(outcomes, sharded, tensor, context, expert), encoding="utf-8")
     is_wrong = any(worst_of(tried).verdict == "wrong" for tried in outcomes.values())
     return int(
-        is_wrong or any(one.verdict == "wrong" for of_rank in sharded + tensor + expert for one in of_rank.values())
+        is_wrong
+        or any(one.verdict == "wrong" for of_rank in sharded + tensor + context + expert for one in of_rank.values())
     )
 
 
@@ -103,6 +112,7 @@ def page(
     outcomes: dict[str, list[Outcome]],
     sharded: list[dict[str, Sharded]],
     tensor: list[dict[str, Sharded]],
+    context: list[dict[str, Sharded]],
     expert: list[dict[str, Sharded]],
 ) -> str:
     """The whole page as Markdown."""
@@ -121,13 +131,19 @@ def page(
         more=", ".join(f"`{name}`" for name in NEEDS_MORE_THAN_TEXT),
         sharded=_verdicts(sharded),
         tensor=_verdicts(tensor),
+        ranks=NUM_RANKS,
         tensor_ranks=NUM_TENSOR_RANKS,
+        context=_verdicts(context),
         expert=_verdicts(expert),
         expert_ranks=NUM_EXPERT_RANKS,
         gradient_bound=GRADIENT_BOUND,
-        columns=_columns("fsdp2", "tensor", "expert"),
+        columns=_columns("fsdp2", "tensor", "context", "expert"),
         rows="\n".join(
-            row(model_type, tried, *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, expert)))
+            row(
+                model_type,
+                tried,
+                *([of_rank[model_type] for of_rank in ranks] for ranks in (sharded, tensor, context, expert)),
+            )
             for model_type, tried in outcomes.items()
         ),
     )
@@ -153,7 +169,8 @@ def row(model_type: str, tried: list[Outcome], *layouts: list[Sharded]) -> str:
     cells = [f"`{model_type}`", f"{len(blocks)} {classes}", outcome.verdict, outcome.travels]
     cells += _differences(tried)
     for of_rank in layouts:
-        plan = f", {PLANS[of_rank[0].plan]}" if of_rank[0].plan in PLANS else ""
+        plan = PLANS.get(of_rank[0].plan, "")
+        plan = f", {plan}" if plan else ""
         cells += [of_rank[0].verdict + plan, *_differences(of_rank)]
     return f"| {' | '.join(cells)} |"
 

@@ -46,6 +46,10 @@ _SHARED_KEYS = {
 
 # Fields that the default config of a type lacks or has wrong, at full size.
 FIELDS: dict[str, dict[str, object]] = {
+    # The defaults of these hybrids have blocks of one kind only.
+    "bamba": {"attn_layer_indices": [1, 4, 7]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # Block-sparse attention is for encoders.
     "big_bird": {"attention_type": "original_full"},
     # The default has no rotary parameters for its kinds of blocks, and one kind only.

@@ -32,12 +32,26 @@ def shared(types):
     return run_ranks(share_types, 2, types, ContextMethod.auto, timeout_seconds=1200)
 
 
+SHARED = (
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "qwen3",
+)
+"""Of the sample: those whose tokens meet in attention alone."""
+
+
 @pytest.mark.timeout(1300)
 def test_ranks_that_share_sequences_train_as_one(shared, model_type):
-    """Or they say that they cannot; of the sample, more than half can."""
-    for of_rank in shared:
-        assert of_rank[model_type].verdict in ("exact", "refused"), of_rank[model_type]
-    assert 2 * sum(one.verdict == "exact" for one in shared[0].values()) > len(shared[0])
+    for outcome in (of_rank[model_type] for of_rank in shared):
+        assert outcome.verdict != "wrong", outcome
+        assert outcome.verdict == "exact" or model_type not in SHARED, outcome
 
 
 def test_a_block_that_is_left_out_of_the_reduction_shows():
