@@ -13,7 +13,7 @@ from hfdist.testing import run_ranks
 from tests.distributed.test_optimizers import saved
 from tests.distributed.test_tensor import check
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
-from tests.zoo.tensor_parallel import try_types
+from tests.zoo.sharding import try_types
 
 pytestmark = pytest.mark.distributed
 

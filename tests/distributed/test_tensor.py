@@ -23,7 +23,7 @@ from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.trainer import RunOptions
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, history, uneven_items
-from tests.zoo.tensor_parallel import tensor_types
+from tests.zoo.sharding import tensor_types
 
 pytestmark = pytest.mark.distributed
 
