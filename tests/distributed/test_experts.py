@@ -17,8 +17,8 @@ from tests.zoo.sharding import try_types
 
 pytestmark = pytest.mark.distributed
 
-# Plain; norms of queries and keys; shared experts, and blocks without any; sinks, and experts with biases.
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+# Plain; norms of queries and keys; shared experts, and blocks without any. The zoo has more, on two ranks.
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def try_layout(families, layout):
@@ -28,9 +28,9 @@ def try_layout(families, layout):
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "families"),
     [
-        (2, {"expert": 2}, FAMILIES),
+        (2, {"expert": 2}, ("qwen3_moe",)),
         (4, {"expert": 4}, ("mixtral",)),
-        (4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES[:3]),
+        (4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES),
         (4, {"expert": 2, "tensor": 2}, ("deepseek_v3",)),
     ],
 )

@@ -27,8 +27,8 @@ from tests.zoo.sharding import tensor_types
 
 pytestmark = pytest.mark.distributed
 
-# Tied; norms of queries and keys; packed experts; both; gathered queries and keys; gathered gate and up.
-FAMILIES = ("llama", "qwen3", "mixtral", "gemma3_text", "olmo2", "phi3")
+# Beside those of the zoo: tied, with norms of queries and keys; gathered queries and keys; gathered gate and up.
+FAMILIES = ("gemma3_text", "olmo2", "phi3")
 
 
 @pytest.mark.parametrize(
