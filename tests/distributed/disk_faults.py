@@ -1,13 +1,16 @@
-"""System calls of a real save that fail: strace injects an error into the n-th of a kind, in a real process."""
+"""Saves that a disk fails: strace injects an error into the n-th system call of a kind, or there is too little room."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import re
+import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 
 from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError, HfdistError, ResourceError
+from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.reporting.callbacks import METRICS
 from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
@@ -24,6 +28,7 @@ from tests.distributed.processes import LONGEST_SECONDS, Life
 
 STEP = 2 * SAVE_EVERY
 """Of the save that fails: there is a good checkpoint before."""
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS, which Python has from 3.12 on
 OLDER = f"checkpoints/step-{SAVE_EVERY:08d}"
 """Which is removed once the save is done."""
 ERRORS = {
@@ -49,26 +54,20 @@ class Fault:
     when: int
     """Counted from 1, since the save began."""
 
-    def __str__(self) -> str:
-        return f"{self.call} {self.when}: {self.error}"
-
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of the run."""
 
-    fault: Fault
-    path: str
-    """Where it struck."""
     exit_code: int
-    """Of the run; 0: it went on."""
+    """Of the run; 0: it went on; -1: it ended without a word."""
     message: str
-    whole: int
-    """Step of the newest checkpoint that verified afterwards."""
-
-    def __str__(self) -> str:
-        said = "the run went on" if self.exit_code == 0 else f"exit {self.exit_code}, {self.message.splitlines()[0]}"
-        return f"{self.fault} at {self.path}: {said}; step {self.whole} whole"
+    whole: str | None
+    """The newest checkpoint that verified afterwards."""
+    names: tuple[str, ...]
+    """In the folder of checkpoints."""
+    path: str = ""
+    """Where a fault struck."""
 
 
 @cache
@@ -120,31 +119,22 @@ def run_fault(folder: Path, fault: Fault, reference: Reference) -> Outcome | Non
     """
     folder.mkdir()
     run_dir, trace = folder / "run", folder / "trace"
-    config = make_small_config(run_dir)
-    life = Life(config, 1, folder / "log", partial(_run_with_fault, fault=fault, folder=folder))
-    life.end(LONGEST_SECONDS)
-    said = life.log.read_text()
+    outcome = _run(folder, run_dir, partial(_run_from_last_save, action=partial(inject, fault, trace)))
     injected = re.search(r"^.*\(INJECTED\).*$", trace.read_text(), flags=re.MULTILINE)
     if injected is None:
         return None
     found = re.search(r'[<"](/[^>"]*)[>"]', re.sub("AT_FDCWD<[^>]*>", "", injected[0]))
     path = re.sub(r"\.tmp-[0-9a-f]+", ".tmp", found[1]) if found else "a pipe"
-    exit_code, message = 0, ""
     if path.startswith(f"{run_dir}/"):
         path = path.removeprefix(f"{run_dir}/")
-        if not life.has_finished:
-            exit_code, message = _read_error(folder / "error", said, injected[0])
-        assert not _is_wrong(fault, path, exit_code), f"exit {exit_code}: {injected[0]}\n{said}"
-    checkpoints = run_dir / "checkpoints"
-    whole = newest_whole(run_dir)
-    assert whole is not None
-    assert not list(checkpoints.glob("*.bad-*"))
-    Life(config, 1, folder / "log-again").join()
-    assert read_run(run_dir) == reference
+        assert not _is_wrong(fault, path, outcome.exit_code), f"{outcome}: {injected[0]}"
+    assert outcome.whole is not None
+    assert not [name for name in outcome.names if ".bad-" in name]
+    _go_on(folder, run_dir, reference)
     # The older one may stay: where it could not be removed, no save came after that would.
-    names = [f"checkpoints/{name}" for name in os.listdir(checkpoints)]
+    names = [f"checkpoints/{name}" for name in os.listdir(run_dir / "checkpoints")]
     assert not [name for name in names if not name.startswith(OLDER) and name != f"checkpoints/step-{STEP:08d}"]
-    return Outcome(fault, path, exit_code, message, int(whole.removeprefix("step-")))
+    return replace(outcome, path=path)
 
 
 def _is_wrong(fault: Fault, path: str, exit_code: int) -> bool:
@@ -158,27 +148,17 @@ def _is_wrong(fault: Fault, path: str, exit_code: int) -> bool:
     return exit_code != (ResourceError if is_resource else CheckpointError).exit_code
 
 
-def _read_error(error: Path, said: str, injected: str) -> tuple[int, str]:
-    assert error.exists(), f"not told legibly: {injected}\n{said}"
-    code, _, message = error.read_text().partition(" ")
-    return int(code), message
-
-
-def _run_with_fault(config: RunConfig, *, fault: Fault, folder: Path) -> None:
-    """What the process runs that has the fault."""
+def _run_from_last_save(config: RunConfig, *, action: Callable[[], object]) -> None:
+    """What the process runs: something is done to it before its last save."""
     save = Trainer._save_checkpoint
 
-    def save_with_fault(trainer: Trainer, *more: object) -> None:
+    def act_and_save(trainer: Trainer, *more: object) -> None:
         if trainer.state.global_step == STEP:
-            inject(fault, folder / "trace")
+            action()
         save(trainer, *more)
 
-    Trainer._save_checkpoint = save_with_fault
-    try:
-        main.__wrapped__(config)
-    except HfdistError as error:
-        (folder / "error").write_text(f"{error.exit_code} {error}")
-        raise
+    Trainer._save_checkpoint = act_and_save
+    main.__wrapped__(config)
 
 
 def every_fault(call: str) -> Iterator[Fault]:
@@ -187,3 +167,84 @@ def every_fault(call: str) -> Iterator[Fault]:
     while True:
         yield Fault(call, errors[when % len(errors)], when + 1)
         when += 1
+
+
+# ---- too little room ----
+
+
+def run_on_tmpfs(folder: Path, num_bytes: int, reference: Reference) -> Outcome:
+    """Run on a tmpfs of so many bytes until it is full, give it more room, and go on. Nothing stays mounted.
+
+    Raises:
+        AssertionError: a checkpoint was harmed, or the run that went on is not that with room enough.
+        PermissionError: this process may not mount.
+    """
+    return run_ranks(partial(_run_on_tmpfs, folder, num_bytes, reference), 1, timeout_seconds=300, group=False)[0]
+
+
+def require_mount() -> None:
+    """Skip the test where nothing can be mounted."""
+    try:
+        run_ranks(_leave_mounts, 1, group=False)
+    except RankFailed as error:
+        pytest.skip(f"mounts of its own are not allowed: {str(error).strip().splitlines()[-1]}")
+
+
+def _run_on_tmpfs(folder: Path, num_bytes: int, reference: Reference) -> Outcome:
+    # Its thread does not live on in the ranks that are forked here, and they would wait for it.
+    faulthandler.cancel_dump_traceback_later()
+    _leave_mounts()
+    disk = folder / "disk"
+    disk.mkdir()
+    _mount("-t", "tmpfs", "-o", f"size={num_bytes}", "small", disk)
+    outcome = _run(folder, disk / "run", main.__wrapped__)
+    _mount("-o", f"remount,size={100 * num_bytes}", disk)
+    _go_on(folder, disk / "run", reference)
+    return outcome
+
+
+def _leave_mounts() -> None:
+    """What this process mounts from here on, others do not see, and it is gone with the process."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
+        raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
+    _mount("--make-rprivate", "/")
+
+
+def _mount(*arguments: object) -> None:
+    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PermissionError(done.stderr.strip())
+
+
+def run_with_short_files(folder: Path, num_bytes: int, reference: Reference) -> Outcome:
+    """Let no file grow beyond so many bytes from the second save on, then go on without that limit."""
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    outcome = _run(folder, folder / "run", partial(_run_from_last_save, action=limit))
+    _go_on(folder, folder / "run", reference)
+    return outcome
+
+
+def _run(folder: Path, run_dir: Path, run: Callable[[RunConfig], object]) -> Outcome:
+    told = folder / "error"
+
+    def run_and_tell(config: RunConfig) -> None:
+        try:
+            run(config)
+        except HfdistError as error:
+            told.write_text(f"{error.exit_code} {error}")
+            raise
+
+    life = Life(make_small_config(run_dir), 1, folder / "log", run_and_tell)
+    life.end(LONGEST_SECONDS)
+    if told.exists():
+        code, _, message = told.read_text().partition(" ")
+    else:
+        code, message = (0, "") if life.has_finished else (-1, life.log.read_text())
+    checkpoints = run_dir / "checkpoints"
+    names = tuple(sorted(path.name for path in checkpoints.iterdir())) if checkpoints.is_dir() else ()
+    return Outcome(int(code), message, newest_whole(run_dir), names)
+
+
+def _go_on(folder: Path, run_dir: Path, reference: Reference) -> None:
+    Life(make_small_config(run_dir), 1, folder / "log-again").join()
+    assert read_run(run_dir) == reference

@@ -23,7 +23,6 @@ from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import eval_losses, losses, pretrain
-from tests.distributed.save_costs import NUM_RANKS, REPEATS, describe_costs, num_parameters
 from tests.imports import import_all
 from tests.unit.checkpoint.pieces import write_checkpoint
 
@@ -194,11 +193,10 @@ def _change(checkpoint: Path, folder: Path, change: Change, add_files: Callable[
 
 
 def write_tables(path: Path) -> None:
-    """Run all pairs of layouts, the controls and the measurements of cost, and write what came out as Markdown."""
+    """Run all pairs of layouts and the controls, and write what came out as Markdown."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = [*_head(), *_describe_pairs(folder), *_describe_controls(folder), *_cost_head()]
-        lines += describe_costs(folder, _say)
+        lines = [*_head(), *_describe_pairs(folder), *_describe_controls(folder)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
@@ -257,19 +255,6 @@ relative difference of losses, and of the held-out loss at the end, from those o
 {BOUND:.0e}. A Llama of 8 blocks with tied embeddings, whose vocabulary and inner width four ranks do not divide; the
 learning rate changes and the gradient is clipped in every step. Written by `make layouts` with torch
 {torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
-"""
-    return text.split("\n")
-
-
-def _cost_head() -> list[str]:
-    text = f"""
-## What saving and loading cost
-
-A Llama of {num_parameters() / 1e6:.0f} million parameters with Adam's state, in float32, on {NUM_RANKS} ranks of one
-machine. *gather*: all is sent to rank 0, which writes one safetensors file; *distribute*: rank 0 reads it, every tensor
-is broadcast whole, and each rank keeps its part. Both ways write through to the disk; a save also hashes every file.
-Medians of {REPEATS} times taken in turn; *ratio* is ours to the other's. *peak*: memory beyond what was held before, on
-the rank that took most.
 """
     return text.split("\n")
 

@@ -17,6 +17,7 @@ import time
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 
@@ -71,34 +72,20 @@ class Sample:
 
 def sample(ranks: Ranks) -> Sample:
     """Look at all ranks."""
-    families = [_family(int(process.pid or 0)) for process in ranks.processes]
-    memory = [[_resident_mib(pid) for pid in family] for family in families]
+    main = [psutil.Process(process.pid) for process in ranks.processes]
+    families = [[process, *process.children(recursive=True)] for process in main]
+    memory = [[process.memory_info().rss / MEBIBYTE for process in family] for family in families]
     shared = [path.stat().st_size for path in SHARED.rglob("*") if path.is_file()]
     return Sample(
         rank_mib=max(family[0] for family in memory),
         loader_mib=max(sum(family[1:]) for family in memory),
-        descriptors=max(sum(_count(pid, "fd") for pid in family) for family in families),
-        threads=max(sum(_count(pid, "task") for pid in family) for family in families),
+        descriptors=max(sum(process.num_fds() for process in family) for family in families),
+        threads=max(sum(process.num_threads() for process in family) for family in families),
         processes=max(map(len, families)),
         shared_files=len(shared),
         shared_mib=sum(shared) / MEBIBYTE,
         run_mib=_folder_bytes(ranks.run_dir) / MEBIBYTE,
     )
-
-
-def _family(pid: int) -> list[int]:
-    """Give the process and its descendants."""
-    children = [int(word) for task in Path(f"/proc/{pid}/task").glob("*/children") for word in task.read_text().split()]
-    return [pid, *(member for child in children for member in _family(child))]
-
-
-def _resident_mib(pid: int) -> float:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(status["VmRSS"].split()[0]) / 1024
-
-
-def _count(pid: int, folder: str) -> int:
-    return len(os.listdir(f"/proc/{pid}/{folder}"))
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -11,7 +11,7 @@ from hfdist.errors import ConfigError
 from hfdist.strategies import context
 from hfdist.strategies.context import ContextParallel, make_context_parallel
 from hfdist.testing import RankFailed, run_ranks
-from tests.distributed.test_trainer import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
+from tests.distributed.trainers import GLOBAL_BATCH, NoLossKwargs, history, make_arguments, make_model
 from tests.zoo import sharding
 from tests.zoo.models import make_model as make_small
 from tests.zoo.models import tiny_config, tiny_model
@@ -73,9 +73,9 @@ def test_rows_of_any_length_and_padding(tmp_path, layout, side, with_mask):
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3", "mixtral", "cohere2", "phi3")
 
 
-@pytest.mark.parametrize(("method", "num_ranks"), [("auto", 2), ("gather", 3)])
-def test_families_train_as_on_one_process(method, num_ranks):
-    for tried in run_ranks(share_types, num_ranks, FAMILIES, ContextMethod[method]):
+def test_families_train_as_on_one_process():
+    """By gathering, on a number of ranks that divides nothing; the zoo has two ranks, and the method that fits."""
+    for tried in run_ranks(share_types, 3, FAMILIES, ContextMethod.gather):
         assert {name: one for name, one in tried.items() if one.verdict != "exact"} == {}
 
 

@@ -9,8 +9,11 @@ from tests.distributed.disk_faults import (
     STEP,
     every_fault,
     make_small_config,
+    require_mount,
     require_strace,
     run_fault,
+    run_on_tmpfs,
+    run_with_short_files,
 )
 from tests.distributed.fault_points import Moment
 from tests.distributed.faults import (
@@ -26,7 +29,6 @@ from tests.distributed.faults import (
     strike,
 )
 from tests.distributed.kills import BOUND, run_both
-from tests.distributed.small_disk import require_mount, run_on_tmpfs, run_with_short_files
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from hfdist.errors import ConfigError
 from hfdist.strategies.fsdp import FsdpEngine
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.test_optimizers import saved
-from tests.distributed.test_trainer import GLOBAL_BATCH, STEPS, make_model, uneven_items
+from tests.distributed.trainers import GLOBAL_BATCH, STEPS, make_model, on_ranks, uneven_items
 
 pytestmark = pytest.mark.distributed
 
@@ -79,7 +79,8 @@ def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeyp
         run_ranks(evaluated_by_the_original, 2, tmp_path / "spoilt")
 
 
-def reductions_of_replicas(folder):
+@on_ranks(4)
+def test_replicas_are_reduced_once_a_step(tmp_path):
     count = 0
     accumulating = FsdpEngine.accumulating
 
@@ -89,15 +90,11 @@ def reductions_of_replicas(folder):
         return accumulating(engine)
 
     FsdpEngine.accumulating = counted
-    trainer = make_trainer(folder, layout={"replicate": 2})
+    trainer = make_trainer(tmp_path, layout={"replicate": 2})
     trainer.train()
-    return count, trainer.strategy.batch.num_microbatches
-
-
-def test_replicas_are_reduced_once_a_step(tmp_path):
-    for count, num_microbatches in run_ranks(reductions_of_replicas, 4, tmp_path):
-        assert num_microbatches > 1
-        assert count == STEPS * (num_microbatches - 1)
+    num_microbatches = trainer.strategy.batch.num_microbatches
+    assert num_microbatches > 1
+    assert count == STEPS * (num_microbatches - 1)
 
 
 def offloaded():
@@ -114,23 +111,17 @@ def test_offloaded_shards_stay_where_they_are():
         assert devices == {"cpu"}
 
 
-def offloaded_alone():
+@on_ranks(1)
+def test_one_rank_has_nothing_to_offload():
     with pytest.raises(ConfigError, match="one data rank has none") as caught:
         make_strategy(offload="cpu")
-    return caught.value.where
+    assert caught.value.where == "strategy.offload"
 
 
-def test_one_rank_has_nothing_to_offload():
-    assert run_ranks(offloaded_alone, 1) == ["strategy.offload"]
-
-
-def refused():
+@on_ranks(2)
+def test_a_parameter_without_a_dimension_is_refused_by_name():
     model = make_model()
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="single number without a dimension") as caught:
         make_strategy().build(model)
-    return caught.value.where
-
-
-def test_a_parameter_without_a_dimension_is_refused_by_name():
-    assert run_ranks(refused, 2) == ["scale", "scale"]
+    assert caught.value.where == "scale"

@@ -9,14 +9,16 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hfdist
-from hfdist.config.strategy import Sharding
 from hfdist.testing import run_ranks
-from tests.distributed.test_trainer import (
+from tests.distributed.trainers import (
     GLOBAL_BATCH,
     STEPS,
+    NoLossKwargs,
     make_arguments,
     make_model,
     make_strategy,
+    make_trainer,
+    on_ranks,
     uneven_items,
 )
 
@@ -96,21 +98,18 @@ CASES = {
 }
 
 
-def train(folder, kind, case, model="llama", **more):
+def make_frozen():
+    """Not all of it trains."""
+    model = make_model()
+    model.model.norm.weight.requires_grad_(False)
+    return model
+
+
+def train(folder, kind, case, model=make_frozen, **more):
     fields = dict(case)
-    strategy = make_strategy(Sharding.none, fields.pop("micro_batch_size", MICRO_BATCH))
+    strategy = make_strategy(micro_batch_size=fields.pop("micro_batch_size", MICRO_BATCH))
     record = Record()
-    whole = make_model(model)
-    if model == "llama":
-        whole.model.norm.weight.requires_grad_(False)
-    trainer = kind(
-        whole,
-        make_arguments(folder, strategy, **fields),
-        strategy=strategy,
-        train_dataset=uneven_items(),
-        callbacks=[record],
-        **more,
-    )
+    trainer = make_trainer(folder, strategy, kind=kind, model=model, arguments=fields, callbacks=[record], **more)
     trainer.train()
     assert (trainer._lean_step is None) == issubclass(kind, Original)
     assert "zero_grad" not in vars(trainer.model_wrapped)
@@ -129,53 +128,44 @@ def assert_same(one, other):
             assert value is None or torch.equal(value, others[name]), name
 
 
-def both(folder, case, kinds=(hfdist.Trainer, Original), model="llama", **more):
-    lean, original = (train(folder, kind, case, model, **more) for kind in kinds)
+def both(folder, case, kinds=(hfdist.Trainer, Original), **more):
+    lean, original = (train(folder, kind, case, **more) for kind in kinds)
     assert_same(lean, original)
     return len(lean[0]), lean[1].count("on_substep_end")
 
 
-def all_cases(folder):
-    found = {name: both(folder, case) for name, case in CASES.items()}
-    both(folder, {}, (OwnLoss, OriginalOwnLoss))
-    both(folder, {}, compute_loss_func=own_loss)
-    both(folder, {}, model="plain")
-    return found
-
-
 def test_one_process_gives_the_same_bits(tmp_path):
-    [found] = run_ranks(all_cases, 1, tmp_path, group=False)
+    def all_cases():
+        found = {name: both(tmp_path, case) for name, case in CASES.items()}
+        both(tmp_path, {}, (OwnLoss, OriginalOwnLoss))
+        both(tmp_path, {}, compute_loss_func=own_loss)
+        both(tmp_path, {}, model=NoLossKwargs)
+        return found
+
+    [found] = run_ranks(all_cases, 1, group=False)
     # The losses of all steps and the summary; and three of four micro batches do not end a step.
     assert found["whole"] == (STEPS + 1, 0)
     assert found["accumulated"] == (STEPS + 1, STEPS * 3)
 
 
-def on_two_ranks(folder):
-    return both(folder, {}), both(folder, {"average_tokens_across_devices": False})
-
-
+@on_ranks(2)
 def test_two_ranks_give_the_same_bits(tmp_path):
-    expected = (STEPS + 1, STEPS)
-    assert run_ranks(on_two_ranks, 2, tmp_path) == [(expected, expected)] * 2
+    for case in ({}, {"average_tokens_across_devices": False}):
+        assert both(tmp_path, case) == (STEPS + 1, STEPS)
 
 
-def beside_transformers(folder):
-    record = Record()
-    model = make_model()
-    model.model.norm.weight.requires_grad_(False)
-    arguments = make_arguments(folder, per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=4,
+@on_ranks(1, group=False)
+def test_it_gives_the_bits_of_the_original_class(tmp_path):
+    record, model = Record(), make_frozen()
+    arguments = make_arguments(tmp_path, per_device_train_batch_size=MICRO_BATCH, gradient_accumulation_steps=4,
                                optim="adamw_torch_fused")  # fmt: skip
     trainer = transformers.Trainer(model, arguments, train_dataset=uneven_items(), callbacks=[record])
     trainer.train()
-    history, events, gradients, weights = train(folder, hfdist.Trainer, {"optim": "adamw_torch_fused"})
+    history, events, gradients, weights = train(tmp_path, hfdist.Trainer, {"optim": "adamw_torch_fused"})
     kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "train_loss")
     for line, other in zip(history, trainer.state.log_history, strict=True):
         assert [line.get(name) for name in kept] == [other.get(name) for name in kept]
     assert_same(([], events, gradients, weights), ([], record.events, record.gradients, dict(model.state_dict())))
-
-
-def test_it_gives_the_bits_of_the_original_class(tmp_path):
-    run_ranks(beside_transformers, 1, tmp_path, group=False)
 
 
 class Copies(TrainerCallback):
@@ -191,15 +181,8 @@ class Copies(TrainerCallback):
         state.has_copied = True
 
 
-def copying(folder):
-    strategy = make_strategy(Sharding.none, MICRO_BATCH)
-    arguments = make_arguments(folder, strategy, max_steps=1)
-    trainer = hfdist.Trainer(
-        make_model(), arguments, strategy=strategy, train_dataset=uneven_items(), callbacks=[Copies()]
-    )
-    trainer.train()
-    return trainer.state.has_copied
-
-
+@on_ranks(1, group=False)
 def test_a_copy_of_the_model_clears_its_own_gradients(tmp_path):
-    assert run_ranks(copying, 1, tmp_path, group=False) == [True]
+    trainer = make_trainer(tmp_path, arguments={"max_steps": 1}, callbacks=[Copies()])
+    trainer.train()
+    assert trainer.state.has_copied

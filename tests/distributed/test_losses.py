@@ -155,7 +155,6 @@ def originals(tmp_path_factory):
 @pytest.mark.parametrize(
     ("sharding", "num_ranks", "kinds"),
     [
-        (Sharding.none, 1, list(KINDS)),
         (Sharding.none, 3, list(KINDS)),
         (Sharding.zero2, 2, ["causal that does not shift", "number"]),
         (Sharding.zero3, 2, ["causal that does not shift", "spans"]),

@@ -14,7 +14,7 @@ import hfdist
 from hfdist.optim.registry import GROUP
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.runs import losses, pretrain, weights
-from tests.distributed.test_trainer import GLOBAL_BATCH, LENGTH, STEPS, make_model, uneven_items
+from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, STEPS, make_model, uneven_items
 from tests.packages import install_package
 from tests.unit.test_optim import PLUGIN
 

@@ -12,6 +12,7 @@ from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.testing import run_ranks
 from hfdist.trainer.reporting.callbacks import TimelineDrawer
+from tests.distributed.trainers import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -79,32 +80,23 @@ def test_the_export_is_one_models(both):
         assert torch.allclose(ours[name], tensor, rtol=1e-5, atol=1e-6), name
 
 
-def stop_early(folder):
-    trainer = make_trainer(
-        folder, 2, callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=9)]
-    )
-    trainer.train()
-    return trainer.state.global_step
-
-
+@on_ranks(2)
 def test_early_stopping_stops_all_ranks(tmp_path):
-    assert run_ranks(stop_early, 2, tmp_path) == [2, 2]
+    impatient = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=9)
+    trainer = make_trainer(tmp_path, 2, callbacks=[impatient])
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
-def ask_for_logits(folder):
-    trainer = make_trainer(folder, 2)
-    said = []
-    for wish in (lambda: trainer.predict(items(2)), lambda: make_trainer(folder, 2, compute_metrics=len)):
+@on_ranks(2)
+def test_what_needs_logits_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, 2)
+    for wish in (lambda: trainer.predict(items(2)), lambda: make_trainer(tmp_path, 2, compute_metrics=len)):
         with pytest.raises(ConfigError, match="needs the logits") as refused:
             wish()
-        said.append(refused.value.where)
+        assert refused.value.where == "strategy.pipeline, strategy.context"
     with pytest.raises(PartitionError, match="cannot be called by itself"):
         trainer.model(input_ids=items(1)[0]["input_ids"][None])
-    return said
-
-
-def test_what_needs_logits_is_refused(tmp_path):
-    assert run_ranks(ask_for_logits, 2, tmp_path) == [["strategy.pipeline, strategy.context"] * 2] * 2
 
 
 def train_and_draw(folder):
@@ -124,20 +116,17 @@ def test_the_measured_schedule_is_drawn(tmp_path):
         assert of_rank.count("forward") == of_rank.count("backward") == 4
 
 
-def wrong_layouts():
-    said = []
-    for layout in ({"pipelin": 2}, {"pipeline": 2, "sharding": "zero2"}, {"pipeline": 2, "schedule": "2f2b"}):
-        with pytest.raises(ConfigError) as refused:
-            hfdist.make_strategy(global_batch_size=4, **layout)
-        said.append(str(refused.value))
-    return said
-
-
-def test_a_layout_from_python_is_checked_as_one_from_yaml():
-    unknown, sharding, schedule = run_ranks(wrong_layouts, 1, group=False)[0]
-    assert "pipelin" in unknown
-    assert "strategy.sharding=zero1" in sharding
-    assert "1f1b" in schedule
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        ({"pipelin": 2}, "pipelin"),
+        ({"pipeline": 2, "sharding": "zero2"}, "strategy.sharding=zero1"),
+        ({"pipeline": 2, "schedule": "2f2b"}, "1f1b"),
+    ],
+)
+def test_a_layout_from_python_is_checked_as_one_from_yaml(layout, word):
+    with pytest.raises(ConfigError, match=word):
+        hfdist.make_strategy(global_batch_size=4, **layout)
 
 
 FROZEN = ("model.embed_tokens", "model.layers.0.", "model.layers.1.")
@@ -167,47 +156,36 @@ def test_frozen_lower_blocks_change_nothing_under_any_schedule(tmp_path):
             assert torch.tensor(lines) == pytest.approx(torch.tensor(reference[None, case[1]]), rel=1e-5), case
 
 
-def wrong_uses(folder):
-    """What is refused on all ranks alike, and where."""
-    said = []
-    for more in (
-        {"arguments": {"save_only_model": True}},
-        {"optimizers": (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), None)},
-    ):
+@on_ranks(2)
+def test_what_would_train_wrongly_is_refused(tmp_path):
+    for more, where in (
+        ({"arguments": {"save_only_model": True}}, "args.save_only_model"),
+        ({"optimizers": (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), None)}, "optimizers"),
+        ({"pipeline": 1, "layout": {"data": 2, "sharding": "zero1"}, "arguments": {"max_grad_norm": 0.5}},
+         "args.max_grad_norm"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError) as refused:
-            make_trainer(folder, 2, **more)
-        said.append(refused.value.where)
-    with pytest.raises(ConfigError) as refused:
-        make_trainer(folder, 1, layout={"data": 2, "sharding": "zero1"}, arguments={"max_grad_norm": 0.5})
-    said.append(refused.value.where)
-    trainer = make_trainer(folder, 2)
+            make_trainer(tmp_path, **{"pipeline": 2} | more)
+        assert refused.value.where == where
+    trainer = make_trainer(tmp_path, 2)
     trainer.model.model.norm.requires_grad_(False) if dist.get_rank() else trainer.model.requires_grad_(False)
     with pytest.raises(PartitionError, match="frozen or unfrozen"):
         trainer.train()
-    trainer = make_trainer(folder, 2)
+    trainer = make_trainer(tmp_path, 2)
     trainer.train_dataset = items(10)[dist.get_rank() :]
     with pytest.raises(DataError, match="different batches"):
         trainer.train()
-    return said
 
 
-def test_what_would_train_wrongly_is_refused(tmp_path):
-    wanted = ["args.save_only_model", "optimizers", "args.max_grad_norm"]
-    assert run_ranks(wrong_uses, 2, tmp_path) == [wanted] * 2
-
-
-def train_with_dropout(folder):
-    losses = []
-    for name, checkpoint in (("whole", None), ("resumed", str(folder / "whole" / "checkpoint-3"))):
-        arguments = {"max_steps": 5, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 3}
-        trainer = make_trainer(folder / name, 2, layout={}, arguments=arguments, dropout=0.2)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    return losses
-
-
+@on_ranks(2)
 def test_dropout_goes_on_where_it_was(tmp_path):
     """In the middle of an epoch of a shuffled dataset."""
-    whole, resumed = run_ranks(train_with_dropout, 2, tmp_path)[0]
+    losses = []
+    for name, checkpoint in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-3"))):
+        arguments = {"max_steps": 5, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 3}
+        trainer = make_trainer(tmp_path / name, 2, arguments=arguments, dropout=0.2)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    whole, resumed = losses
     assert resumed[-2:] == pytest.approx(whole[-2:], rel=1e-6)
     assert len(whole) == 5

@@ -71,21 +71,6 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
             assert torch.allclose(weights(tmp_path)[name], reference, rtol=1e-6, atol=1e-7), name
 
 
-def test_only_the_newest_are_kept(whole_runs):
-    names = sorted(path.name for path in (whole_runs("single", 1) / "checkpoints").iterdir())
-    assert names == ["step-00000010", "step-00000012"]
-
-
-def test_the_best_and_every_so_many_are_kept(tmp_path, cache_dir):
-    settings = ("checkpoint=default", "checkpoint.every=2", "train.eval_every=1", "checkpoint.keep=1")
-    explode = ("optimizer.lr=3e-2", "optimizer.schedule=constant", "train.max_steps=12", "optimizer.warmup_steps=0")
-    pretrain(tmp_path, 2, "strategy=ddp", *settings, *explode, "checkpoint.keep_every=8", "checkpoint.keep_best=true")
-    evaluated = {line["step"]: line["eval_loss"] for line in read_metrics(tmp_path / METRICS) if "eval_loss" in line}
-    best = min(range(2, 13, 2), key=evaluated.__getitem__)
-    steps = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
-    assert steps == sorted({best, 8, 12})
-
-
 def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
 
@@ -148,16 +133,6 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoints(whole_runs,
     assert losses(run) == losses(whole)
 
 
-def test_a_finished_run_does_no_further_step(whole_runs, tmp_path):
-    whole = whole_runs("single", 1)
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
-    assert losses(tmp_path) == losses(whole)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step-00000012"
-    for name, reference in weights(whole).items():
-        assert torch.equal(weights(tmp_path)[name], reference), name
-
-
 def test_a_branch_in_the_same_folder_is_refused(whole_runs, tmp_path):
     shutil.copytree(whole_runs("single", 1), tmp_path, dirs_exist_ok=True)
     earlier = tmp_path / "checkpoints" / "step-00000010"
@@ -171,16 +146,6 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(whole_runs, tmp_pat
     flip_a_bit(chosen / "model.safetensors")
     with pytest.raises(RankFailed, match=r"model\.safetensors"):
         pretrain(tmp_path / "new", 1, "strategy=single", *SAVING, *DROPOUT, f"checkpoint.resume={chosen}")
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(whole_runs, tmp_path):
-    whole = whole_runs("single", 1)
-    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    flip_a_bit(tmp_path / "checkpoints" / "step-00000012" / "model.safetensors")
-    pretrain(tmp_path, 1, "strategy=single", *SAVING, *DROPOUT)
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
-    assert any(name.startswith("step-00000012.bad-") for name in names), names
-    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-7)
 
 
 def test_what_changes_the_training_is_refused_unless_it_is_allowed(whole_runs, tmp_path):
@@ -212,10 +177,3 @@ def test_other_data_are_read_from_their_beginning_if_that_is_allowed(whole_runs,
     run = open_past_run(tmp_path, compose_config([*SMALL, f"run.dir={tmp_path}", *other]))
     said = list(prove_once(run))
     assert said[-1].startswith("AUDIT: passed")
-
-
-def test_the_config_of_the_run_is_written(whole_runs):
-    run = whole_runs("single", 1)
-    text = (run / "config.yaml").read_text()
-    assert "sharding: none" in text
-    assert f"dir: {run}" in text

@@ -17,9 +17,16 @@ from hfdist.strategies.self_check import GRADIENT_BOUND
 from hfdist.strategies.tensor.plan import ALL_GATHERED, OWN, OWN_GATHERED
 from hfdist.testing import run_ranks
 from tests.zoo.models import NOT_BUILDABLE, TYPES, tiny_model
-from tests.zoo.sharding import Sharded, shard_types, share_types
+from tests.zoo.sharding import (
+    NUM_EXPERT_RANKS,
+    NUM_TENSOR_RANKS,
+    Sharded,
+    expert_types,
+    shard_types,
+    share_types,
+    tensor_types,
+)
 from tests.zoo.splitting import NEEDS_MORE_THAN_TEXT, TOLERANCE, Outcome, group_of_one, split_type
-from tests.zoo.tensor_parallel import NUM_EXPERT_RANKS, NUM_TENSOR_RANKS, expert_types, tensor_types
 
 NUM_STAGES = (2, 3)
 NUM_RANKS = 2

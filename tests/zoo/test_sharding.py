@@ -1,57 +1,51 @@
-"""Every type trains under FSDP2 exactly as the whole model; ranks share sequences exactly, or refuse to."""
+"""Every type, over the ranks of each axis, trains exactly as the whole model, or is refused before it trains."""
+
+from functools import partial
 
 import pytest
 
 from hfdist.config.strategy import ContextMethod
 from hfdist.strategies import fsdp
 from hfdist.testing import run_ranks
-from tests.zoo.sharding import shard_types, share_types
+from tests.zoo.sharding import expert_types, shard_types, share_types, tensor_types
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
 
-REFUSED: dict[str, str] = {}
-"""The only types that may be refused, and with what reason."""
+AXES = {
+    "fsdp2": shard_types,
+    "tensor": tensor_types,
+    "context": partial(share_types, method=ContextMethod.auto),
+    "expert": expert_types,
+}
+REFUSED = {
+    "fsdp2": set(),
+    # Types of which no small model can be made, or one that trains on text alone and in evaluation mode.
+    "tensor": {"gemma3n", "git", "musicgen", "musicgen_melody", "reformer", "zamba", "zamba2"},
+}
+"""The only types that may be refused."""
+EXACT = {
+    # Of the sample: those whose tokens meet in attention alone, and those with experts.
+    "context": {"cohere2", "deepseek_v3", "gemma2", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "llama",
+                "mixtral", "qwen3"},
+    "expert": {"deepseek_v3", "gpt_oss", "mixtral"},
+}  # fmt: skip
+"""Types that must not be refused; most others are."""
 
 
-@pytest.fixture(scope="module")
-def outcomes(types):
-    return run_ranks(shard_types, 2, types, timeout_seconds=1200)
+@pytest.fixture(scope="module", params=AXES)
+def outcomes(request, types):
+    return request.param, run_ranks(AXES[request.param], 2, types, timeout_seconds=1800)
 
 
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(1900)
 def test_a_sharded_model_trains_as_the_whole(outcomes, model_type):
-    for outcome in (of_rank[model_type] for of_rank in outcomes):
-        if model_type in REFUSED:
-            assert REFUSED[model_type] in outcome.reason
-        else:
-            assert outcome.verdict == "exact", outcome
-
-
-@pytest.fixture(scope="module")
-def shared(types):
-    return run_ranks(share_types, 2, types, ContextMethod.auto, timeout_seconds=1200)
-
-
-SHARED = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3n_text",
-    "gemma4_text",
-    "gpt2",
-    "gpt_oss",
-    "llama",
-    "mixtral",
-    "qwen3",
-)
-"""Of the sample: those whose tokens meet in attention alone."""
-
-
-@pytest.mark.timeout(1300)
-def test_ranks_that_share_sequences_train_as_one(shared, model_type):
-    for outcome in (of_rank[model_type] for of_rank in shared):
+    axis, of_ranks = outcomes
+    for outcome in (of_rank[model_type] for of_rank in of_ranks):
         assert outcome.verdict != "wrong", outcome
-        assert outcome.verdict == "exact" or model_type not in SHARED, outcome
+        if axis in REFUSED:
+            assert (outcome.verdict == "refused") == (model_type in REFUSED[axis]), outcome
+        else:
+            assert outcome.verdict == "exact" or model_type not in EXACT[axis], outcome
 
 
 def test_a_block_that_is_left_out_of_the_reduction_shows():

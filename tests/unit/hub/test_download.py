@@ -254,7 +254,7 @@ def test_a_full_disk(served, tmp_path, fetch):
 
 def _fill_and_fetch(blobs, fetch):
     """On a disk of this process's own, too small for the weights."""
-    from tests.distributed.small_disk import _leave_mounts, _mount
+    from tests.distributed.disk_faults import _leave_mounts, _mount
 
     try:
         _leave_mounts()
