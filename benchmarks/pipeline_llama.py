@@ -21,6 +21,7 @@ from benchmarks.table import Measure, describe_run, markdown, publish, read_opti
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.testing import run_ranks
+from hfdist.trainer.trainer import RunOptions
 
 NUM_RANKS = 2
 NUM_MICROBATCHES = 8
@@ -106,8 +107,10 @@ def measure(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
     return median_fields(steps)
 
 
-def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, Any]) -> list[Cost]:
-    """Train for some steps on one rank; what each took but the first ones."""
+def train(
+    folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, Any], options: RunOptions | None = None
+) -> list[Cost]:
+    """Train for some steps on one rank; what each took but the first ones. `options`: of the Trainer."""
     clock = Clock()
     trainer = make_trainer(
         folder,
@@ -117,6 +120,7 @@ def train(folder: str, layout: dict[str, Any], num_steps: int, sizes: dict[str, 
         sequence_tokens=SEQUENCE_TOKENS,
         max_steps=NUM_WARMUP_STEPS + num_steps,
         callbacks=[clock],
+        options=options,
     )
     trainer.train()
     readings = clock.readings[NUM_WARMUP_STEPS - 1 :]

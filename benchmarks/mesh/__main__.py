@@ -25,7 +25,10 @@ from benchmarks.pipeline_llama import (
 )
 from benchmarks.rounds import median_fields, medians_or_reasons
 from benchmarks.table import Measure, add_options, describe_run, last_said, markdown, publish
+from hfdist.config.model import Loss
+from hfdist.models.loss import LossHead
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.trainer import RunOptions
 
 NUM_RANKS = 2
 MOST_OF_PEER = 0.9
@@ -73,7 +76,9 @@ def main() -> None:
 def _measure_own(name: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         num_ranks = 1 if name == ALONE else NUM_RANKS
-        return _of_ranks(run_ranks(train, num_ranks, folder, LAYOUTS[name], num_steps, sizes, timeout_seconds=600))
+        # As `model.loss=auto` has it for this model.
+        arguments = LAYOUTS[name], num_steps, sizes, RunOptions(loss_head=LossHead(Loss.chunked))
+        return _of_ranks(run_ranks(train, num_ranks, folder, *arguments, timeout_seconds=600))
 
 
 def _measure_peer(library: str, layout: str, num_steps: int, sizes: dict[str, Any]) -> Cost:
@@ -127,10 +132,12 @@ def _preamble(options: argparse.Namespace) -> str:
     return (
         "## A small Llama on two ranks\n\n"
         f"{NUM_MICROBATCHES} sequences of {SEQUENCE_TOKENS} tokens a step, one a micro batch, float32, AdamW, one "
-        "thread a rank, through `hfdist.Trainer`. fsdp2: each rank reads half of the sequences; tensor: both read all, "
-        "and each has half of the matrices of a block; context: each computes half of each sequence. Beside them "
-        "`fully_shard` and `parallelize_module` of torch, and FSDP2 and ParallelismConfig of accelerate, in a bare "
-        "loop with the same micro batches. accelerate refuses both on a CPU, so it is told that its ranks have GPUs. "
+        "thread a rank, through `hfdist.Trainer` with the loss in chunks, as recipes have it. fsdp2: each rank reads "
+        "half of the sequences; tensor: both read all, and each has half of the matrices of a block; context: each "
+        "computes half of each sequence. Beside them `fully_shard` and `parallelize_module` of torch, and FSDP2 and "
+        "ParallelismConfig of accelerate, in a bare loop with the same micro batches and the model's own loss. "
+        "accelerate's FSDP2 holds whole gradients until the last micro batch, and reduces them once; hfdist and torch "
+        "reduce them to shards in each. accelerate refuses both on a CPU, so it is told that its ranks have GPUs. "
         "torchtitan does not run on a CPU. CPU: of all threads of both ranks. "
         f"Medians of {options.rounds} interleaved runs, each the median of {options.steps} steps after "
         f"{NUM_WARMUP_STEPS}.\n\n"

@@ -77,7 +77,7 @@ class Costs:
     """Bytes by axis and kind of collective; `other` is what no formula has."""
     expected_sent: Counter[tuple[str, str]]
     socket_bytes: float
-    """By the sockets. gloo's reduce-scatter sends what an all-reduce does."""
+    """By the sockets. A reduce-scatter of gloo sends what an all-reduce does."""
     held: dict[str, float]
     expected_held: dict[str, float]
 
@@ -209,7 +209,7 @@ def _preamble() -> str:
         f"{_LLAMA['hidden_size']} and a vocabulary of {_LLAMA['vocab_size']}, float32, AdamW, through "
         f"`hfdist.Trainer` with its loss in chunks; {step} for a data rank (fsdp2, hsdp: one). 2 ranks; hsdp: 2 "
         "replicas of 2 shards; 3d: 2 stages x 2 shards x 2 tensor ranks. Averages over the ranks, counted at the "
-        "collectives as a ring would send; in fsdp2 and hsdp gloo's reduce-scatter sends twice as much. `other`: what "
+        "collectives as a ring would send; gloo's own reduce-scatter sends twice as much. `other`: what "
         "no formula has, such as the count of targets, norms and checks. The formulas stand in "
         "`benchmarks/mesh/theory.py`.\n\n"
         f"{describe_run('benchmarks.mesh.costs', 'torch', 'transformers')}"

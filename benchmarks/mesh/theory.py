@@ -176,7 +176,8 @@ def _add_state(add: Any, model: Model, layout: Layout) -> None:
         # A pipeline keeps what it has gathered to the end of the step.
         again = model.blocks if layout.reshards and layout.pipeline == 1 else 0
         add(_SHARD, shards, "all-gather", weights + again)
-        add(_SHARD, shards, "reduce-scatter", weights)
+        # On a CPU gradients are reduced to shards by an exchange, which sends what a reduce-scatter does.
+        add(_SHARD, shards, "all-to-all", weights)
         add(_REPLICATE, layout.replicate, "all-reduce", weights / shards)
     else:
         # In these layouts the ranks of one axis have other tokens, and its name.
