@@ -84,8 +84,7 @@ losses and weights of that run, beside one process that goes through. {END - MID
 other weights before it reads those. Bounds: {BOUNDS.gradient:.0e} for gradients, {BOUNDS.loss:.0e} for all else.
 
 *over* context: FSDP2 shards over the ranks that share sequences, too. Written by `make mesh` with torch
-{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
-"""
+{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}."""
     return text.split("\n")
 
 
