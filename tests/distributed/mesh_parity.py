@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from hfdist.strategies.parallel_plans import make_plans
 from hfdist.verify.parity import Row
 from tests.distributed.mesh_controls import CONTROLS, is_seen, run_control
 from tests.distributed.mesh_runs import (
@@ -26,10 +27,14 @@ from tests.distributed.mesh_runs import (
     run_layout,
 )
 from tests.imports import import_all
+from tests.zoo.models import tiny_model
 
 
 def run_grid(root: Path) -> Iterator[tuple[str, str, Outcome]]:
     """Train all families in all layouts, one process first; give family, layout and outcome."""
+    for family in FAMILIES:
+        # Reads the source of the classes, once for all ranks that are forked.
+        make_plans(tiny_model(family, NUM_BLOCKS), tensor=2, expert=1)
     before: dict[str, Path] = {}
     for name in LAYOUTS:
         starts = {family: before.get(family) for family in LAYOUTS[name].families}
@@ -84,8 +89,7 @@ losses and weights of that run, beside one process that goes through. {END - MID
 other weights before it reads those. Bounds: {BOUNDS.gradient:.0e} for gradients, {BOUNDS.loss:.0e} for all else.
 
 *over* context: FSDP2 shards over the ranks that share sequences, too. Written by `make mesh` with torch
-{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}.
-"""
+{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}."""
     return text.split("\n")
 
 
