@@ -30,9 +30,10 @@ def make_expert_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
     Raises:
         ConfigError: there is no plan for this model, it has no experts, or their number is not a multiple of the ranks.
     """
-    if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
-        what = "only experts of a model of transformers can be spread over ranks, without an adapter"
-        raise ConfigError(what, where=_KEY, found=type(model).__name__, hint=_HINT)
+    if not isinstance(model, PreTrainedModel):
+        what = "only experts of a model of transformers can be spread over ranks"
+        hint = f"{_HINT}; an adapter by model.add_adapter(config), not by get_peft_model"
+        raise ConfigError(what, where=_KEY, found=type(model).__name__, hint=hint)
     kind = model.config.model_type
     try:
         # Private, as in tensor/plan.py.
@@ -42,6 +43,9 @@ def make_expert_plan(model: nn.Module, num_ranks: int) -> dict[str, str]:
         raise ConfigError(what, where=_KEY, found=kind, hint=_HINT) from error
     parameters = dict(model.named_parameters())
     sizes = {name: parameters[name].shape[0] for name, style in rules.items() if style == _SHARDED}
+    if not sizes and hasattr(model, "peft_config"):
+        what = "an adapter changes the experts themselves, so they cannot be spread over ranks"
+        raise ConfigError(what, where=f"{_KEY}, adapter.targets", found=kind, hint="adapter.targets=[q_proj,v_proj]")
     if not sizes:
         raise ConfigError("this model has no experts to spread over ranks", where=_KEY, found=kind, hint=_HINT)
     for name, num_experts in sizes.items():

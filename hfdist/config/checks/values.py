@@ -121,10 +121,6 @@ def _check_adapter(config: RunConfig) -> None:
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
-    if adapter.is_used and config.strategy.expert > 1:
-        what = "an adapter's layers are not in the plan by which a model is sharded over expert ranks"
-        where = "strategy.expert" if adapter.path is None else "strategy.expert adapter.path"
-        raise _conflict(config, where, what, allowed="1", hint="strategy.expert=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"

@@ -191,7 +191,6 @@ CONTRADICTIONS = [
     (["strategy=pipeline_zero1", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
     (["strategy=zero2", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
     (["strategy=moe", "train.compile=blocks"], "train.compile", "whose experts ranks share", "train.compile=none"),
-    (["strategy=moe", "adapter=lora"], "strategy.expert", "an adapter's layers are not in the plan", "strategy=fsdp2"),
 ]
 
 
