@@ -287,12 +287,12 @@ def _check_float8(config: RunConfig) -> None:
         return
     allowed = "fp32, bf16, fp16"
     if strategy.sharding.is_deepspeed:
-        what = "float8 goes with one process, DDP and FSDP2 in this version"
+        what = "float8 does not go with ZeRO in this version"
         keys, hint = "train.precision strategy.sharding", "strategy=fsdp2, or train.precision=bf16"
         raise _conflict(config, keys, what, allowed=allowed, hint=hint)
-    for axis in ("pipeline", "context", "tensor", "expert"):
+    for axis in ("tensor", "expert"):
         if getattr(strategy, axis) > 1:
-            what = "float8 goes with one process, DDP and FSDP2 alone in this version"
+            what = f"{axis} ranks compute no layers in float8 in this version"
             keys = f"train.precision strategy.{axis}"
             raise _conflict(config, keys, what, allowed=allowed, hint=f"strategy.{axis}=1, or train.precision=bf16")
     if config.adapter.is_used:
