@@ -48,7 +48,7 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Give every rank's JSON `value`, in order of rank. A collective over all ranks, in `group` or the default one."""
+    """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
     text = json.dumps(value).encode()
@@ -65,7 +65,7 @@ def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes
     """Of all ranks, filled up to the same length: at least that of a head."""
     padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device_of(group))
-    gathered = [torch.empty_like(own) for _ in range(world_size())]
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]
 

@@ -43,7 +43,7 @@ class Reach(IntEnum):
 
 
 _LAYOUTS = {
-    Reach.parameter: "ddp, fsdp2, or a pipeline without ZeRO; each without tensor and expert ranks",
+    Reach.parameter: "ddp, fsdp2, or a pipeline without ZeRO; each also with tensor and expert ranks",
     Reach.model: "a layout that keeps the model whole: one process, or ddp",
 }
 

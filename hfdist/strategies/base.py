@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,19 +20,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from hfdist.checkpoint.piece import Piece
+from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
-from hfdist.optim.probe import Reach
+from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients import local, total_norm
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.pieces import list_pieces
+from hfdist.strategies.pieces import StateReader, list_pieces
+from hfdist.strategies.whole import Shared, WholeSteps
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Engine:
     loss_group: dist.ProcessGroup | None = None
     """If this rank computes losses: the ranks that compute them at the same time; None: all ranks."""
 
-    optimizer_sees = Reach.model
+    optimizer_sees: Reach = Reach.model
     """What the optimizer of this rank sees whole: the model, each parameter, or only elements in flat buffers."""
 
     steps_other_tensors = False
@@ -104,13 +105,16 @@ class Engine:
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: Any = None
+        self._whole_steps: WholeSteps | None = None
+        """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
         self.context = context
         """Which part of each sequence this rank computes; None: all of it."""
         self.runs_whole_model = self.runs_whole_model and context is None
         self._parts = parts
         """Which part of each parameter this rank holds, before FSDP2 shards it; None: all of it."""
         if parts is not None:
-            self.reduces_gradients, self.optimizer_sees, self.steps_other_tensors = True, Reach.element, True
+            self.reduces_gradients, self.steps_other_tensors = True, True
+            self.optimizer_sees = min(self.optimizer_sees, Reach.parameter)
             if parts.groups.tensor is not None:
                 self.loss_group = parts.groups.tokens
 
@@ -132,8 +136,47 @@ class Engine:
         Returns:
             The optimizer that the Trainer steps.
         """
-        self._optimizer, self._scaler = optimizer, scaler
+        self._keep(optimizer, scaler)
         return optimizer
+
+    def _keep(self, optimizer: Any, scaler: Any) -> None:
+        """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
+
+        Raises:
+            ConfigError: it cannot be unscaled then.
+        """
+        inner, before = optimizer.optimizer, self._optimizer
+        self._optimizer, self._scaler = optimizer, scaler
+        shared = {} if self.optimizer_sees is Reach.element else {id(one.parameter): one for one in self._shared()}
+        if not shared or (self._whole_steps is not None and before.optimizer is inner):
+            # The latter of an earlier training: its groups have whole parameters already.
+            return
+        of_wholes = self._groups_of_wholes(inner)
+        if of_wholes and scaler is not None:
+            what = "the loss scaler unscales parts of gradients, and this optimizer steps gathered ones"
+            hint = "train.precision=bf16, or optimizer.name=adamw"
+            raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
+        if of_wholes:
+            self._whole_steps = WholeSteps(inner, of_wholes, shared)
+
+    def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
+
+    def _shared(self) -> Iterator[Shared]:
+        """List the parameters of which ranks have parts."""
+        for name, parameter in self.model.named_parameters():
+            group = self._holders(name)
+            if group is not None:
+                shape, own_pieces = self.whole_shape(parameter), partial(self._weight_pieces, name)
+                yield Shared(name=name, parameter=parameter, shape=shape, group=group, own_pieces=own_pieces)
+
+    def _holders(self, name: str) -> dist.ProcessGroup | None:
+        """Give the ranks that together have a parameter, each element once; None: this rank has it whole."""
+        return None if self._parts is None else self._parts.groups.of(self._parts.axis(name))
+
+    def _weight_pieces(self, name: str, tensor: torch.Tensor) -> list[Piece]:
+        piece = Piece(name=name, key=WEIGHT, shape=tuple(tensor.shape), start=0, view=tensor.detach())
+        return [own for own in self._own_pieces(piece) if own.view.numel() > 0]
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
         """Run forward and backward on one micro batch (a pipeline: on all of a step) and return its detached loss.
@@ -259,11 +302,21 @@ class Engine:
 
     def pieces(self) -> Iterable[Piece]:
         """List the pieces of named tensors that this rank saves and loads: weights and optimizer state."""
+        wholes = self._whole_steps
+        # It looks whether there is any state, and what is stepped in parts is about to be given its own.
+        reader = None if wholes is None else StateReader(self._optimizer.optimizer)
         for piece in self._held_pieces():
-            yield from [piece] if self._parts is None else self._parts.own_pieces(piece)
+            yield from self._own_pieces(piece)
+        if wholes is not None and reader is not None:
+            for named in wholes.named:
+                yield from reader.pieces_of(*named)
+
+    def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
+        """Give pieces of the whole model, from one of this rank's model."""
+        return [piece] if self._parts is None else self._parts.own_pieces(piece)
 
     def _held_pieces(self) -> Iterable[Piece]:
-        """As if what this rank holds before FSDP2 shards it were the whole model."""
+        """As if this rank's model were the whole one."""
         return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
 
     def extra_state(self) -> dict[str, Any]:
@@ -377,7 +430,7 @@ def build_mesh(topology: Topology) -> DeviceMesh:
 
     Besides its own axes it has `data`: replicate and shard together; `sharded`: shard and context together, over which
     FSDP2 shards, as each rank of a context group has other gradients; and `tokens`: all three, whose ranks each have
-    other tokens of the global batch.
+    other tokens of the global batch. With tensor parallelism `sharded_parts` are the ranks that together have a matrix.
 
     With expert parallelism `shard` is `expert_shard` and `expert` together: neighbours hold other experts. The ranks
     with the same experts are `sharded_experts` and `tokens_of_experts`, in place of `sharded` and `tokens`.
@@ -393,6 +446,8 @@ def build_mesh(topology: Topology) -> DeviceMesh:
         mesh["replicate", "expert_shard", "context"]._flatten("tokens_of_experts")
     mesh["replicate", *shard]._flatten("data")
     mesh[*shard, "context"]._flatten("sharded")
+    if topology.tensor > 1:
+        mesh[*shard, "context", "tensor"]._flatten("sharded_parts")
     mesh["replicate", *shard, "context"]._flatten("tokens")
     return mesh
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-from hfdist.config.checks.values import NO_ADAPTED_EXPERTS
 from hfdist.errors import ConfigError
 from hfdist.strategies.parameter_shards import (
     EXPERT,
@@ -40,11 +39,12 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     """
     check_model(model, EXPERT)
     kind = model.config.model_type
-    if hasattr(model, "peft_config"):
-        raise ConfigError(NO_ADAPTED_EXPERTS, where=_KEY, found=f"{kind}, with an adapter", allowed="1", hint=_HINT)
     rules = transformers_plan(model, EXPERT, num_ranks)
     parameters = dict(model.named_parameters())
     sizes = {name: parameters[name].shape[0] for name, style in rules.items() if style == _SHARDED}
+    if not sizes and hasattr(model, "peft_config"):
+        what = "an adapter changes the experts themselves, so they cannot be spread over ranks"
+        raise ConfigError(what, where=f"{_KEY}, adapter.targets", found=kind, hint="adapter.targets=[q_proj,v_proj]")
     if not sizes:
         raise ConfigError("this model has no experts to spread over ranks", where=_KEY, found=kind, hint=_HINT)
     for name, num_experts in sizes.items():

@@ -5,6 +5,7 @@ With `strategy.replicate` (HSDP) each group of ranks holds all of the state once
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,12 +27,10 @@ from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
-from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
-from hfdist.optim.whole import WholeSteps, first_element
+from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.pieces import StateReader
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -200,13 +199,12 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    _whole_steps: WholeSteps | None = None
-    """Steps the parameters that the optimizer must see whole; None: all are stepped as rows."""
-
     def _use(self, root: nn.Module, mesh: DeviceMesh) -> None:
         """Take the module that FSDP knows as its root."""
         self._root: Any = root
         self._sharded_group = mesh.get_group("sharded")
+        has_parts = self._parts is not None and self._parts.groups.tensor is not None
+        self._group_of_parts = mesh.get_group("sharded_parts") if has_parts else None
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
 
     def _reshard(self) -> None:
@@ -224,14 +222,7 @@ class ShardedEngine(Engine):
             ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
-        if self._whole_steps is not None and self._optimizer.optimizer is inner:
-            # Of an earlier training: its groups have whole parameters already.
-            return super().setup(prepared, optimizer, scaler)
-        of_wholes = [group for group in inner.param_groups if group["params"] and needs_whole_parameters(inner, group)]
-        if of_wholes and scaler is not None:
-            what = "the loss scaler unscales shards of gradients, and this optimizer steps gathered ones"
-            hint = "train.precision=bf16, or optimizer.name=adamw"
-            raise ConfigError(what, where="train.precision", found=f"fp16, with {describe(inner)}", hint=hint)
+        of_wholes = self._groups_of_wholes(inner)
         for group in (group for group in inner.param_groups if group not in of_wholes):
             smallest = min(group["params"], key=torch.Tensor.numel, default=None)
             try:
@@ -244,10 +235,11 @@ class ShardedEngine(Engine):
                     found=f"{describe(inner)}: {first_line(error)}",
                     hint="strategy=zero3, which gives it plain tensors, or adamw",
                 ) from error
-        if of_wholes:
-            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-            self._whole_steps = WholeSteps(inner, of_wholes, names)
         return super().setup(prepared, optimizer, scaler)
+
+    def _holders(self, name: str) -> dist.ProcessGroup | None:
+        is_divided = self._parts is not None and self._parts.axis(name) == TENSOR
+        return self._group_of_parts if is_divided else self._sharded_group
 
     def _held_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's rows, by name and first element: each group of ranks holds the same."""
@@ -258,18 +250,14 @@ class ShardedEngine(Engine):
             if isinstance(p, DTensor)
         ]
 
-    def _held_pieces(self) -> Iterator[Piece]:
-        """This rank's rows of each tensor, and what its optimizer keeps for whole parameters."""
+    def _held_pieces(self) -> Iterable[Piece]:
         self._reshard()
-        wholes = self._whole_steps
-        # It looks whether there is any state, and the rows are about to be given theirs.
-        reader = None if wholes is None else StateReader(self._optimizer.optimizer)
-        for piece in super()._held_pieces():
-            view = piece.view
-            yield replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
-        if wholes is not None and reader is not None:
-            for named in wholes.named:
-                yield from reader.pieces_of(*named)
+        return super()._held_pieces()
+
+    def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
+        view = piece.view
+        own = replace(piece, start=self._start(view), view=view.to_local()) if isinstance(view, DTensor) else piece
+        return super()._own_pieces(own)
 
     def after_load(self) -> None:
         """Let the next forward gather what was read."""
@@ -277,8 +265,10 @@ class ShardedEngine(Engine):
         self._reshard()
 
     def _start(self, tensor: DTensor) -> int:
-        mesh = tensor.device_mesh
-        return first_element(tensor, mesh.get_local_rank(mesh.ndim - 1))
+        """Where a rank's rows begin: torch.chunk gives each equally many, the last ones fewer or none."""
+        mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+        rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        return min(rank * -(-num_rows // size), num_rows) * math.prod(tensor.shape[1:])
 
 
 class FsdpEngine(ShardedEngine):

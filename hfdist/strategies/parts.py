@@ -125,6 +125,10 @@ class ModelParts:
         shard = self._shards.get(self._names.get(parameter, ""))
         return shape if shard is None else shard.shape
 
+    def axis(self, name: str) -> str | None:
+        """Give the axis whose ranks have parts of a parameter; None: it is whole."""
+        return self._axes.get(name)
+
     def name_part(self, name: str) -> str:
         """Give a name that says of which rank a part is; that of a whole parameter stays."""
         axis = self._axes.get(name.partition("[")[0])

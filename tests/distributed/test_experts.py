@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 import hfdist
@@ -55,17 +56,24 @@ def make_strategy(**layout):
     return hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=1, **layout)
 
 
-def train(folder, layout, spoil=None, start=None):
+def adapted_model(**settings):
+    """With an adapter beside the experts, by default, which stay as they are."""
+    model = make_model()
+    model.add_adapter(LoraConfig(r=2, **settings or {"target_modules": ["q_proj", "o_proj"]}))
+    return model
+
+
+def train(folder, layout, spoil=None, start=None, make=make_model, optimizer="adamw_torch"):
     if spoil is not None:
         spoil()
     strategy = make_strategy(**layout)
     args = TrainingArguments(
         str(folder), max_steps=STEPS, use_cpu=True, report_to=[], save_strategy="steps", save_steps=2,
         # Adam divides by it where a gradient is by chance almost zero.
-        learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, **strategy.training_arguments(),
+        learning_rate=1e-2, adam_epsilon=1e-5, logging_steps=1, optim=optimizer, **strategy.training_arguments(),
     )  # fmt: skip
     items = uneven_items()
-    trainer = hfdist.Trainer(make_model(), args, strategy=strategy, train_dataset=items, eval_dataset=items[:4])
+    trainer = hfdist.Trainer(make(), args, strategy=strategy, train_dataset=items, eval_dataset=items[:4])
     trainer.train(resume_from_checkpoint=start)
     return history(trainer), trainer.evaluate()["eval_loss"]
 
@@ -89,6 +97,35 @@ def single(tmp_path_factory):
 def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_path, num_ranks, layout):
     folder, reference = single
     check(run_ranks(train, num_ranks, tmp_path, layout)[0], reference, tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "make", "optimizer"),
+    [
+        (2, {"expert": 2}, adapted_model, "adamw_torch"),
+        (4, {"expert": 2, "sharding": "fsdp2"}, adapted_model, "adamw_torch"),
+        # It needs whole matrices.
+        (2, {"expert": 2}, make_model, "adafactor"),
+        (4, {"expert": 2, "sharding": "fsdp2"}, make_model, "adafactor"),
+    ],
+)
+def test_adapters_of_other_layers_and_other_optimizers(tmp_path, num_ranks, layout, make, optimizer):
+    arguments = None, None, make, optimizer
+    [reference] = run_ranks(train, 1, tmp_path / "single", {}, *arguments, group=False)
+    ours = run_ranks(train, num_ranks, tmp_path / "ranks", layout, *arguments)[0]
+    check(ours, reference, tmp_path / "ranks", tmp_path / "single")
+
+
+def refused_adapter():
+    model = adapted_model(target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(ConfigError) as caught:
+        make_strategy(expert=2).build(model)
+    return caught.value.what
+
+
+def test_an_adapter_of_the_experts_is_refused():
+    for what in run_ranks(refused_adapter, 2):
+        assert "an adapter changes the experts themselves" in what
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ LAYOUTS = {
     "fsdp2": (2, {"sharding": "fsdp2"}),
     "hsdp": (4, {"sharding": "fsdp2", "replicate": 2}),
     "fsdp2 in a pipeline": (4, {"sharding": "fsdp2", "pipeline": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "fsdp2 and tensor": (4, {"sharding": "fsdp2", "tensor": 2}),
+    "tensor in a pipeline": (4, {"tensor": 2, "pipeline": 2}),
     "pipeline": (2, {"pipeline": 2}),
     "pipeline_zero1": (4, {"pipeline": 2, "sharding": "zero1"}),
 }
@@ -202,6 +205,8 @@ CHOSEN = {
     "zero2": [SCHEDULE, FROM_THE_START],
     "zero3": [SCHEDULE, NUMBER, FROM_THE_START, "stepped before"],
     "fsdp2": [SCHEDULE, FROM_THE_START, "schedule-free", "stepped before", *OF_WHOLE_MATRICES],
+    "tensor": [NUMBER, "Adafactor"],
+    "fsdp2 and tensor": ["Adafactor"],
     "pipeline": [PLAIN, NUMBER, "stepped before", *OF_WHOLE_MATRICES],
     "pipeline_zero1": [SCHEDULE, FROM_THE_START],
 }
@@ -231,7 +236,7 @@ def orthogonal(gradient, coefficients, num_steps, eps):
     return (matrix.T if is_tall else matrix).to(gradient.dtype)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "fsdp2 in a pipeline"])
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp2 in a pipeline", "tensor in a pipeline", "fsdp2 and tensor"])
 def test_muon_differs_by_its_rounding_alone(tmp_path, monkeypatch, layout):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", orthogonal)
     for name in ("single", layout):

@@ -69,6 +69,10 @@ CASES = {
     "experts, in a V": Case("mixtral", "zbv", EXPERT),
     "experts, shared ones, over and over": Case("deepseek_v3", "interleaved_1f1b", FSDP | EXPERT, num_ranks=8),
     "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
+    "4d with context, tied": Case("llama", layout=FSDP | TENSOR | CONTEXT, num_ranks=8, fields=TIED),
+    "4d with context by gathering, in a V, recomputed": Case(
+        "qwen3", "zbv", FSDP | TENSOR | GATHER, num_ranks=8, fields=UNTIED, checkpointing=True
+    ),
     "hsdp and context, uneven": Case("llama", "gpipe", HSDP | CONTEXT | {"blocks_per_stage": [4, 2]}, num_ranks=8),
 }
 

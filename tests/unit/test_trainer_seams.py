@@ -11,9 +11,23 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MixtralModel, PreTrainedModel, TrainerState, TrainingArguments
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralModel,
+    PreTrainedModel,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
 from transformers.utils.output_capturing import OutputRecorder
 
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
+from hfdist.strategies.tensor.plan import _PARTIAL
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
 HOOKS = {
@@ -79,12 +93,42 @@ def test_private_names_elsewhere():
 
 def test_what_tensor_and_context_parallelism_call():
     assert parameters(PreTrainedModel._resolve_parallel_plans) == ["self", "distributed_config"]
+    assert parameters(apply_tensor_parallelism) == ["model", "tp_mesh", "tp_plan"]
+    assert parameters(apply_expert_parallelism) == ["model", "ep_mesh", "tp_mesh", "plan", "ep_implementation"]
+    # Packed matrices: by this number their parts are known.
+    assert "split_factor" in parameters(_StridedShard)
     collectives = torch.distributed._functional_collectives
     assert parameters(collectives.all_gather_single_autograd)[:3] == ["self", "gather_dim", "group"]
     assert parameters(collectives.all_to_all_single)[:4] == ["self", "output_split_sizes", "input_split_sizes", "group"]
     assert parameters(collectives.all_reduce)[:3] == ["self", "reduceOp", "group"]
     assert parameters(collectives.all_gather_tensor)[:3] == ["self", "gather_dim", "group"]
     assert parameters(DeviceMesh._flatten)[:2] == ["self", "mesh_dim_name"]
+
+
+def test_which_plans_transformers_resolves():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8, "num_local_experts": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(**sizes))
+    tensor, no_experts, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    assert tensor["model.layers.0.self_attn.q_proj"] == "colwise"
+    assert no_experts == {}
+    no_tensor, experts, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=2, ep_size=2))
+    assert no_tensor == {}
+    assert experts == {
+        "model.layers.0.mlp.experts": "ep_dispatch_experts",
+        **{f"model.layers.0.mlp.experts.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")},
+    }
+    known = {"colwise", "rowwise", "colwise_rep", GATHERED, LOOKED_UP, _PARTIAL, "packed_colwise", "packed_rowwise"}
+    assert known <= ALL_PARALLEL_STYLES.keys()
+    assert "all_to_all" in EPImplementationInterface()
+
+
+def test_by_what_transformers_knows_a_model_whose_forwards_are_collectives():
+    model = torch.nn.Linear(1, 1)
+    assert not is_fsdp_managed_module(model)
+    model._is_fsdp_managed_module = True
+    assert is_fsdp_managed_module(model)
 
 
 def test_how_transformers_says_which_outputs_are_of_routers():

@@ -18,8 +18,6 @@ from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyCon
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
 
-NO_ADAPTED_EXPERTS = "an adapter's layers are not in the plan by which a model is sharded over expert ranks"
-
 
 def check_config(config: RunConfig) -> None:
     """Check ranges, then contradictions; ConfigError: the first that is found."""
@@ -123,9 +121,6 @@ def _check_adapter(config: RunConfig) -> None:
             if name not in ("path", "merge") and getattr(adapter, name) != getattr(default, name):
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
-    if adapter.is_used and config.strategy.expert > 1:
-        where = "strategy.expert" if adapter.path is None else "strategy.expert adapter.path"
-        raise _conflict(config, where, NO_ADAPTED_EXPERTS, allowed="1", hint="strategy.expert=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"
@@ -292,12 +287,12 @@ def _check_float8(config: RunConfig) -> None:
         return
     allowed = "fp32, bf16, fp16"
     if strategy.sharding.is_deepspeed:
-        what = "float8 goes with one process, DDP and FSDP2 in this version"
+        what = "float8 does not go with ZeRO in this version"
         keys, hint = "train.precision strategy.sharding", "strategy=fsdp2, or train.precision=bf16"
         raise _conflict(config, keys, what, allowed=allowed, hint=hint)
-    for axis in ("pipeline", "context", "tensor", "expert"):
+    for axis in ("tensor", "expert"):
         if getattr(strategy, axis) > 1:
-            what = "float8 goes with one process, DDP and FSDP2 alone in this version"
+            what = f"{axis} ranks compute no layers in float8 in this version"
             keys = f"train.precision strategy.{axis}"
             raise _conflict(config, keys, what, allowed=allowed, hint=f"strategy.{axis}=1, or train.precision=bf16")
     if config.adapter.is_used:

@@ -144,7 +144,7 @@ class NonfiniteGuard:
             self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
             self._trainer.optimizer.zero_grad(set_to_none=True)
-            # Of parameters that are stepped as others (optim/whole.py), too.
+            # Of parameters that are stepped as others (strategies/whole.py), too.
             self._trainer.model.zero_grad(set_to_none=True)
 
     def end_step(self) -> bool:

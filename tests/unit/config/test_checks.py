@@ -109,11 +109,9 @@ CONTRADICTIONS = [
         "loss scale",
         "precision=bf16",
     ),
-    ([*FP8, "strategy=zero2"], "train.precision", "DDP and FSDP2", "strategy=fsdp2"),
-    ([*FP8, "strategy=3d"], "train.precision", "DDP and FSDP2 alone", "strategy.pipeline=1"),
-    ([*FP8, "strategy=long_context"], "train.precision", "DDP and FSDP2 alone", "strategy.context=1"),
-    ([*FP8, "strategy=tensor"], "train.precision", "DDP and FSDP2 alone", "strategy.tensor=1"),
-    ([*FP8, "strategy=moe"], "train.precision", "DDP and FSDP2 alone", "strategy.expert=1"),
+    ([*FP8, "strategy=zero2"], "train.precision", "does not go with ZeRO", "strategy=fsdp2"),
+    ([*FP8, "strategy=3d"], "train.precision", "compute no layers in float8", "strategy.tensor=1"),
+    ([*FP8, "strategy=moe"], "train.precision", "compute no layers in float8", "strategy.expert=1"),
     ([*FP8, "adapter=lora"], "train.precision", "with an adapter", "train.precision=bf16"),
     (["train.activation_offload=true"], "train.activation_offload", "inputs of blocks", "gradient_checkpointing=true"),
     (["strategy.deepspeed.a=1"], "strategy.deepspeed", "without ZeRO", "strategy=zero1"),
@@ -191,7 +189,6 @@ CONTRADICTIONS = [
     (["strategy=pipeline_zero1", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
     (["strategy=zero2", "strategy.expert=2"], "strategy.sharding", "ZeRO knows nothing of experts", "fsdp2"),
     (["strategy=moe", "train.compile=blocks"], "train.compile", "whose experts ranks share", "train.compile=none"),
-    (["strategy=moe", "adapter=lora"], "strategy.expert", "an adapter's layers are not in the plan", "strategy=fsdp2"),
 ]
 
 
