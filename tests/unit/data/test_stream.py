@@ -75,7 +75,11 @@ def packing(request, set_config):
     return request.param
 
 
-@pytest.mark.parametrize(("data_size", "workers"), [(3, 0), (4, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("packing", "data_size", "workers"),
+    [(Packing.concat, 3, 0), (Packing.concat, 2, 2), (Packing.best_fit, 4, 0), (Packing.none, 2, 2)],
+    indirect=["packing"],
+)
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     corpus, config, reference, packing, data_size, workers, set_config
 ):
