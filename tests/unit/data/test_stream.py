@@ -19,7 +19,7 @@ from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
-from hfdist.data.stream.workers import system_memory
+from hfdist.data.stream.workers import Vitals, system_memory
 from hfdist.data.tokenization.encoders import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
 from hfdist.verify.audit.exactly_once import Totals
@@ -430,6 +430,11 @@ def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_i
     for key in re.findall(r"data\.(\w+)", caught.value.hint):
         assert hasattr(config, key)
     batches.close()
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).explain_deaths():
+        raise RuntimeError("another")
 
 
 def test_the_control_group_is_read(tmp_path, monkeypatch):
