@@ -46,11 +46,6 @@ from tests.unit.data.servers import Slow
 class TestDatasets:
     """What the `datasets` library opens."""
 
-    def test_a_folder_of_files(self, data):
-        write_parquet(data)
-        shard = open_hub("x", SourceConfig(kind=SourceKind.hub, path=str(data)))
-        assert sorted(read_all([shard])) == sorted(texts())
-
     def test_a_folder_that_it_saved_and_one_with_splits(self, data, cache):
         dataset = datasets.Dataset(table_of_texts())
         dataset.save_to_disk(str(data / "one"))
