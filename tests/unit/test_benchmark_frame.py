@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import overlay
 from benchmarks import table as frame
-from benchmarks.rounds import interleave, medians, medians_or_reasons
+from benchmarks.rounds import interleave, medians
 from benchmarks.table import Measure, publish, read_measures, read_options, table
 
 
@@ -25,21 +24,6 @@ def test_each_contender_follows_each_and_warming_up_does_not_count():
     assert "".join(calls) == "abcbcacab"
     assert figures == {"a": [6.0, 8.0], "b": [4.0, 9.0], "c": [5.0, 7.0]}
     assert medians(figures) == {"a": 7.0, "b": 6.5, "c": 6.0}
-
-
-def test_a_contender_that_fails_in_a_turn_is_a_reason_and_the_others_go_on():
-    turns = iter([1.0, 2.0, overlay.UnavailableError("it has died"), 4.0])
-
-    def failing():
-        figure = next(turns)
-        if isinstance(figure, Exception):
-            raise figure
-        return figure
-
-    found = medians_or_reasons({"failing": failing, "steady": lambda: 3.0}, 3)
-
-    assert found == {"failing": "it has died", "steady": 3.0}
-    assert next(turns) == 4.0
 
 
 def test_rows_reach_the_table_with_their_ratios_and_reasons(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Models: architecture and tokenizer fit together, documents do not see each other, blocks are found, FLOPs add up."""
+"""Models: architecture and tokenizer fit together, documents do not see each other, FLOPs add up."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
-from hfdist.models.blocks import find_blocks
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
 from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
@@ -153,13 +152,6 @@ def test_models_are_asked_whether_they_keep_documents_apart(tokenizer):
     assert keeps_documents_apart(random_model(tokenizer)) is True
     mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
     assert keeps_documents_apart(AutoModelForCausalLM.from_config(mamba)) is not True
-
-
-def test_blocks_are_found_by_depth_and_size(tokenizer):
-    model = random_model(tokenizer)
-    assert find_blocks(model) is model.model.layers
-    gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=32))
-    assert find_blocks(gpt2) is gpt2.transformer.h
 
 
 def flops_of(model):

@@ -202,34 +202,26 @@ def test_contradictions(overrides, where, words, hint):
         assert hint in (error.hint or ""), error
 
 
+# What goes together is composed together.
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["optimizer.warmup_steps=99"],
-        ["optimizer.warmup_fraction=0.9", "train.max_steps=1"],
-        ["optimizer.warmup_steps=99", "train.max_steps=null", "train.epochs=1"],
-        ["optimizer.warmup_tokens=1622016"],  # 99 steps of 32 x 512 tokens
-        ["optimizer=adamw_wsd", "optimizer.warmup_steps=80"],
-        ["optimizer=adamw_wsd", "optimizer.min_lr_ratio=0"],
+        ["optimizer.warmup_steps=99", "checkpoint.resume=never", "run.name='lr=1e-3,b.2+c'", "train.precision=fp16"],
+        ["optimizer.warmup_fraction=0.9", "train.max_steps=1", "checkpoint.resume=/", *HUB],
+        ["optimizer.warmup_steps=99", "train.max_steps=null", "train.epochs=1", *GIVEN],
+        [*TOKENS, "model.tokenizer.name=x/tokenizer", "model.dtype=bfloat16", "train.precision=bf16"],
+        # 99 steps of 32 x 512 tokens.
+        ["optimizer.warmup_tokens=1622016", *HUB, "model.init=random", "model.tokenizer.name=null"],
+        ["optimizer=adamw_wsd", "optimizer.warmup_steps=80", *TWO],
+        ["optimizer=adamw_wsd", "optimizer.min_lr_ratio=0", "train.micro_batch_size=32"],
         ["strategy=zero3", "strategy.offload=cpu", "strategy.deepspeed.wall_clock_breakdown=true"],
-        ["checkpoint.resume=never"],
-        ["checkpoint.resume=/"],
-        [*HUB],
-        [*HUB, "model.init=random", "model.tokenizer.name=null"],
-        ["model.dtype=bfloat16", "train.precision=bf16"],
-        ["train.precision=fp16"],
-        ["data.eval_fraction=0"],
-        ["run.name='lr=1e-3,b.2+c'"],
-        ["train.micro_batch_size=32"],
-        ["train.recompute=cheap", "train.gradient_checkpointing=true"],
-        TWO,
         anneal("{step: 5, weights: {web: 0, stdlib: 1}}", "{step: 9, weights: {web: 0.5, stdlib: 0}}"),
-        ["data.quarantine=['stdlib:abc.py:0','stdlib:a:b/c.py:12']"],
+        ["train.recompute=cheap", "train.gradient_checkpointing=true",
+         "data.quarantine=['stdlib:abc.py:0','stdlib:a:b/c.py:12']"],
         ["data=files", "data.sources.files.path=s3://bucket/a/*.parquet", "data.sources.files.epochs=1"],
-        [*TOKENS, "model.tokenizer.name=x/tokenizer"],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_fine_stays_fine(overrides):
     compose_config(overrides)
 

@@ -9,7 +9,7 @@ from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
-from tests.unit.config.shipped import OPTIONS, needed_overrides, primary_for
+from tests.unit.config.shipped import EXPERIMENTS, OPTIONS, needed_overrides, primary_for
 
 
 def write(folder, **files):
@@ -122,14 +122,18 @@ def composed_again(config, folder, *overrides):
     return compose_config(overrides, name="config", extra_dir=folder)
 
 
-# test_shipped.py composes the options of the other groups.
-LARGE = [(group, option) for group, option in OPTIONS if group in ("model", "data", "strategy", "experiment")]
+# Each option of the large groups, with some of the others; test_shipped.py composes those of the small ones.
+LARGE = {group: [option for other, option in OPTIONS if other == group] for group in ("model", "data", "strategy")}
+CHOICES = [
+    [(group, options[number % len(options)]) for group, options in LARGE.items()]
+    for number in range(max(map(len, LARGE.values())))
+]
 
 
-@pytest.mark.parametrize(("group", "option"), LARGE, ids="=".join)
-def test_the_saved_config_composes_to_the_same(group, option, tmp_path):
-    primary = primary_for(group, option)
-    config = compose_config([f"{group}={option}", *needed_overrides(group, option)], name=primary)
+@pytest.mark.parametrize("choices", [*CHOICES, *([("experiment", name)] for name in EXPERIMENTS)], ids=str)
+def test_the_saved_config_composes_to_the_same(choices, tmp_path):
+    overrides = [text for choice in choices for text in ("=".join(choice), *needed_overrides(*choice))]
+    config = compose_config(overrides, name=primary_for(*choices[0]))
     assert isinstance(config, RunConfig)
     assert composed_again(config, tmp_path) == config
 

@@ -27,13 +27,6 @@ def test_the_folder_holds_exactly_these_groups():
         assert list_options(CONF, group), group
 
 
-def test_the_primary_config_composes_to_the_dataclasses_defaults_where_presets_say_nothing():
-    config = compose_config()
-    assert isinstance(config, RunConfig)
-    assert config.train == RunConfig().train
-    assert config.optimizer == RunConfig().optimizer
-
-
 def test_fine_tuning_starts_from_a_pretrained_model_and_tells_rows_by_their_columns():
     config = compose_config(["model.name=some/model"], name="finetune")
     assert config.model.init is Init.pretrained

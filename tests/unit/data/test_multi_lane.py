@@ -65,16 +65,15 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("turns", "settings"),
     [
-        {},
-        {"sequence_length": 1000},
-        {"eval_fraction": 0.5, "quarantine": ["a:00000:3", "b:00000:40"]},
-        {"too_long": TooLong.truncate_end, "sequence_length": 64},
-        {"too_long": TooLong.drop, "sequence_length": 64},
+        ("at random", {}),
+        ("in turn", {"sequence_length": 1000}),
+        ("at random", {"eval_fraction": 0.5, "quarantine": ["a:00000:3", "b:00000:40"]}),
+        ("in turn", {"too_long": TooLong.truncate_end, "sequence_length": 64}),
+        ("at random", {"too_long": TooLong.drop, "sequence_length": 64}),
     ],
 )
-@pytest.mark.parametrize("turns", ["in turn", "at random"])
 def test_lanes_together_give_what_each_gives_by_itself(folders, settings, turns):
     config, draw = config_of(folders, **settings), random.Random(0)
     ours, theirs = (lanes_of(config, None, together=together) for together in (True, False))

@@ -43,9 +43,15 @@ def lane_documents(order, epoch, lane):
 shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=5)
 
 
-@given(shards=shards, lanes=st.integers(1, 12), seed=st.integers(0, 1000), epoch=st.integers(0, 3))
+@given(
+    shards=shards,
+    lanes=st.integers(1, 12),
+    seed=st.integers(0, 1000),
+    epoch=st.integers(0, 3),
+    most_rows=st.integers(1, 60),
+)
 @settings(max_examples=40, deadline=None)
-def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shards, lanes, seed, epoch):
+def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shards, lanes, seed, epoch, most_rows):
     order = lane_order(*shards, lanes=lanes, key=seed)
     one_by_one = [lane_documents(order, epoch, lane) for lane in range(lanes)]
     assert sorted(chain.from_iterable(one_by_one)) == list(range(sum(map(sum, shards))))
@@ -58,6 +64,9 @@ def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shar
             together = neighbours(order, epoch, lane, position)
             assert together == documents[position : position + len(together)]
             assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
+            several = order.rest_of_blocks(epoch, lane, position, most_rows).tolist()
+            assert several == documents[position : position + len(several)]
+            assert len(together) <= len(several) <= max(len(together), most_rows)
     moved = LaneOrder(shards, lanes=lanes, key=(seed,), first_document=100)
     assert moved.documents(epoch, 0).tolist() == [100 + number for number in one_by_one[0]]
 
@@ -108,19 +117,6 @@ def test_ranks_share_the_lanes(data_size):
 def test_workers_own_whole_lanes():
     assert [workers_that_fit(n, 12) for n in (0, 1, 2, 3, 5, 8, 20)] == [0, 1, 2, 3, 4, 6, 12]
     assert workers_that_fit(3, 7) == 1
-
-
-@pytest.mark.parametrize("most_rows", [1, 7, 1000])
-def test_blocks_together_are_the_blocks_one_by_one(most_rows):
-    order = LaneOrder([[5, 9], [70, 3]], lanes=2, key=(0, "x"))
-    for position in range(order.lane_length(1, 1)):
-        numbers = order.rest_of_blocks(1, 1, position, most_rows)
-        expected, num_blocks = [], 0
-        while len(expected) < len(numbers):
-            expected += neighbours(order, 1, 1, position + len(expected))
-            num_blocks += 1
-        assert numbers.tolist() == expected
-        assert num_blocks == 1 or len(expected) <= most_rows
 
 
 weights = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)

@@ -45,17 +45,6 @@ def in_sequences(packing, placed, length, offset=0):
     return packing(iter(placed), offset, Shape(length, FILL), ("key",))
 
 
-def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
-    held_out, torn = document(1, fate=Status.held_out), document(3, fate=Status.bad, error=DataError("torn"))
-    first, second = pack(concat, [document(0, 1, 2), held_out, document(2, 3, 4), torn, document(4, 5, 6)], 4)
-    assert first.records["document"].tolist() == [0, 1, 2]
-    assert first.records["fate"].tolist() == [Status.trained, Status.held_out, Status.trained]
-    assert second.records["document"].tolist() == [3, 4]
-    assert first.problems == ()
-    assert second.problems == ("Data error: torn",)
-    assert second.records["num_tokens"].tolist() == [0, 2]
-
-
 @pytest.mark.parametrize("packing", [concat, best_fit, one_each])
 def test_each_bad_row_is_told_once_with_the_sequence_that_records_it(packing):
     rng = np.random.default_rng(0)

@@ -46,11 +46,6 @@ from tests.unit.data.servers import Slow
 class TestDatasets:
     """What the `datasets` library opens."""
 
-    def test_a_folder_of_files(self, data):
-        write_parquet(data)
-        shard = open_hub("x", SourceConfig(kind=SourceKind.hub, path=str(data)))
-        assert sorted(read_all([shard])) == sorted(texts())
-
     def test_a_folder_that_it_saved_and_one_with_splits(self, data, cache):
         dataset = datasets.Dataset(table_of_texts())
         dataset.save_to_disk(str(data / "one"))
@@ -317,24 +312,15 @@ def test_a_change_that_leaves_size_and_ends_alike_is_tokenized_anew(data, cache)
     assert first != second
 
 
-class TestBarrenLanes:
+def test_a_lane_in_a_bad_shard_goes_on_with_others(data, cache, monkeypatch):
     """Four shards that are dealt whole, one of them all bad."""
-
-    @pytest.fixture
-    def config(self, data, cache):
-        for number in range(4):
-            row = '{"text": 7}' if number == 1 else f'{{"text": "good {number}"}}'
-            (data / f"{number}.jsonl").write_text(f"{row}\n" * 1500)
-        return files_config(str(data), cache, lanes=1, eval_fraction=0, on_bad_rows=BadRows.skip)
-
-    @pytest.fixture
-    def stream(self, config, monkeypatch):
-        monkeypatch.setattr(shuffle, "_LARGEST_BLOCK_ROWS", 64)
-        config.lanes = 4
-        return TokenStream(open_corpus(config), tokenizer(), config)
-
-    def test_a_lane_in_a_bad_shard_goes_on_with_others(self, stream):
-        assert sum(1 for _ in itertools.islice(stream, 2000)) == 2000
+    for number in range(4):
+        row = '{"text": 7}' if number == 1 else f'{{"text": "good {number}"}}'
+        (data / f"{number}.jsonl").write_text(f"{row}\n" * 1500)
+    monkeypatch.setattr(shuffle, "_LARGEST_BLOCK_ROWS", 64)
+    config = files_config(str(data), cache, lanes=4, eval_fraction=0, on_bad_rows=BadRows.skip)
+    stream = TokenStream(open_corpus(config), tokenizer(), config)
+    assert sum(1 for _ in itertools.islice(stream, 2000)) == 2000
 
 
 def test_too_little_memory_is_no_damage():

@@ -19,7 +19,7 @@ from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
-from hfdist.data.stream.workers import system_memory
+from hfdist.data.stream.workers import Vitals, system_memory
 from hfdist.data.tokenization.encoders import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
 from hfdist.verify.audit.exactly_once import LedgerSums
@@ -75,7 +75,11 @@ def packing(request, set_config):
     return request.param
 
 
-@pytest.mark.parametrize(("data_size", "workers"), [(3, 0), (4, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("packing", "data_size", "workers"),
+    [(Packing.concat, 3, 0), (Packing.concat, 2, 2), (Packing.best_fit, 4, 0), (Packing.none, 2, 2)],
+    indirect=["packing"],
+)
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     corpus, config, reference, packing, data_size, workers, set_config
 ):
@@ -426,6 +430,11 @@ def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_i
     for key in re.findall(r"data\.(\w+)", caught.value.hint):
         assert hasattr(config, key)
     batches.close()
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).explain_deaths():
+        raise RuntimeError("another")
 
 
 def test_the_control_group_is_read(tmp_path, monkeypatch):

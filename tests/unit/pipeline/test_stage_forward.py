@@ -31,19 +31,6 @@ def unexpected(*args, **kwargs):
     raise AssertionError("a block of another stage ran")
 
 
-@pytest.mark.parametrize(
-    ("blocks", "found"),
-    [((1, 1), "block 1 after block 1"), ((1, 0), "block 0 after block 1"), ((3,), "block 3 first")],
-)
-def test_blocks_called_twice_or_out_of_order_are_refused(blocks, found):
-    ran = stage_forward(range(3))
-    with pytest.raises(PartitionError) as caught:
-        for block in blocks:
-            call(ran, block, lambda hidden: hidden)
-    assert caught.value.found == found
-    assert "ZeRO" in caught.value.hint
-
-
 def test_stand_ins_return_what_a_block_would():
     structure = (SENT, {"weights": torch.rand(2)}, torch.tensor([3]), torch.tensor([True]), None, "eager")
     before = stage_forward(range(2, 3), Activations({"1.0": structure}))
