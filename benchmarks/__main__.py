@@ -22,6 +22,7 @@ LINES = {
     "pipeline, emulated": "benchmarks.pipeline",
     "pipeline, a small Llama": "benchmarks.pipeline_llama",
     "a small Llama, two ranks": "benchmarks.mesh",
+    "small models, by axis": "benchmarks.mesh.costs",
     "131,072 tokens, four ranks": "benchmarks.mesh.memory",
     "loader": "benchmarks.loader",
     "resume": "benchmarks.resume",

@@ -24,9 +24,9 @@ from torch.nn import functional
 from benchmarks.overlay import UnavailableError
 from benchmarks.rounds import medians, medians_or_reasons
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
-from hfdist.models.chunked_loss import ChunkedLoss
-from hfdist.models.lazy_logits import SumOfLosses, deferring
-from hfdist.models.loss import cut_cross_entropy, liger
+from hfdist.models.loss.choose import cut_cross_entropy, liger
+from hfdist.models.loss.chunked import ChunkedLoss
+from hfdist.models.loss.lazy_logits import SumOfLosses, deferring
 from hfdist.testing import run_ranks
 
 OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch's chunks", "the three products"

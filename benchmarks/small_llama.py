@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
+from hfdist.trainer.trainer import RunOptions
 
 
 def make_trainer(
@@ -20,17 +21,19 @@ def make_trainer(
     sequence_tokens: int,
     max_steps: int,
     callbacks: Sequence[TrainerCallback],
+    options: RunOptions | None = None,
 ) -> hfdist.Trainer:
     """Make it on this rank; every rank has the same weights and tokens.
 
     Args:
         folder: for what the Trainer writes.
         layout: the keys of `strategy.*`.
-        sizes: fields of LlamaConfig.
+        sizes: fields of the model's config; with a `model_type` it is not a Llama.
         batch: sequences of a global batch, and of a micro batch.
         sequence_tokens: of each sequence.
         max_steps: optimizer steps.
         callbacks: the benchmark's own.
+        options: of the Trainer; None: its defaults.
     """
     global_batch_size, micro_batch_size = batch
     strategy = hfdist.make_strategy(
@@ -53,9 +56,10 @@ def make_trainer(
     torch.manual_seed(0)
     tokens = torch.randint(sizes["vocab_size"], (global_batch_size * max_steps, sequence_tokens))
     return hfdist.Trainer(
-        LlamaForCausalLM(LlamaConfig(**sizes)),
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama"} | sizes)),
         arguments,
         strategy=strategy,
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         callbacks=list(callbacks),
+        options=options,
     )

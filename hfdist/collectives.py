@@ -1,4 +1,4 @@
-"""What ranks tell each other while saving and loading: small JSON values and failures, never pickle.
+"""What ranks tell each other: small JSON values and failures, never pickle; and on which device tensors travel.
 
 Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
 leaving them in a collective that it never joins. What runs beside the training speaks in a group of its own.
@@ -34,6 +34,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Give the device that tensors must be on to travel through `group`, or the default one if it is None."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
+    # Not each backend knows truth values.
+    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give every rank's JSON `value`, in order of rank. A collective over all ranks, in `group` or the default one."""
     if world_size() == 1:
@@ -50,10 +63,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Of all ranks, filled up to the same length: at least that of a head."""
-    is_on_gpu = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
     padded = bytearray(content.ljust(_LENGTH_BYTES + _HEAD_BYTES, b" "))
-    own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    own = torch.frombuffer(padded, dtype=torch.uint8).to(device_of(group))
     gathered = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(gathered, own, group=group)
     return [row.tobytes() for row in torch.stack(gathered).cpu().numpy()]

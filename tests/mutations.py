@@ -51,7 +51,7 @@ MUTATIONS = [
         "the gradient norm is of one rank",
         "    return torch.stack(every).sum()\n",
         "    return value\n",
-        f"{UNIT}/pipeline/test_gradients.py",
+        f"{UNIT}/test_gradients.py",
     ),
     Mutation(
         "the cursor is off by one",

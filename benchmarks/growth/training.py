@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,15 @@ import hfdist
 from benchmarks.growth.traffic import CountCollectives, socket_bytes
 from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
+from hfdist.models.loss import LossHead
+from hfdist.trainer.trainer import RunOptions
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
 _LARGEST_SMALL = 100_000
 """Elements: `stage3_param_persistence_threshold`."""
 _SAMPLED_EVERY_SECONDS = 0.003
+_AXES = ("tensor", "context", "expert", "pipeline", "replicate", "sharded", "sharded_experts", "tokens_of_experts",
+         "tokens", "data")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +41,15 @@ class Work:
     layout: dict[str, Any]
     """The keys of `strategy.*`."""
     sizes: dict[str, Any]
-    """Of a Llama."""
+    """Fields of the model's config; with a `model_type` it is not a Llama."""
     global_batch_size: int
     sequence_tokens: int
     num_steps: int
     """That are timed."""
+    micro_batch_size: int | None = None
+    """Sequences; None: all of a rank at once, or 1 in a pipeline."""
+    loss_head: LossHead | None = None
+    """None: the model computes its loss, from whole logits."""
     saves: bool = False
     """Whether a checkpoint is written at the end: first one to warm up, then the one that counts."""
 
@@ -58,11 +66,12 @@ class Costs:
     """Of all threads; the median step."""
     start_cpu_seconds: float = 0.0
     """From before the model is made to the end of the first step, without what a later step costs."""
-    ring_bytes: dict[str, int] = field(default_factory=dict)
-    """A step's, by kind of collective."""
+    axis_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    """A step's, by axis of the mesh and kind of collective, each as a ring; of other groups by torch's name of them."""
     sent_bytes: int = 0
     """A step's, by the sockets."""
     weight_bytes: int = 0
+    gradient_bytes: int = 0
     optimizer_bytes: int = 0
     """Masters included."""
     peak_bytes: int = 0
@@ -72,6 +81,11 @@ class Costs:
     checkpoint_seconds: float = 0.0
     checkpoint_cpu_seconds: float = 0.0
     checkpoint_stall_seconds: float = 0.0
+
+    @property
+    def ring_bytes(self) -> int:
+        """A step's, over all axes."""
+        return sum(self.axis_bytes.values())
 
 
 def train(work: Work) -> Costs:
@@ -91,9 +105,12 @@ def train(work: Work) -> Costs:
     costs.num_small_parameters = sum(size for size in sizes if size <= _LARGEST_SMALL)
     costs.step_cpu_seconds = statistics.median(steps)
     costs.start_cpu_seconds = clock.first_end - begin - costs.step_cpu_seconds
-    costs.ring_bytes = {kind: sent // _NUM_COUNTED_STEPS for kind, sent in clock.collectives.sent_bytes.items()}
+    names = _axes_of_groups(trainer.strategy)
+    for (group, kind), sent in clock.collectives.of_groups.items():
+        costs.axis_bytes[names.get(group, group), kind] = sent // _NUM_COUNTED_STEPS
     costs.sent_bytes = clock.sent_bytes // _NUM_COUNTED_STEPS
     costs.peak_bytes = clock.peak_bytes - before_bytes
+    costs.gradient_bytes = clock.gradient_bytes
     costs.weight_bytes = sum(_held_bytes(parameter) for parameter in trainer.model.parameters())
     costs.optimizer_bytes = _optimizer_bytes(trainer)
     return costs
@@ -108,6 +125,7 @@ class _Clock(TrainerCallback):
         self.collectives = CountCollectives()
         self.sent_bytes = 0
         self.peak_bytes = 0
+        self.gradient_bytes = 0
         self._first_counted = _NUM_WARM_UP_STEPS + num_timed_steps
         self._is_counting = threading.Event()
         self._begin = 0.0
@@ -123,6 +141,11 @@ class _Clock(TrainerCallback):
             threading.Thread(target=self._sample, daemon=True).start()
             self.collectives.__enter__()
         self._begin = time.process_time()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        """Called by the Trainer."""
+        gradients = (p.grad for p in named["model"].parameters() if p.grad is not None)
+        self.gradient_bytes = sum(_local(gradient).nbytes for gradient in gradients)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Called by the Trainer."""
@@ -146,18 +169,29 @@ class _Clock(TrainerCallback):
 def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
     # Pipelines cut a step into micro batches, the others take a rank's share at once.
     data_size = _world_size() // work.layout.get("pipeline", 1)
-    micro_batch_size = 1 if "pipeline" in work.layout else work.global_batch_size // data_size
+    own_size = 1 if "pipeline" in work.layout else work.global_batch_size // data_size
     clock = _Clock(work.num_steps)
     trainer = make_trainer(
         folder,
         work.layout,
         work.sizes,
-        batch=(work.global_batch_size, micro_batch_size),
+        batch=(work.global_batch_size, work.micro_batch_size or own_size),
         sequence_tokens=work.sequence_tokens,
         max_steps=_NUM_WARM_UP_STEPS + work.num_steps + _NUM_COUNTED_STEPS,
         callbacks=[clock],
+        options=RunOptions(loss_head=work.loss_head),
     )
     return trainer, clock
+
+
+def _axes_of_groups(strategy: Any) -> dict[str, str]:
+    """Torch's names of the mesh's groups, and the axis of each; the first one where axes have the same ranks."""
+    names: dict[str, str] = {}
+    # Elsewhere there is none, and making it is a collective.
+    for axis in _AXES if "mesh" in vars(strategy) else ():
+        with suppress(KeyError):
+            names.setdefault(strategy.mesh.get_group(axis).group_name, axis)
+    return names
 
 
 def _save_twice(trainer: Any, costs: Costs) -> None:

@@ -105,12 +105,12 @@ def nearest_key(name: str) -> str | None:
     return nearest(name, names, cutoff=0.7) if close is None else by_leaf[close]
 
 
-def nested(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Give a value under its key, and all that it holds, each under its full name; items of lists have numbers."""
     yield key, value
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        yield from nested(item, f"{key}.{name}".lstrip("."))
+        yield from flatten(item, f"{key}.{name}".lstrip("."))
 
 
 def plain(value: Any) -> Any:

@@ -51,6 +51,13 @@ def check_fields(config: ModelConfig) -> None:
         _of_type(config)
 
 
+def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    """Give the fields that count heads, of all kinds of attention; a field may count those of each layer."""
+    for field, heads in vars(architecture.get_text_config(decoder=True)).items():
+        if re.fullmatch(r"\w*_heads|n_head", field):
+            yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
+
+
 def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
 

@@ -140,7 +140,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning =
         reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
         # A tied head comes after its embedding and must not draw it again under another name.
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
-        if is_tied_alias or is_elsewhere(module):
+        if is_tied_alias or is_on_other_stage(module):
             continue
         with layout.gathered(reachable, writes=True), _on_cpu_in_float32(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))
@@ -148,7 +148,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning =
         initialized.update(id(parameter) for parameter in own)
 
 
-def is_elsewhere(module: nn.Module) -> bool:
+def is_on_other_stage(module: nn.Module) -> bool:
     """Whether another rank of a pipeline holds the module's own parameters."""
     return len(module._parameters) > 0 and all(parameter is None for parameter in module._parameters.values())
 

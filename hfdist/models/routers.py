@@ -48,7 +48,7 @@ class BalancingLoss:
     top_k: int
     """Experts per token; 0: not known, so only routers count that tell what they choose."""
 
-    def count(self, routings: list[Routing], counted: torch.Tensor | None, totals: Totals) -> None:
+    def count(self, routings: list[Routing], counted: torch.Tensor | None, totals: RoutingSums) -> None:
         """Add the rows of a forward to `totals`, without gradients."""
         with torch.no_grad():
             for layer, logits, choices in routings:
@@ -61,7 +61,7 @@ class BalancingLoss:
                     choices = best if choices is None else choices
                 _add(totals.choices[layer], choices, rows)
 
-    def weights(self, totals: Totals) -> torch.Tensor:
+    def weights(self, totals: RoutingSums) -> torch.Tensor:
         """Give what the loss is multiplied by for each expert and row, [experts]; `totals` are of the global batch."""
         rows = totals.best.sum() / self.top_k
         return self.coefficient * len(totals.best) * totals.best / rows**2
@@ -77,7 +77,7 @@ class BalancingLoss:
         return torch.stack(shares).sum()
 
 
-class Totals(NamedTuple):
+class RoutingSums(NamedTuple):
     """Sums over rows."""
 
     choices: torch.Tensor
@@ -88,7 +88,7 @@ class Totals(NamedTuple):
     """[experts]."""
 
     @classmethod
-    def of(cls, whole: torch.Tensor) -> Totals:
+    def of(cls, whole: torch.Tensor) -> RoutingSums:
         """Give views of a tensor of shape [layers + 2, experts]."""
         return cls(whole[:-2], whole[-2], whole[-1])
 
@@ -238,7 +238,9 @@ def _difference(model: Any) -> str | None:
                 return "its routers give no row of logits for each token"
             if getattr(whole, "aux_loss", None) is None:
                 return "it adds none"
-            totals = Totals.of(torch.zeros(routers.num_layers + 2, routings[0].logits.shape[-1], dtype=torch.float64))
+            totals = RoutingSums.of(
+                torch.zeros(routers.num_layers + 2, routings[0].logits.shape[-1], dtype=torch.float64)
+            )
             loss.count(routings, mask, totals)
             weights = loss.weights(totals)
             ours = loss.share(routings, mask, weights)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import device_of, gather_json
 from hfdist.errors import HfdistError, PartitionError
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, device_of, unpack
+from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.topology import Topology
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
+from hfdist.collectives import device_of
+
 
 class Outputs(Enum):
     """Which outputs of blocks a model's later blocks, or its head, need."""
@@ -115,19 +117,6 @@ def unpack(activations: Activations) -> tuple[Header, tuple[torch.Tensor, ...]]:
         for value in values
     )
     return Header(spec, leaves), tensors
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Give the device that tensors must be on to travel through `group`."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
-    # Not each backend knows truth values.
-    dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 
 class P2PChannel:

@@ -21,15 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import local, total_norm
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.parts import EXPERT, TENSOR, ModelParts
+from hfdist.strategies.gradients import local, total_norm
+from hfdist.strategies.parameter_shards import EXPERT, TENSOR
+from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import list_pieces
 from hfdist.topology import Topology
 
@@ -289,6 +291,9 @@ class Strategy(Partitioning):
         self.topology = topology
         self.batch = batch
         self.config = config
+        self._partitioned: nn.Module | None = None
+        self._plans: list[Plans] = []
+        """For the parameters of the partitioned model, the best first; empty: ranks share none."""
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
@@ -311,7 +316,7 @@ class Strategy(Partitioning):
             ConfigError: they cannot.
         """
         topology = self.topology
-        self._plans: list[Plans] = []
+        self._partitioned, self._plans = model, []
         if topology.tensor * topology.expert > 1:
             # It takes time that other layouts save.
             from hfdist.strategies.parallel_plans import make_plans
@@ -319,13 +324,18 @@ class Strategy(Partitioning):
             whole = cast(PreTrainedModel, model)
             self._plans = make_plans(whole, tensor=topology.tensor, expert=topology.expert)
 
+    def _partition_once(self, model: nn.Module) -> None:
+        """Partition a model that was made without this strategy."""
+        if self._partitioned is not model:
+            self.partition(model)
+
     def build(self, model: nn.Module) -> Engine:
         """Make the engine of a model that is whole or partitioned. A collective where ranks share the model.
 
         Raises:
             ConfigError: a model whose ranks cannot share sequences, or its parameters.
         """
-        Strategy.partition(self, model)
+        self._partition_once(model)
         context = self._shard_sequences(model)
         engine = Engine(model, context, self._shard_parameters(model))
         self._count_fractions(engine)
@@ -372,9 +382,8 @@ def build_mesh(topology: Topology) -> DeviceMesh:
     With expert parallelism `shard` is `expert_shard` and `expert` together: neighbours hold other experts. The ranks
     with the same experts are `sharded_experts` and `tokens_of_experts`, in place of `sharded` and `tokens`.
     """
-    device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     shape = topology.mesh_shape
-    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(device_of(None).type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     # Not public yet, and the way that torch's own documentation shows.
     shard: tuple[str, ...] = ("shard",)
     if topology.expert > 1:

@@ -9,7 +9,6 @@ Both stand in transformers' registries of attention and of masks, so that models
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,14 +24,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, packed_sequence_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hfdist.collectives import device_of
 from hfdist.config.strategy import ContextMethod
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.models.architecture import count_heads
 from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.models.routers import COUNTED
-from hfdist.pipeline.gradients import sum_gradients
-from hfdist.pipeline.stage_io import device_of
-from hfdist.strategies.self_check import Readers, Trial, find_problem
+from hfdist.strategies.gradients import sum_gradients
+from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
 
 # Not public; these collectives alone have a backward and can be compiled.
 _collectives: Any = torch.distributed._functional_collectives
@@ -42,7 +42,6 @@ _GATHERABLE = ("sdpa", "eager")
 """Implementations of attention that take a mask of some rows."""
 _DEPENDENT_ON_LENGTH = {"dynamic", "longrope"}
 """Types of rotary embeddings."""
-_HEADS = r"(num|n)_\w*heads?|n_head"
 _CHECKED_TOKENS = 32
 _numbers = itertools.count()
 
@@ -300,8 +299,7 @@ def make_context_parallel(
 
 def _choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
     config = model.config.get_text_config(decoder=True)
-    heads = {name: n for name, n in config.to_dict().items() if re.fullmatch(_HEADS, name) and isinstance(n, int)}
-    uneven = {name: n for name, n in heads.items() if n % size}
+    uneven = {name: n for name, n in count_heads(config) if n % size}
     # Of a model that is split, too: all stages choose alike.
     has_sinks = any(name.endswith("sinks") for module in model.modules() for name in module._parameters)
     can_gather = config._attn_implementation in _GATHERABLE
@@ -343,7 +341,7 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
         keeps_apart = keeps_documents_apart(small) is not False
         return small
 
-    def distribute(small: PreTrainedModel) -> Trial:
+    def distribute(small: PreTrainedModel) -> LayoutHooks:
         by_heads = method is ContextMethod.ulysses
         # It has fewer heads.
         own_method = _choose_method(small, size, ContextMethod.auto) if by_heads else method
@@ -357,11 +355,11 @@ def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: Conte
                 if tensor is not None:
                     tensor.div_(size)
 
-        return Trial(reduce=reduce, sharded=context.sharded)
+        return LayoutHooks(reduce=reduce, sharded=context.sharded)
 
     # A number that the ranks do not divide.
     num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
-    problem = find_problem(make, distribute, Readers(num_ranks=size), device_of(group), num_tokens=num_tokens)
+    problem = find_problem(make, distribute, BatchSharding(token_ranks=size), device_of(group), num_tokens=num_tokens)
     if problem is not None:
         raise _refused(type(model).__name__, problem)
     return keeps_apart

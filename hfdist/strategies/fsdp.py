@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
+from hfdist.collectives import broadcast
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError, first_line
@@ -27,9 +28,9 @@ from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.probing import uses_all_parameters
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters, state_after_step
 from hfdist.optim.whole import WholeSteps, first_element
-from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
-from hfdist.strategies.parts import TENSOR, ModelParts
+from hfdist.strategies.parameter_shards import TENSOR
+from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader
 from hfdist.topology import Topology
 
@@ -63,7 +64,7 @@ class FsdpStrategy(Strategy):
         """
         if self.topology.world_size == 1:
             return Engine(model)
-        Strategy.partition(self, model)
+        self._partition_once(model)
         context = self._shard_sequences(model)
         parts = self._shard_parameters(model)
         if self.topology.data * self.topology.context == 1:

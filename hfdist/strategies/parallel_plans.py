@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import broadcast, gather_json
 from hfdist.errors import ConfigError
 from hfdist.models.probing import small_model
-from hfdist.pipeline.stage_io import broadcast
 from hfdist.strategies.experts import make_expert_plan, spread_experts
-from hfdist.strategies.parts import EXPERT, TENSOR, Groups, ModelParts
-from hfdist.strategies.self_check import Readers, Trial, find_problem
-from hfdist.strategies.tensor.plan import Kind, Plan, apply_plan, list_plans, make_plan
+from hfdist.strategies.parameter_shards import EXPERT, TENSOR
+from hfdist.strategies.parts import Groups, ModelParts
+from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
+from hfdist.strategies.tensor.plan import Plan, PlanKind, apply_plan, list_plans, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -160,11 +160,11 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
     """
     problem = None
     if pairs.get_coordinate() is not None:
-        num_readers, reader = pairs[EXPERT].size(), pairs[EXPERT].get_local_rank()
+        data_ranks, data_rank = pairs[EXPERT].size(), pairs[EXPERT].get_local_rank()
         problem = find_problem(
             lambda: _make_small(model),
             lambda small: _distribute(small, pairs, plans),
-            Readers(num_ranks=num_readers, num_batches=num_readers, batch=reader),
+            BatchSharding(token_ranks=data_ranks, data_ranks=data_ranks, data_rank=data_rank),
             torch.device(pairs.device_type),
         )
     problems = [problem for problem in gather_json(problem) if problem is not None]
@@ -184,10 +184,10 @@ def _make_small(model: PreTrainedModel) -> PreTrainedModel:
     return small
 
 
-def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> Trial:
+def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> LayoutHooks:
     """Shard a small model by plans of the same kind."""
     of_expert = None if plans.expert is None else make_expert_plan(small, pairs[EXPERT].size())
-    kind: Kind | None = None if plans.tensor is None else plans.tensor.kind
+    kind: PlanKind | None = None if plans.tensor is None else plans.tensor.kind
     plans = Plans(expert=of_expert) if kind is None else _join(make_plan(small, pairs[TENSOR].size(), kind), of_expert)
     tokens = pairs.get_group(EXPERT)
     groups = Groups(
@@ -203,4 +203,4 @@ def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> Tria
         dist.all_reduce(loss, group=tokens)
         loss.div_(tokens.size())
 
-    return Trial(reduce=reduce, own_pieces=parts.own_pieces)
+    return LayoutHooks(reduce=reduce, own_pieces=parts.own_pieces)

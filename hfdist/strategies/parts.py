@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist.checkpoint.piece import Piece, is_number
-from hfdist.pipeline.gradients import average_gradients, divide_gradients, sum_gradients
-from hfdist.pipeline.stage_io import broadcast, device_of
+from hfdist.collectives import broadcast, device_of
+from hfdist.strategies.gradients import average_gradients, divide_gradients, sum_gradients
+from hfdist.strategies.parameter_shards import EXPERT, TENSOR, ParameterShard
 from hfdist.strategies.same_batch import check_same_batch
-
-if TYPE_CHECKING:
-    from hfdist.strategies.tensor.plan import ParameterShard
-
-TENSOR, EXPERT = "tensor", "expert"
-"""Axes of the mesh whose ranks hold different parts of a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.gradients import average_gradients, sum_gradients
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.pipeline import Pipeline, split_batch
@@ -30,6 +29,7 @@ from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.gradients import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
 from hfdist.topology import Topology
@@ -288,8 +288,7 @@ class PipelineStrategy(Strategy):
             ConfigError: a model whose ranks cannot share sequences, or its parameters.
             PartitionError: the model cannot be split at its blocks.
         """
-        if self._split is None or self._split.model is not model:
-            self.partition(model)
+        self._partition_once(model)
         assert self._split is not None
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)

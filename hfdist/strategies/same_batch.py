@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from hfdist.collectives import device_of
 from hfdist.errors import DataError
-from hfdist.pipeline.stage_io import device_of
 
 
 def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:

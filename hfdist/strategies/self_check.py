@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,8 +35,8 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A small model in the layout that is tried."""
+class LayoutHooks:
+    """What the layout does in a step of the small model."""
 
     reduce: Callable[[torch.Tensor], None]
     """Averages gradients, and the loss that it is given, over the ranks that have other tokens. In place."""
@@ -46,33 +46,31 @@ class Trial:
     """Gives pieces of the whole model, from one of this rank's model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Differences:
+class _Differences(NamedTuple):
     """Largest relative differences from the whole model."""
 
     loss: float
     gradient: float
-    worst_parameter: str
     first_wrong: str
     """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Readers:
-    """The ranks that try a layout, as what reads micro batches."""
+class BatchSharding:
+    """How ranks that try a layout share the micro batches of a step."""
 
-    num_ranks: int = 1
+    token_ranks: int = 1
     """Ranks that have other tokens."""
-    num_batches: int = 1
-    """Micro batches that are read at the same time: fewer where ranks share sequences."""
-    batch: int = 0
-    """Which of them this rank reads."""
+    data_ranks: int = 1
+    """Ranks that have other sequences: fewer, where ranks share sequences."""
+    data_rank: int = 0
+    """Which of them this rank is."""
 
 
 def find_problem(
     make: Callable[[], PreTrainedModel],
-    distribute: Callable[[PreTrainedModel], Trial],
-    readers: Readers,
+    distribute: Callable[[PreTrainedModel], LayoutHooks],
+    sharding: BatchSharding,
     device: torch.device,
     *,
     num_tokens: int = _NUM_TOKENS,
@@ -82,12 +80,12 @@ def find_problem(
     Args:
         make: gives the small model, whole and on the CPU.
         distribute: changes it in place.
-        readers: of the layout.
+        sharding: how the ranks that try it share micro batches.
         device: to train on.
         num_tokens: of a sequence.
     """
     try:
-        found = compare_small(make, distribute, readers, device, num_tokens=num_tokens)
+        found = _compare_small(make, distribute, sharding, device, num_tokens)
     except Exception as error:  # whatever a model raises that cannot be made small, or is not made for the layout
         return f"it cannot be tried: {first_line(error)}"
     if found.loss <= LOSS_BOUND and found.gradient <= GRADIENT_BOUND:
@@ -97,15 +95,13 @@ def find_problem(
     return f"{differences}; the first that is wrong: {where}"
 
 
-def compare_small(
+def _compare_small(
     make: Callable[[], PreTrainedModel],
-    distribute: Callable[[PreTrainedModel], Trial],
-    readers: Readers,
+    distribute: Callable[[PreTrainedModel], LayoutHooks],
+    sharding: BatchSharding,
     device: torch.device,
-    *,
-    num_tokens: int = _NUM_TOKENS,
-) -> Differences:
-    """Train a small model whole and in a layout. All ranks that try it call it; see `find_problem`."""
+    num_tokens: int,
+) -> _Differences:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = make()
@@ -119,16 +115,16 @@ def compare_small(
     distributed = copy.deepcopy(small)
     batches = [
         _packed_batch(small, num_tokens, seed, takes_positions=takes_positions)
-        for seed in range(_NUM_MICROBATCHES * readers.num_batches)
+        for seed in range(_NUM_MICROBATCHES * sharding.data_ranks)
     ]
     num_items = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in batches]).sum()
     whole_loss = _accumulate(small, batches, num_items)
-    trial = distribute(distributed)
-    own = batches[readers.batch :: readers.num_batches]
+    hooks = distribute(distributed)
+    own = batches[sharding.data_rank :: sharding.data_ranks]
     # As the Trainer does, for gradients that are averaged.
-    loss = _accumulate(distributed, own, num_items, trial.sharded, factor=readers.num_ranks)
-    trial.reduce(loss)
-    return _compare(trial, distributed, small, float((loss - whole_loss).abs() / whole_loss.abs()))
+    loss = _accumulate(distributed, own, num_items, hooks.sharded, factor=sharding.token_ranks)
+    hooks.reduce(loss)
+    return _compare(hooks, distributed, small, float((loss - whole_loss).abs() / whole_loss.abs()))
 
 
 def _packed_batch(model: PreTrainedModel, num_tokens: int, seed: int, *, takes_positions: bool) -> Batch:
@@ -165,7 +161,7 @@ def _accumulate(
     return total
 
 
-def _compare(trial: Trial, distributed: nn.Module, whole: nn.Module, loss: float) -> Differences:
+def _compare(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module, loss: float) -> _Differences:
     """Compare this rank's part of each gradient with that part of the whole one's."""
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
@@ -176,9 +172,9 @@ def _compare(trial: Trial, distributed: nn.Module, whole: nn.Module, loss: float
         if reference is None or own is None:
             found.append((0.0 if reference is own else math.inf, name))
             continue
-        pieces = trial.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
+        pieces = hooks.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
         squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
         found.append((float(squared.sqrt()) / max(norms[name], least), name))
-    worst, name = max(found, key=lambda item: (math.isnan(item[0]), item[0]))
+    worst = max((difference for difference, _ in found), key=lambda difference: (math.isnan(difference), difference))
     first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
-    return Differences(loss=loss, gradient=worst, worst_parameter=name, first_wrong=first)
+    return _Differences(loss, worst, first)

@@ -86,8 +86,10 @@ class DistributedTrainerMixin(_Trainer):
         self.engine: Engine | None = None
         self.checkpointer = Checkpointer(self)
         self.weighted_loss = WeightedLoss(self)
-        self._router_loss = RouterLoss(self)
+        self.router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
+        self._figures: dict[str, float] = {}
+        """For the next training line."""
         self._predicts = False
         """Whether an evaluation loop must keep the outputs of the model."""
         model_init: Any = None
@@ -120,7 +122,7 @@ class DistributedTrainerMixin(_Trainer):
             # It would add the loss over routers of each micro batch.
             self.aux_loss_enabled = False
             # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
-            self._router_loss.options = {"fused_lm_head": True}
+            self.router_loss.options = {"fused_lm_head": True}
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
@@ -234,7 +236,7 @@ class DistributedTrainerMixin(_Trainer):
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         # Behind DeepSpeed's hooks, which wrap what a module gives.
-        self._router_loss.begin(self.engine.model)
+        self.router_loss.begin(self.engine.model)
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
         self.checkpointer.begin()
@@ -243,11 +245,12 @@ class DistributedTrainerMixin(_Trainer):
         elif self.token_stream is not None:
             # A run that was killed before its first checkpoint may have left records.
             self.token_stream.truncate_ledger()
-        self.start_clock()
+        self.restart_figures()
         return prepared
 
-    def start_clock(self) -> None:
-        """Measure the throughput from the present step on."""
+    def restart_figures(self) -> None:
+        """Let the figures of the next training line be of the steps from the present one on."""
+        self.router_loss.forget()
         state, num_devices = self.state, self.args.world_size
         self.throughput.start(
             state.global_step, state.num_input_tokens_seen, self._flops_per_token, num_devices=num_devices
@@ -263,6 +266,7 @@ class DistributedTrainerMixin(_Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
         self.checkpointer.wait()
+        self._share_sft_metrics()
         return super()._finalize_training(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +287,7 @@ class DistributedTrainerMixin(_Trainer):
         # Of a pipeline only its last stage gathers, for which its loss sees.
         group = self.engine.loss_group if self.engine.runs_whole_model else None
         hooks = self.hooks(model)
-        with gathering(self.accelerator, group), self._router_loss.training(hooks):
+        with gathering(self.accelerator, group), self.router_loss.training(hooks):
             return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
 
     def compute_loss(
@@ -295,7 +299,7 @@ class DistributedTrainerMixin(_Trainer):
         if counted is not None:
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}
         deferred = nullcontext() if head is None else head.deferring(model)
-        with deferred, self._router_loss.recording(counted):
+        with deferred, self.router_loss.recording(counted):
             compute: Callable[..., Any] = partial(super().compute_loss, model, return_outputs=return_outputs)
             if self._lean_step is not None and not return_outputs:
                 compute = partial(self._lean_step.compute_loss, model)
@@ -307,7 +311,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return result
         loss, *outputs = result if return_outputs else (result,)
-        of_routers = self._router_loss.take()
+        of_routers = self.router_loss.take()
         if of_routers is not None:
             # Gradients are averaged over the processes, and each adds its own share.
             loss = loss + of_routers * num_losses(self)
@@ -317,7 +321,7 @@ class DistributedTrainerMixin(_Trainer):
         """Give the functions of this Trainer that an engine may call, for the model as accelerate prepared it."""
         step = super().training_step if self._lean_step is None else self._lean_step.training_step
         return TrainerHooks(
-            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self._router_loss.take
+            model=model, training_step=step, loss=self.weighted_loss.of, router_loss=self.router_loss.take
         )
 
     def get_tp_size(self) -> int:
@@ -380,7 +384,7 @@ class DistributedTrainerMixin(_Trainer):
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
-        self._router_loss.begin_step(samples)
+        self.router_loss.begin_step(samples)
         self._guard.begin_step()
         return samples, num_items
 
@@ -409,23 +413,35 @@ class DistributedTrainerMixin(_Trainer):
         return grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.engine is None or not self._guard.end_step():
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.engine is not None:
+            if self._guard.end_step():
+                return
+            # As the original decides it, on all ranks alike.
+            if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+                self.read_figures()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def read_figures(self) -> None:
+        """Read what the next training line says of tokens, seconds, MFU and routers. A collective."""
+        self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read()
+        self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add tokens, tokens/s, seconds a step and MFU to each training line, for all trackers alike."""
-        if self.engine is not None:
-            if "loss" in logs:
-                logs |= self.throughput.read(self.state.global_step) | self._router_loss.read()
-            if any(name == "loss" or name.endswith("_loss") for name in logs):
-                self._share_sft_metrics()
+        """Add its figures to a training line, for all trackers alike. Users may call it on one rank: no collective."""
+        figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
+        logs |= figures
         super().log(logs, *args, **kwargs)
+        if figures:
+            self._figures = {}
+        elif self.engine is not None:
+            # The original takes any line for that of the step, which then would be missing on this rank alone.
+            self.control.should_log = is_due
         if self.options.run_values is not None:
             # A run logs each step: a million lines take half a GB of memory, and more with many saves.
             drop_old(self.state.log_history)
 
     def _share_sft_metrics(self) -> None:
-        if self._engine.runs_whole_model or not trl_trainers.is_sft(type(self)):
+        if self.engine is None or self.engine.runs_whole_model or not trl_trainers.is_sft(type(self)):
             return
         own: Any = self
         mode = "train" if own.model.training else "eval"
@@ -461,8 +477,12 @@ class DistributedTrainerMixin(_Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
             if self.compute_metrics is not None or not self._sums_targets or self._predicts:
-                return super().evaluation_loop(dataloader, *args, **kwargs)
-            return Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
+            else:
+                output = Evaluator(self)(dataloader, kwargs.get("metric_key_prefix", "eval"))
+        # For the line that follows.
+        self._share_sft_metrics()
+        return output
 
     # ---- saving and resuming ----
 

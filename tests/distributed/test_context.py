@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 
 import hfdist
-from benchmarks.growth import training
 from hfdist.config.strategy import ContextMethod
 from hfdist.errors import ConfigError
 from hfdist.strategies import context
@@ -180,24 +179,3 @@ def without_shift(model_type):
 def test_the_check_of_a_small_model_finds_mistakes(spoil):
     for outcome in run_ranks(spoil, 2, "llama"):
         assert "differs by" in outcome.reason
-
-
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
-NUM_RANKS, NUM_TOKENS, ITEM_BYTES = 2, 64, 4
-
-
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
-def test_a_rank_sends_what_the_formulas_say(method):
-    layout = {"context": NUM_RANKS, "context_method": method}
-    work = training.Work(layout=layout, sizes=SIZES, global_batch_size=2, sequence_tokens=NUM_TOKENS, num_steps=1)
-    sent = run_ranks(training.train, NUM_RANKS, work)[0].ring_bytes
-    state = 2 * NUM_TOKENS * SIZES["hidden_size"] * SIZES["num_hidden_layers"] * ITEM_BYTES
-    share = (NUM_RANKS - 1) / NUM_RANKS
-    if method == "ulysses":
-        # Queries, keys, values and what attention gives, of a rank's tokens; forward and backward.
-        assert sent["all_to_all_single"] == pytest.approx(share * 2 * 4 * state / NUM_RANKS, rel=0.02)
-    else:
-        # Keys and values; their gradients are reduced to the rank's tokens.
-        assert sent["all_gather_into_tensor"] == pytest.approx(share * 2 * state, rel=0.02)
-        assert sent["reduce_scatter_tensor"] == pytest.approx(share * 2 * state, rel=0.02)

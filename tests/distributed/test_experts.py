@@ -8,7 +8,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 import hfdist
 from hfdist.errors import ConfigError
 from hfdist.strategies import experts, parallel_plans
-from hfdist.strategies.parts import EXPERT, ModelParts
+from hfdist.strategies.parameter_shards import EXPERT
+from hfdist.strategies.parts import ModelParts
 from hfdist.testing import run_ranks
 from tests.distributed.test_optimizers import saved
 from tests.distributed.test_tensor import check

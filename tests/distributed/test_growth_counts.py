@@ -17,8 +17,8 @@ NUM_ELEMENTS = 1 << 20
 def count() -> dict[str, tuple[int, int]]:
     whole, share = torch.ones(NUM_ELEMENTS), torch.ones(NUM_ELEMENTS // dist.get_world_size())
     collectives = {
-        "allreduce": lambda: dist.all_reduce(whole),
-        "allgather": lambda: dist.all_gather(list(whole.chunk(dist.get_world_size())), share),
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: dist.all_gather(list(whole.chunk(dist.get_world_size())), share),
     }
     counts = {}
     for kind, run in collectives.items():
@@ -37,7 +37,7 @@ def count() -> dict[str, tuple[int, int]]:
 def test_both_counts_are_those_of_a_ring(num_ranks):
     share = (num_ranks - 1) / num_ranks
     for counts in run_ranks(count, num_ranks):
-        for kind, times in (("allreduce", 2), ("allgather", 1)):
+        for kind, times in (("all-reduce", 2), ("all-gather", 1)):
             expected = times * share * 4 * NUM_ELEMENTS
             assert counts[kind] == (pytest.approx(expected), pytest.approx(expected, rel=0.01))
 

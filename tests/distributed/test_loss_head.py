@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.models import chunked_loss as chunked
+from hfdist.models.loss import chunked
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed

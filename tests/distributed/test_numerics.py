@@ -118,6 +118,27 @@ def test_the_way_back_may_lead_to_the_checkpoint_of_another_run(single, tmp_path
     assert losses(tmp_path) == losses(single)[-1:]
 
 
+MOE = ("model.type=mixtral", "+model.config.num_local_experts=4", "+model.config.output_router_logits=true")
+FIGURES = ("expert_load_max", "expert_load_min", "router_aux_loss")
+
+
+def test_figures_of_routers_leave_out_what_was_skipped_or_undone(tmp_path, cache_dir):
+    """The bit is found behind the first of two steps that share a line."""
+    skipped = Fault(Kind.nan_loss, (1,))
+    steps = ("report.log_every=2", "train.compare_replicas_every=5", "checkpoint.every=4", "train.max_steps=6")
+    settings = (*SAVING, "strategy=ddp", *MOE, *steps)
+    for name, faults in (("plain", [skipped]), ("undone", [skipped, Fault(Kind.flipped_bit, (5,), -1)])):
+        said = pretrain_with(faults, tmp_path / name, 2, *settings)
+        assert sum("going back from step 5" in text for text in said) == (name == "undone")
+    plain, undone = (
+        [line for line in read_metrics(tmp_path / name / METRICS) if "loss" in line] for name in ("plain", "undone")
+    )
+    assert [line["step"] for line in plain] == [line["step"] for line in undone] == [1, 2, 4, 6]
+    assert not set(FIGURES) & plain[0].keys()
+    for line, again in zip(plain[1:], undone[1:], strict=True):
+        assert [line[name] for name in FIGURES] == [again[name] for name in FIGURES]
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_half_precision_skips_too(cache_dir, tmp_path, strategy):
     settings = ("train.precision=bf16", "train.max_steps=6", "train.micro_batch_size=2")

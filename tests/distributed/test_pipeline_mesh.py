@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfdist
-from benchmarks.growth import training
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.collectives import gather_json
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
-from hfdist.pipeline.gradients import local
 from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
+from hfdist.strategies.gradients import local
 from hfdist.strategies.pipeline import PipelineEngine
 from hfdist.strategies.pipeline_fsdp import PipelineFsdpEngine
 from hfdist.testing import RankFailed, run_ranks
@@ -31,7 +29,6 @@ from tests.zoo.splitting import compare_gradients, compare_losses, run_whole
 pytestmark = pytest.mark.distributed
 
 NUM_RANKS, NUM_MICROBATCHES = 4, 4
-ITEM_BYTES = 4
 BOUND = 1e-5
 FSDP = {"sharding": "fsdp2"}
 HSDP = FSDP | {"replicate": 2}
@@ -272,25 +269,6 @@ def test_a_mistake_shows(spoil):
 def test_blocks_that_are_computed_again_need_their_sequence():
     with pytest.raises(RankFailed, match="size of tensor"):
         run_ranks(run_spoilt, NUM_RANKS, blocks_without_their_sequence, "context by gathering, recomputed")
-
-
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-         "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
-
-
-@pytest.mark.parametrize("num_sequences", [4, 8])
-def test_weights_are_gathered_and_gradients_reduced_once_a_step(num_sequences):
-    layout, num_shards = {"sharding": "fsdp2", "pipeline": 2}, 2
-    work = training.Work(layout=layout, sizes=SIZES, global_batch_size=num_sequences, sequence_tokens=16, num_steps=1)
-    of_ranks = run_ranks(training.train, NUM_RANKS, work)
-    whole = sum(parameter.numel() for parameter in LlamaForCausalLM(LlamaConfig(**SIZES)).parameters()) * ITEM_BYTES
-    assert sum(costs.weight_bytes for costs in of_ranks) == pytest.approx(whole, rel=0.01)
-    for costs in of_ranks:
-        # Of this rank's stage, whose weights are on so many ranks.
-        expected = (num_shards - 1) / num_shards * costs.weight_bytes * num_shards
-        sent = {kind: costs.ring_bytes[kind] for kind in ("allgather", "reduce_scatter")}
-        assert sent == pytest.approx(dict.fromkeys(sent, expected), rel=0.03)
-        assert costs.optimizer_bytes == pytest.approx(2 * costs.weight_bytes, rel=0.01)
 
 
 def refused(model_type, layout):

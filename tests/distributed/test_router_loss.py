@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 import hfdist
 from hfdist.testing import run_ranks
@@ -163,3 +163,43 @@ def test_the_end_of_an_epoch_recomputed_blocks_and_figures(tmp_path, layout, arg
     for own, theirs in zip(summary(ours), summary(reference), strict=True):
         assert own == pytest.approx(theirs, rel=1e-5)
     assert our_held_out == pytest.approx(held_out, rel=1e-6)
+
+
+class _Logs(TrainerCallback):
+    """A user's own line, on one rank alone."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **named):
+        if state.is_world_process_zero:
+            self.trainer.log({"loss": 7.0})
+
+
+def figures_beside_lines_of_one_rank(folder):
+    """Of a model without the loss over routers, whose choices ranks tell each other for the figures alone."""
+    found = []
+    for makes_callbacks in ((), (_Logs,)):
+        strategy = hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, micro_batch_size=1)
+        model = make_model("qwen3_moe")
+        model.config.output_router_logits = False
+        args = TrainingArguments(str(folder), max_steps=STEPS, logging_steps=1, use_cpu=True, report_to=[],
+                                 save_strategy="no", disable_tqdm=True, **strategy.training_arguments())  # fmt: skip
+        items = make_items(GLOBAL_BATCH * STEPS)
+        trainer = hfdist.Trainer(model, args, strategy=strategy, train_dataset=items)
+        for make in makes_callbacks:
+            trainer.add_callback(make(trainer))
+        trainer.train()
+        found.append([line for line in trainer.state.log_history if "loss" in line])
+    return found
+
+
+def test_a_line_that_one_rank_logs_waits_for_no_other_and_takes_no_figures(tmp_path):
+    plain, lines = run_ranks(figures_beside_lines_of_one_rank, 2, tmp_path)[0]
+    own = [line for line in lines if line["loss"] == 7.0]
+    assert len(own) == STEPS
+    assert all(line.keys() == {"loss", "epoch", "step"} for line in own)
+    names = ("loss", "expert_load_max", "expert_load_min", "tokens")
+    assert [[line[name] for name in names] for line in lines if line not in own] == [
+        [line[name] for name in names] for line in plain
+    ]

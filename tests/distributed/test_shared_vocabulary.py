@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models import shared_vocabulary
-from hfdist.models.chunked_loss import ChunkedLoss
-from hfdist.models.lazy_logits import deferring
+from hfdist.models.loss import shared_vocabulary
+from hfdist.models.loss.chunked import ChunkedLoss
+from hfdist.models.loss.lazy_logits import deferring
 from hfdist.strategies.tensor import linear
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _split_layers

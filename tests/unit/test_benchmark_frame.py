@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from benchmarks import overlay
 from benchmarks import table as frame
 from benchmarks.rounds import interleave, medians, medians_or_reasons
@@ -77,13 +75,3 @@ def test_a_line_that_cannot_run_here_keeps_what_was_measured_elsewhere(tmp_path,
     assert frame.remember("gpu", "no CUDA device") == "no CUDA device"
     assert frame.remember("gpu", [measure]) == [measure]
     assert frame.remember("gpu", "no CUDA device") == [measure]
-
-
-def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
-    (tmp_path / "absent.txt").write_text("hfdist-no-such-package==1.0\n")
-    monkeypatch.setattr(overlay, "_PINS", tmp_path)
-    monkeypatch.setattr(overlay, "_FOLDER", tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-
-    with pytest.raises(overlay.UnavailableError, match=r"absent\.txt.*hfdist-no-such-package"):
-        overlay.peer_environment("absent")

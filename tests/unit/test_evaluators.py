@@ -51,33 +51,21 @@ def test_evaluations_without_an_improvement_are_counted(losses, min_delta, expec
     assert num_without_improvement(losses, min_delta) == expected
 
 
-def test_a_checkpoint_holds_a_bounded_history_that_decides_as_the_whole_does():
-    history = [{"step": 0, "eval_loss": 9.0}]
-    for step in range(1, 3 * NUM_ENTRIES):
-        history.append({"step": step, "loss": 1.0})
-        if step % 2 == 0:
-            history.append({"step": step, "eval_loss": 1.0 + step % 7})
-    kept = newest_entries(history)
-    assert [entry for entry in kept if "loss" in entry] == [e for e in history if "loss" in e][-NUM_ENTRIES:]
-    assert [entry for entry in kept if "eval_loss" in entry] == [e for e in history if "eval_loss" in e][-NUM_ENTRIES:]
-    assert [entry["step"] for entry in kept] == sorted(entry["step"] for entry in kept)
-    later = {"step": 3 * NUM_ENTRIES, "eval_loss": 5.0}
-    assert newest_losses([*kept, later]) == newest_losses([*history, later])
-    assert newest_entries(kept) == kept
-    assert newest_entries(history[:9]) == history[:9]
-
-
-def test_the_history_of_a_run_is_bounded_in_place_and_decides_as_the_whole_does():
+def test_the_history_of_a_run_and_of_a_checkpoint_is_bounded_and_decides_as_the_whole_does():
     whole, held, longest = [], [], 0
     for step in range(6 * NUM_ENTRIES):
-        entry = {"step": step, "eval_loss" if step % 5 == 0 else "loss": float(step % 7)}
-        whole.append(entry)
-        held.append(entry)
+        whole.append({"step": step, "eval_loss" if step % 5 == 0 else "loss": float(step % 7)})
+        held.append(whole[-1])
         drop_old(held)
         longest = max(longest, len(held))
     assert longest < 4 * NUM_ENTRIES
-    assert newest_entries(held) == newest_entries(whole)
-    assert newest_losses(held) == newest_losses(whole)
+    kept = newest_entries(held)
+    for key in ("loss", "eval_loss"):
+        assert [entry for entry in kept if key in entry] == [entry for entry in whole if key in entry][-NUM_ENTRIES:]
+    assert [entry["step"] for entry in kept] == sorted(entry["step"] for entry in kept)
+    assert newest_losses(kept) == newest_losses(held) == newest_losses(whole)
+    assert newest_entries(kept) == kept
+    assert newest_entries(whole[:9]) == whole[:9]
 
 
 def test_patience_fits_into_what_a_checkpoint_holds():

@@ -13,9 +13,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
-from hfdist.models.chunked_loss import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.lazy_logits import Step, _DeferredLogits, cast, deferring
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
+from hfdist.models.loss.lazy_logits import Step, _DeferredLogits, cast, deferring
 from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
 from tests.unit.tiny import llama

@@ -105,12 +105,6 @@ class TestArchitecture:
         assert str(tmp_path) in str(caught.value)
         assert "config.json" in str(caught.value)
 
-    def test_the_hub_out_of_reach_is_one_message(self, tokenizer):
-        with pytest.raises(ConfigError) as caught:
-            load_architecture(ModelConfig(name="nobody/nothing"), tokenizer, sequence_length=16)
-        assert caught.value.where == "model.name"
-        assert "the Hub is switched off" in str(caught.value)
-
 
 class TestPretrained:
     def test_weights_come_from_the_folder_in_float32(self, tokenizer, tmp_path):

@@ -11,7 +11,6 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
-from hfdist.data.stream.workers import forward_to_rank
 from hfdist.trainer.fault_tolerance import rank_flags
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption, RankFlags
 from tests.unit.data.corpora import files_config, tokenizer, write_txt
@@ -71,36 +70,6 @@ def test_a_second_wish_ends_the_process_at_once(step):
     os.kill(process.pid, signal.SIGTERM)
     process.join(5)
     assert process.exitcode == -signal.SIGTERM
-
-
-def load(ready):
-    forward_to_rank(lambda: None)
-    ready.set()
-    time.sleep(60)
-
-
-def be_rank(pids, received):
-    """Starts a loader process, and says which signal came from it; then ends the loader."""
-    signal.signal(signal.SIGTERM, lambda number, frame: received.put(number))
-    ready = FORK.Event()
-    loader = FORK.Process(target=load, args=(ready,))
-    loader.start()
-    assert ready.wait(20)
-    pids.put(loader.pid)
-    time.sleep(0.5)
-    loader.terminate()
-    loader.join(5)
-    received.put(loader.exitcode)
-
-
-def test_a_loader_process_passes_signals_on_and_ends_by_its_ranks():
-    pids, received = FORK.SimpleQueue(), FORK.SimpleQueue()
-    rank = FORK.Process(target=be_rank, args=(pids, received))
-    rank.start()
-    os.kill(pids.get(), signal.SIGTERM)
-    assert received.get() == signal.SIGTERM
-    assert received.get() == 0
-    rank.join()
 
 
 def read_and_wait(folder, pids):

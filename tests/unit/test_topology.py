@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hfdist.config.batch import nearest_multiples, plan_batch
+from hfdist.config.batch import plan_batch
 from hfdist.errors import ConfigError
 from hfdist.topology import Degrees, Topology, read_launcher
 
@@ -108,8 +108,3 @@ def test_a_global_batch_smaller_than_one_micro_batch_proposes_only_what_is_possi
 def test_lanes_that_data_ranks_cannot_share_propose_the_next():
     with pytest.raises(ConfigError, match=r"data\.lanes=50"):
         plan(global_batch_size=40, data_size=5, lanes=48)
-
-
-def test_nearest_multiples():
-    assert nearest_multiples(30, 8) == [24, 32]
-    assert nearest_multiples(3, 8) == [8]

@@ -22,7 +22,6 @@ from hfdist.watch.diagnosis import (
     find_left,
     find_lost,
     find_stalled,
-    name_ranks,
 )
 from hfdist.watch.store import HostedStore, JoinedStore, open_store
 from hfdist.watch.watcher import Watcher
@@ -216,11 +215,6 @@ def test_who_leaves_during_an_exchange_says_so_in_the_next(tmp_path):
     store.may_end.set()
     leaving.join(HEARTBEAT_SECONDS)
     assert [beat.left for beat in store.sent] == [None, 3]
-
-
-def test_many_ranks_are_named_shortly():
-    assert name_ranks([0]) == "rank 0"
-    assert name_ranks([9, 1, 2, 3, 7]) == "ranks 1-3, 7, 9"
 
 
 def test_broken_connections_are_told_from_other_errors():

@@ -13,10 +13,12 @@ from hfdist.config.data import SourceKind
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
-from hfdist.config.schema import find_key, nested, plain
+from hfdist.config.schema import find_key, flatten, plain
 from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
+
+NO_ADAPTED_EXPERTS = "an adapter's layers are not in the plan by which a model is sharded over expert ranks"
 
 
 def check_config(config: RunConfig) -> None:
@@ -60,7 +62,7 @@ def _shown(config: RunConfig, key: str) -> str:
 
 
 def _check_ranges(config: RunConfig) -> None:
-    for key, value in nested(plain(config), ""):
+    for key, value in flatten(plain(config), ""):
         known = find_key(key)
         if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
             raise ConfigError("the number is out of range", where=key, found=value, allowed=known.allowed)
@@ -122,9 +124,8 @@ def _check_adapter(config: RunConfig) -> None:
                 allowed, hint = str(getattr(default, name)), None if adapter.is_used else "adapter=lora"
                 raise _conflict(config, f"adapter.{name}", what, allowed=allowed, hint=hint)
     if adapter.is_used and config.strategy.expert > 1:
-        what = "an adapter's layers are not in the plan by which a model is sharded over expert ranks"
         where = "strategy.expert" if adapter.path is None else "strategy.expert adapter.path"
-        raise _conflict(config, where, what, allowed="1", hint="strategy.expert=1, with strategy=fsdp2")
+        raise _conflict(config, where, NO_ADAPTED_EXPERTS, allowed="1", hint="strategy.expert=1, with strategy=fsdp2")
     if adapter.target_pattern is not None and adapter.targets != [ALL_LINEAR]:
         what, where = "the layers to adapt are given twice", "adapter.targets, adapter.target_pattern"
         found = f"{adapter.targets} and {adapter.target_pattern}"

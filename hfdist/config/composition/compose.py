@@ -18,7 +18,7 @@ from hfdist.config.composition.files import refuse_resolver, searching, shipped_
 from hfdist.config.composition.hydra_errors import Request, check_keys, explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.run import RunConfig
-from hfdist.config.schema import nested, plain
+from hfdist.config.schema import flatten, plain
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = "run_schema"
@@ -146,5 +146,5 @@ def to_values(config: RunConfig) -> dict[str, Any]:
 
 def _texts(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Every text in the config with its key, before interpolation."""
-    values = nested(OmegaConf.to_container(config, resolve=False), "")
+    values = flatten(OmegaConf.to_container(config, resolve=False), "")
     return ((key, value) for key, value in values if isinstance(value, str))

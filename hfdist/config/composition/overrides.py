@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.files import refuse_target
-from hfdist.config.schema import all_keys, find_key, nested
+from hfdist.config.schema import all_keys, find_key, flatten
 from hfdist.errors import ConfigError, nearest
 
 COMMAND_LINE = "command line"
@@ -78,7 +78,7 @@ def _prepare(text: str) -> GivenOverride:
         hint += f"text with a comma is '{key}=\"{given}\"'"
         raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
     value = override.value()
-    for name, _ in nested(value, key):
+    for name, _ in flatten(value, key):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
     refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))

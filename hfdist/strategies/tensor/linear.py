@@ -12,12 +12,14 @@ also be uneven.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -45,25 +47,57 @@ def _is_linear(module: Any) -> bool:
     """Whether a layer computes what torch's does. A subclass is run and compared: some, such as routers, do not."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
-    value = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]
+    # Numbers of its own: a model is partitioned before its weights are drawn.
+    weight = torch.linspace(-1, 1, module.weight.numel()).to(module.weight).view_as(module.weight)
+    given = {"weight": weight} | ({} if module.bias is None else {"bias": weight[:, 0]})
+    value = torch.linspace(-1, 1, module.in_features).to(weight)[None]
     try:
-        return torch.allclose(module(value), nn.Linear.forward(module, value), rtol=1e-4)
+        return torch.allclose(functional_call(module, given, value), functional.linear(value, **given), rtol=1e-4)
     except Exception:  # of a class of any kind
         return False
 
 
-def bounds(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+def shard_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """Give the first index of a rank's part and one past the last; the first ranks have one more if it is uneven."""
     least, more = divmod(size, num_ranks)
     return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
 
 
-def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
+class Inputs:
+    """What layers of one model read. Those that read one tensor add up its gradient over the ranks once, together.
+
+    So do the layers of queries, keys and values, and those of gate and up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._read: weakref.ref[torch.Tensor] | None = None
+        self._given: torch.Tensor | None = None
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        """Give the same numbers, with the gradient summed over the ranks."""
+        if torch.compiler.is_compiling():
+            # A compiler cannot follow what is kept between layers.
+            alone: torch.Tensor = _SumGradient.apply(value, self._group)
+            return alone
+        given = self._given
+        has_graph = torch.is_grad_enabled() and value.requires_grad
+        if given is None or self._read is None or self._read() is not value or given.requires_grad != has_graph:
+            given = self._given = _SumGradient.apply(value, self._group)
+            self._read = weakref.ref(value, self._forget)
+        return given
+
+    def _forget(self, read: weakref.ref[torch.Tensor]) -> None:
+        if read is self._read:
+            self._read = self._given = None
+
+
+def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: Inputs) -> None:
     """Let a layer that has only its rank's part give what `style` says."""
 
     def colwise(value: torch.Tensor) -> torch.Tensor:
         weight = module.weight.T if type(module) is Conv1D else module.weight
-        return functional.linear(_SumGradient.apply(value, group), weight, module.bias)
+        return functional.linear(inputs(value), weight, module.bias)
 
     def rowwise(value: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = _Sum.apply(functional.linear(value, module.weight), group)
@@ -82,7 +116,7 @@ def run_locally(module: Any, style: str, group: dist.ProcessGroup) -> None:
 
 
 def _looking_up(module: nn.Embedding, group: dist.ProcessGroup) -> Any:
-    start, stop = bounds(module.num_embeddings, group.size(), group.rank())
+    start, stop = shard_range(module.num_embeddings, group.size(), group.rank())
     padding = module.padding_idx
     # The row that gets no gradient.
     module.padding_idx = None if padding is None or not start <= padding < stop else padding - start
@@ -104,7 +138,8 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return value.view_as(value)
+        # Not a view: that would keep the value as long as it lives itself.
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
@@ -138,7 +173,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
         num_ranks, rank = group.size(), group.rank()
-        ctx.own = bounds(size, num_ranks, rank)
+        ctx.own = shard_range(size, num_ranks, rank)
         most = -(-size // num_ranks)
         # A gather needs equal parts.
         sent = functional.pad(part, (0, most - part.shape[-1])).contiguous()
@@ -147,7 +182,7 @@ class _Gather(torch.autograd.Function):
         else:
             gathered = sent.new_empty(num_ranks, *sent.shape)
             dist.all_gather_into_tensor(gathered.view(-1), sent.view(-1), group=group)
-        ends = [bounds(size, num_ranks, other) for other in range(num_ranks)]
+        ends = [shard_range(size, num_ranks, other) for other in range(num_ranks)]
         return torch.cat([gathered[other][..., : stop - start] for other, (start, stop) in enumerate(ends)], -1)
 
     @staticmethod

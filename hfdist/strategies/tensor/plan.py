@@ -13,11 +13,9 @@ of no plan.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,70 +24,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from hfdist.checkpoint.piece import Piece
 from hfdist.errors import ConfigError
-from hfdist.models.build import is_elsewhere
-from hfdist.models.shared_vocabulary import VocabularyShard, mark_shared
+from hfdist.models.architecture import count_heads
+from hfdist.models.loss.shared_vocabulary import VocabularyShard, mark_shared
+from hfdist.strategies.parameter_shards import (
+    TENSOR,
+    ParameterShard,
+    check_model,
+    keep_local,
+    rules_on_this_stage,
+    shard_of,
+    transformers_plan,
+    uneven,
+)
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
-from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, bounds, run_locally, split_dimensions
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, Inputs, run_locally, shard_range, split_dimensions
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
-
-_HEADS = r"\w*_heads|n_head"
-"""The fields of a config that count heads, of all kinds of attention."""
 
 _ALIASES = {"colwise_rep": GATHERED}
 
 _KEY, _HINT = "strategy.tensor", "strategy.tensor=1; strategy=fsdp2 shards any model"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterShard:
-    """What this rank holds of one parameter: along one dimension, one part or several."""
-
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    dim: int
-    parts: tuple[tuple[int, int], ...]
-    """First index and one past the last, along `dim`; the rank holds them one behind the other."""
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds."""
-        size = sum(stop - start for start, stop in self.parts)
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
-
-    def pieces(self, piece: Piece) -> Iterator[Piece]:
-        """Give pieces of the whole tensor, from a piece of rows of what the rank holds as if that were whole."""
-        row, local_row = math.prod(self.shape[1:]), math.prod(self.local_shape[1:])
-        first, num_rows = piece.start // local_row, len(piece.view)
-        begins = accumulate((stop - start for start, stop in self.parts), initial=0)
-        if piece.view.numel() == 0:
-            yield replace(piece, shape=self.shape, start=0)
-        elif self.dim == 0:
-            for begin, (start, stop) in zip(begins, self.parts, strict=False):
-                low, high = max(first, begin), min(first + num_rows, begin + stop - start)
-                if low < high:
-                    view = piece.view[low - first : high - first]
-                    yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
-        else:
-            inner = math.prod(self.shape[self.dim + 1 :])
-            for begin, (start, stop) in zip(begins, self.parts, strict=False):
-                yield replace(
-                    piece,
-                    shape=self.shape,
-                    start=first * row + start * inner,
-                    run=(stop - start) * inner,
-                    pitch=self.shape[self.dim] * inner,
-                    view=piece.view.narrow(self.dim, begin, stop - start),
-                )
-
-
-class Kind(NamedTuple):
+class PlanKind(NamedTuple):
     """How a plan is made."""
 
     blocks: str
@@ -103,7 +64,7 @@ class Kind(NamedTuple):
 OWN = "transformers' plan for the type"
 OWN_GATHERED = "transformers' plan for the type, but outputs of attention's layers are gathered"
 ALL_GATHERED = "outputs of all layers are gathered"
-KINDS = tuple(Kind(blocks, splits) for blocks in (OWN, OWN_GATHERED, ALL_GATHERED) for splits in (True, False))
+PLAN_KINDS = tuple(PlanKind(blocks, splits) for blocks in (OWN, OWN_GATHERED, ALL_GATHERED) for splits in (True, False))
 """The first is the best; the last ones send more, or hold more."""
 
 
@@ -111,7 +72,7 @@ KINDS = tuple(Kind(blocks, splits) for blocks in (OWN, OWN_GATHERED, ALL_GATHERE
 class Plan:
     """What becomes of which parameter; the others are whole on each rank."""
 
-    kind: Kind
+    kind: PlanKind
     layers: dict[str, str]
     """Names of linear layers and embeddings, and the style of each (see linear.py)."""
     rules: dict[str, str]
@@ -126,13 +87,10 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
     Raises:
         ConfigError: there is none.
     """
-    if not isinstance(model, PreTrainedModel):
-        what, found = "only a model of transformers can be sharded over tensor ranks", type(model).__name__
-        hint = "strategy.tensor=1, with strategy=fsdp2; an adapter by model.add_adapter(config), not by get_peft_model"
-        raise ConfigError(what, where=_KEY, found=found, hint=hint)
+    check_model(model, TENSOR)
     plans: list[Plan] = []
     problems: list[ConfigError] = []
-    for kind in KINDS:
+    for kind in PLAN_KINDS:
         if kind.blocks == OWN_GATHERED and any(plan.kind.blocks == OWN for plan in plans):
             continue
         try:
@@ -144,7 +102,7 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
     return plans
 
 
-def make_plan(model: PreTrainedModel, num_ranks: int, kind: Kind) -> Plan:
+def make_plan(model: PreTrainedModel, num_ranks: int, kind: PlanKind) -> Plan:
     """Make a plan of this kind. Needs no process group.
 
     Raises:
@@ -172,12 +130,7 @@ def _resolve(
     model: PreTrainedModel, num_ranks: int, whole: set[int], *, gathers_attention: bool
 ) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
     """Give layers, rules and partial parameters by transformers' plan."""
-    try:
-        # Private: the public way is `from_pretrained`, which would load and shard by itself.
-        resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
-    except (ValueError, TypeError) as error:
-        what = "transformers has no plan by which this type of model could be sharded over tensor ranks"
-        raise ConfigError(what, where=_KEY, found=model.config.model_type, hint=_HINT) from error
+    resolved = transformers_plan(model, TENSOR, num_ranks)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     gathered = gather_blocks(model, num_ranks, whole) if gathers_attention else {}
     layers = {name: style for name, style in gathered.items() if _is_attention(name)}
@@ -227,14 +180,8 @@ def _check_sizes(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
     common = math.gcd(*sizes.values()) if sizes else num_ranks
     if common % num_ranks != 0:
         name, size = next((name, size) for name, size in sizes.items() if size % num_ranks != 0)
-        fitting = [str(n) for n in range(1, common + 1) if common % n == 0]
-        raise ConfigError(
-            "a size of the model is not a multiple of the number of tensor ranks",
-            where=_KEY,
-            found=f"{num_ranks}, and {name}: {size}",
-            allowed=", ".join(fitting),
-            hint=f"strategy.tensor={max((int(n) for n in fitting if int(n) <= num_ranks), default=1)}",
-        )
+        what = "a size of the model is not a multiple of the number of tensor ranks"
+        raise uneven(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
 
 
 def _sizes_to_divide(
@@ -242,10 +189,7 @@ def _sizes_to_divide(
 ) -> Iterator[tuple[str, int]]:
     # A gathered output may be divided within a head.
     if any(style == "colwise" and _is_attention(name) for name, style in (layers | rules).items()):
-        text = model.config.get_text_config(decoder=True)
-        for field, heads in vars(text).items():
-            if re.fullmatch(_HEADS, field):
-                yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
+        yield from count_heads(model.config)
     for name, style in layers.items():
         module: Any = model.get_submodule(name)
         if style in ("colwise", "rowwise"):
@@ -269,8 +213,8 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         mesh: of one axis, the tensor ranks.
         plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
     """
-    apply_tensor_parallelism(model, mesh, rules_here(model, plan.rules))
-    shards = {name: describe(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
+    apply_tensor_parallelism(model, mesh, rules_on_this_stage(model, plan.rules))
+    shards = {name: shard_of(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
     for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
@@ -292,6 +236,7 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
         for name, parameter in module.named_parameters(recurse=False):
             owners[parameter].append((module, name))
     shards: dict[nn.Parameter, ParameterShard] = {}
+    inputs = Inputs(group)
     # Another rank of a pipeline may have the others.
     here = {name: style for name, style in layers.items() if modules[name].weight is not None}
     for name, style in here.items():
@@ -299,54 +244,23 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
             whole = getattr(modules[name], of_module)
             if whole in shards:
                 continue
-            start, stop = bounds(whole.shape[dim], group.size(), group.rank())
+            start, stop = shard_range(whole.shape[dim], group.size(), group.rank())
             # A copy: else all of the whole tensor's memory would stay.
             local = whole.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
             part = nn.Parameter(local, requires_grad=whole.requires_grad)
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        run_locally(modules[name], style, group)
+        run_locally(modules[name], style, group, inputs)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
-        start, stop = bounds(head.out_features, group.size(), group.rank())
+        start, stop = shard_range(head.out_features, group.size(), group.rank())
         mark_shared(head, VocabularyShard(group=group, start=start, stop=stop, num_rows=head.out_features))
     return {name: shards[p] for name, p in model.named_parameters() if p in shards}
 
 
-def rules_here(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
-    """Leave out the rules for what another rank of a pipeline holds."""
-    here = {name for name, module in model.named_modules() if not is_elsewhere(module)}
-    here |= {name for name, _ in model.named_parameters()}
-    return {name: style for name, style in rules.items() if name in here}
-
-
 def _is_sharded(parameter: DTensor) -> bool:
     return not parameter.placements[0].is_replicate()
-
-
-def describe(parameter: DTensor) -> ParameterShard:
-    """Say which part this rank holds of a parameter that is sharded along one dimension."""
-    [placement], mesh = parameter.placements, parameter.device_mesh
-    kind: Any = placement
-    dim = kind.dim % parameter.dim()
-    # Packed matrices are sharded one by one; one that is not packed is one of one.
-    num_packed = getattr(kind, "split_factor", 1)
-    packed = parameter.shape[dim] // num_packed
-    part = packed // mesh.size()
-    first = mesh.get_local_rank() * part
-    parts = tuple((begin + first, begin + first + part) for begin in range(0, packed * num_packed, packed))
-    shard = ParameterShard(shape=tuple(parameter.shape), dim=dim, parts=parts)
-    assert shard.local_shape == tuple(parameter.to_local().shape), (shard, parameter.placements)
-    return shard
-
-
-def keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
-    """Leave in a module what this rank holds of its own parameters, as plain tensors."""
-    for name, parameter in placed.items():
-        # A copy: else all of the whole tensor's memory would stay.
-        local = parameter.to_local().detach().clone()
-        module._parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
 def _place_while_running(module: nn.Module, placed: dict[str, DTensor]) -> None:

@@ -190,7 +190,9 @@ class NonfiniteGuard:
         # Out of the mean loss.
         trainer._tr_loss.copy_(self._loss_before)
         trainer._globalstep_last_logged += 1
+        trainer.router_loss.skip_step()
         logger.warning("step %d is skipped: %s", step, skipped)
+        trainer.read_figures()
         trainer.log({"loss": None, "skipped": True})
         if not control.should_training_stop:
             # Until a step is taken, the last checkpoint is of before what is wrong.
@@ -247,7 +249,7 @@ class NonfiniteGuard:
         trainer._tr_loss.zero_()
         trainer._total_loss_scalar = 0.0
         trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
-        trainer.start_clock()
+        trainer.restart_figures()
         control.should_log = control.should_evaluate = control.should_save = False
         if was_over:
             control.should_training_stop = False

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models.routers import COUNTED, Routers, Totals, base_of
+from hfdist.models.routers import COUNTED, Routers, RoutingSums, base_of
 from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.base import Batch, TrainerHooks
 
@@ -50,7 +50,7 @@ class RouterLoss:
         self._weights: torch.Tensor | None = None
         """Weight of each expert in this step's loss; None: not known yet."""
         self._own = self._zeros(0)
-        """What this rank has counted, and not told the others; rows as in `Totals`."""
+        """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
         self._all = self._zeros(0)
         """What all have counted since the last reading."""
         self._num_steps, self._sum = 0, torch.zeros((), device=self._trainer.args.device)
@@ -58,7 +58,11 @@ class RouterLoss:
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Take the micro batches of a step of this rank, and note in them which tokens count."""
-        if self._routers is None or not self._sums_targets:
+        if self._routers is None:
+            return
+        # Only the first is changed in place.
+        self._before = self._own.clone(), self._all, self._num_steps, self._sum
+        if not self._sums_targets:
             return
         for batch in batches:
             ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -66,6 +70,18 @@ class RouterLoss:
                 all_tokens = torch.ones_like(ids, dtype=torch.bool)
                 batch[COUNTED] = all_tokens if mask is None or mask.shape != ids.shape else mask.bool()
         self._batches, self._weights = list(batches), None
+
+    def skip_step(self) -> None:
+        """Leave the last step out of the figures."""
+        if self._routers is not None:
+            own, self._all, self._num_steps, self._sum = self._before
+            self._own = _widened(own, self._own.shape[1])
+
+    def forget(self) -> None:
+        """Begin the figures anew."""
+        if self._routers is not None:
+            self._own, self._all = torch.zeros_like(self._own), torch.zeros_like(self._all)
+            self._num_steps, self._sum = 0, torch.zeros_like(self._sum)
 
     @contextmanager
     def training(self, hooks: TrainerHooks) -> Iterator[None]:
@@ -137,7 +153,7 @@ class RouterLoss:
             return None
         if self._weights is None:
             self._own = _widened(self._own, max(routing.logits.shape[-1] for routing in routings))
-            self._loss.count(routings, self._counted, Totals.of(self._own))
+            self._loss.count(routings, self._counted, RoutingSums.of(self._own))
         if self._is_counting or not self._loss.coefficient:
             return None
         if self._weights is None:
@@ -148,7 +164,7 @@ class RouterLoss:
     def _sum_over_ranks(self) -> None:
         """Learn from all ranks what they chose in this step."""
         whole = self._reduce()
-        totals = Totals.of(whole)
+        totals = RoutingSums.of(whole)
         self._weights = self._loss.weights(totals)
         self._num_steps += 1
         self._sum = self._sum + self._weights @ totals.probabilities / self._loss.coefficient
@@ -172,7 +188,7 @@ class RouterLoss:
         if self._routers is None:
             return {}
         whole = self._all if self._loss.coefficient else self._reduce()
-        counts = Totals.of(whole).choices
+        counts = RoutingSums.of(whole).choices
         counts = counts[counts.sum(1) > 0]
         if not len(counts):
             return {}
@@ -180,7 +196,7 @@ class RouterLoss:
         figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
         if self._num_steps:
             figures["router_aux_loss"] = self._sum / self._num_steps
-        self._all, self._num_steps, self._sum = torch.zeros_like(whole), 0, torch.zeros_like(self._sum)
+        self.forget()
         return {name: float(value) for name, value in figures.items()}
 
     def _zeros(self, num_experts: int) -> torch.Tensor:

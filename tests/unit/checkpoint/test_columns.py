@@ -15,7 +15,7 @@ from hfdist.checkpoint.regions import Region, assign_writers
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import _Sources, declare
 from hfdist.errors import CheckpointError
-from hfdist.strategies.tensor.plan import ParameterShard
+from hfdist.strategies.parameter_shards import ParameterShard
 
 
 @st.composite

@@ -81,10 +81,6 @@ def test_text_that_looks_like_a_number_stays_text(text):
     assert compose_config([f"run.name={text}"]).run.name == text
 
 
-def test_trust_remote_code_comes_from_the_command_line():
-    assert compose_config(["model.trust_remote_code=true"]).model.trust_remote_code is True
-
-
 # A user's own folder
 
 

@@ -1,7 +1,6 @@
 """Every shipped YAML composes, says what it is, and documents its keys."""
 
 import dataclasses
-import re
 
 import pytest
 import yaml
@@ -66,19 +65,6 @@ def test_a_preset_that_needs_a_value_says_which(choice, key):
     with pytest.raises(ConfigError) as caught:
         compose_config(["=".join(choice)])
     assert key in str(caught.value)
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_an_experiment_opens_with_the_command_that_runs_it(experiment):
-    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
-    assert lines[0] == "# @package _global_"
-    command = re.fullmatch(
-        r"# accelerate launch --config_file (conf/launch/\w+\.yaml) recipes/(?:pretrain|finetune).py "
-        rf"\+experiment={experiment}",
-        lines[1],
-    )
-    assert command is not None
-    assert (CONF.parent / command[1]).is_file()
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Shape
-from hfdist.data.packing.windows import best_fit, fill, fit, one_each
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, Shape
+from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import CheckpointError, DataError
 from tests.unit.data.document_batches import Document, columns, in_chunks, one_by_one
@@ -36,26 +36,13 @@ def pack(packing, documents, length, offset=0, chunk=3, first=0):
     placed = list(in_chunks(documents[first:], chunk, first=first))
     if packing is concat:
         placed[0] = placed[0][0]._replace(offset=offset), placed[0][1]
-        return list(concat(iter(placed), Shape(length, FILL)))
-    return list(packing(iter(placed), offset, Shape(length, FILL), ("key",)))
+    return list(in_sequences(packing, placed, length, offset))
 
 
-def test_two_documents_in_one_sequence():
-    (sequence,) = pack(concat, [document(5, 7, 8, 9), document(6, 4, 5, 6)], 6)
-    assert sequence.rows.tolist() == [[7, 8, 9, 4, 5, 6], [0, 1, 2, 0, 1, 2], [IGNORED, 8, 9, IGNORED, 5, 6]]
-    assert sequence.next_place == Place(0, 2, 0)
-    of = sequence.records[["document", "first_token", "num_tokens", "of_tokens"]]
-    assert of.tolist() == [(5, 0, 3, 3), (6, 0, 3, 3)]
-
-
-def test_a_quarantined_document_keeps_its_place_without_values_and_targets():
-    documents = [document(0, 1, 2), document(1, 3, 4, 5, fate=Status.quarantined), document(2, 6, 7, 8)]
-    (with_it,) = pack(concat, documents, 8)
-    assert with_it.rows.tolist() == [
-        [1, 2, FILL, FILL, FILL, 6, 7, 8],
-        [0, 1, 0, 1, 2, 0, 1, 2],
-        [IGNORED, 2, IGNORED, IGNORED, IGNORED, IGNORED, 7, 8],
-    ]
+def in_sequences(packing, placed, length, offset=0):
+    if packing is concat:
+        return concat(iter(placed), Shape(length, FILL))
+    return packing(iter(placed), offset, Shape(length, FILL), ("key",))
 
 
 def test_what_is_passed_over_is_recorded_with_the_sequence_in_which_it_comes():
@@ -113,34 +100,6 @@ def test_tokens_of_several_types_share_a_sequence():
 lengths = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=60)
 
 
-@given(lengths=lengths, length=st.sampled_from([4, 8, 11, 16]), chunk=st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
-@pytest.mark.parametrize("packing", [concat, best_fit, one_each])
-def test_every_token_comes_once_as_its_record_says_with_the_right_targets(packing, lengths, length, chunk):
-    documents = numbered(lengths)
-    sequences = pack(packing, documents, length, chunk=chunk)
-    seen = []
-    for sequence in sequences:
-        filled = 0
-        for record in sequence.records:
-            first, num_tokens = int(record["first_token"]), int(record["num_tokens"])
-            span = slice(filled, filled + num_tokens)
-            tokens = documents[record["document"]].tokens[first : first + num_tokens]
-            assert sequence.rows[INPUT_IDS, span].tolist() == tokens.tolist()
-            assert sequence.rows[POSITION_IDS, span].tolist() == list(range(num_tokens))
-            # Not the first: what stands before it is of another document, or of another sequence.
-            assert sequence.rows[LABELS, span].tolist() == [IGNORED, *tokens[1:].tolist()][:num_tokens]
-            seen += tokens.tolist()
-            filled += num_tokens
-        assert sequence.num_tokens == filled
-        assert (sequence.rows[LABELS, filled:] == IGNORED).all()
-        assert sequence.rows.shape[1] <= length
-    kept = [one.tokens[:length] if packing is one_each else one.tokens for one in documents]
-    assert sorted(seen) == sorted(np.concatenate(kept).tolist())
-    recorded = [int(number) for sequence in sequences for number in sequence.records["document"]]
-    assert set(recorded) == set(range(len(documents)))
-
-
 @given(lengths=lengths, length=st.sampled_from([4, 8]), stop=st.integers(1, 20), chunk=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("packing", [concat, best_fit, one_each])
@@ -172,74 +131,6 @@ def test_documents_of_like_length_come_at_the_same_time_in_all_lanes():
 def test_a_cursor_behind_the_end_is_damaged(packing):
     with pytest.raises(CheckpointError, match="behind the end"):
         pack(packing, [document(0, 1, 2, 3)] * 64, 4, offset=500)
-
-
-sizes_of_documents = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 70)), min_size=1, max_size=80)
-length_of_sequences = st.sampled_from([1, 4, 16, 30])
-
-
-def plain_fill(lengths, length):
-    """The fullest sequence with room; of equally full ones the one that was filled last."""
-    room, turns, sequence = [], [], []
-    for turn, num_tokens in enumerate(lengths):
-        fitting = [number for number, left in enumerate(room) if left >= num_tokens]
-        if fitting:
-            number = min(fitting, key=lambda one: (room[one], -turns[one]))
-        else:
-            number = len(room)
-            room.append(length)
-            turns.append(turn)
-        room[number] -= num_tokens
-        turns[number] = turn
-        sequence.append(number)
-    return sequence, room
-
-
-def plain_fit(sizes, length, may_end_before):
-    """Number of documents, and the sequences as sorted lists of (document, first token, tokens)."""
-    ends = range((len(sizes) + 1) // 2 if may_end_before else len(sizes), len(sizes) + 1)
-    spare, tried, best = sum(sizes) // 1024, set(), None
-    while len(tried) < min(4, len(ends)):
-
-        def looks(end, spare=spare):
-            room = -sum(sizes[:end]) % length
-            return (room if room >= spare else room + length, -end)
-
-        end = min((one for one in ends if one not in tried), key=looks)
-        tried.add(end)
-        pieces = [
-            (number, first, min(length, size - first))
-            for number, size in enumerate(sizes[:end])
-            for first in range(0, size, length)
-        ]
-        pieces.sort(key=lambda piece: -piece[2])
-        sequence, room = plain_fill([piece[2] for piece in pieces], length)
-        share = sum(sizes[:end]) / max(len(room) * length, 1)
-        if best is None or share > best[0]:
-            filled = [sorted(p for p, own in zip(pieces, sequence, strict=True) if own == n) for n in range(len(room))]
-            best = share, end, filled
-        if sum(room) * 512 <= sum(sizes[:end]):
-            break
-        spare = sum(room) - max(room)
-    return best[1:]
-
-
-@given(lengths=st.lists(st.integers(1, 40), max_size=120))
-@settings(max_examples=300, deadline=None)
-def test_each_piece_goes_where_a_plain_best_fit_puts_it(lengths):
-    lengths = sorted(lengths, reverse=True)
-    sequence, room = plain_fill(lengths, 40)
-    assert fill(lengths, 40) == (sequence, len(room), max(room, default=0))
-
-
-@given(sizes=sizes_of_documents, length=length_of_sequences, may_end_before=st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_a_window_ends_where_a_plain_search_ends_it(sizes, length, may_end_before):
-    num_documents, pieces, sequence, num_sequences = fit(np.array(sizes), length, may_end_before=may_end_before)
-    sequences = [[] for _ in range(num_sequences)]
-    for number, piece in zip(sequence.tolist(), zip(*(column.tolist() for column in pieces), strict=True), strict=True):
-        sequences[number].append(piece)
-    assert (num_documents, sequences) == plain_fit(sizes, length, may_end_before)
 
 
 def test_web_like_documents_fill_sequences_and_none_is_cut_that_fits():
@@ -281,25 +172,36 @@ def plain_rows(pieces, length):
     chunk=st.integers(1, 40),
 )
 @settings(max_examples=200, deadline=None)
-@pytest.mark.parametrize("packing", [best_fit, one_each])
-def test_sequences_made_together_are_those_made_token_by_token(packing, contents, length, cut_tokens, chunk):
+@pytest.mark.parametrize("packing", [concat, best_fit, one_each])
+def test_every_token_comes_once_and_sequences_are_those_made_token_by_token(
+    packing, contents, length, cut_tokens, chunk
+):
     documents = [
-        Document(n, np.array(tokens, dtype=np.int32), fate if tokens else Status.empty, cut_tokens=cut_tokens)
+        Document(n, np.array(tokens, dtype=np.int32), fate, cut_tokens=cut_tokens)
+        if tokens
+        else document(n, fate=Status.empty)
         for n, (tokens, fate) in enumerate(contents)
     ]
-    for made in packing(in_chunks(documents, chunk, epoch=3), 0, Shape(length, FILL), ("key",)):
+    seen = {number: [] for number in range(len(documents))}
+    for made in in_sequences(packing, in_chunks(documents, chunk, epoch=3), length):
         rows = plain_rows([(documents[one["document"]], one) for one in made.records], made.rows.shape[1])
         assert made.rows.tolist() == rows
         assert made.rows.dtype == np.int32
+        assert made.rows.shape[1] <= length
         assert made.num_tokens == sum(made.records["num_tokens"])
-        # What is passed over stands first.
-        assert (np.diff(made.records["num_tokens"] > 0, prepend=False) >= 0).all()
+        if packing is not concat:
+            # What is passed over stands first.
+            assert (np.diff(made.records["num_tokens"] > 0, prepend=False) >= 0).all()
         for record in made.records:
             of = documents[record["document"]]
             assert (record["fate"], record["epoch"]) == (of.fate, 3)
             assert (record["sequence"], record["pool"]) == (0, 0)
             assert record["num_tokens"] or record["first_token"] == 0
             assert record["of_tokens"] == (len(of.tokens) + cut_tokens if record["num_tokens"] else 0)
+            seen[record["document"]] += range(record["first_token"], record["first_token"] + record["num_tokens"])
+    for one in documents:
+        kept = one.tokens[:length] if packing is one_each else one.tokens
+        assert sorted(seen[one.number]) == list(range(len(kept)))
 
 
 def test_a_window_ends_where_it_ends_however_documents_come():

@@ -1,6 +1,5 @@
 """Every kind of source gives the same documents, and what is not there or does not fit is told with its place."""
 
-import collections
 import gzip
 import itertools
 import random
@@ -127,11 +126,6 @@ class TestWhatIsNotThere:
             open_corpus(files_config(str(data / path), cache))
         assert caught.value.where == "data.sources.files.path"
         assert path in caught.value.found
-
-    def test_a_hub_dataset_out_of_reach(self):
-        with pytest.raises(DataError) as caught:
-            open_hub("data.sources.x.path", SourceConfig(kind=SourceKind.hub, path="nobody/nothing"))
-        assert caught.value.where == "data.sources.x.path"
 
     def test_an_error_in_a_worker_arrives_as_itself(self, data, cache):
         from hfdist.data import TokenStream
@@ -341,16 +335,6 @@ class TestBarrenLanes:
 
     def test_a_lane_in_a_bad_shard_goes_on_with_others(self, stream):
         assert sum(1 for _ in itertools.islice(stream, 2000)) == 2000
-
-    @pytest.mark.parametrize("taken_out", [False, True])
-    def test_nothing_but_bad_or_quarantined_rows_is_told(self, config, data, taken_out):
-        for number in (0, 2, 3):
-            (data / f"{number}.jsonl").unlink()
-        if taken_out:
-            (data / "1.jsonl").write_text('{"text": "good"}\n' * 200)
-            config.quarantine = [f"files:1.jsonl:{row}" for row in range(200)]
-        with pytest.raises(DataError, match="a lane has no training documents"):
-            collections.deque(TokenStream(open_corpus(config), tokenizer(), config), maxlen=0)
 
 
 def test_too_little_memory_is_no_damage():

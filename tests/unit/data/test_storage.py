@@ -96,17 +96,6 @@ class TestFinding:
         assert identify(files[0], "text") != identify(files[0], "other")
 
 
-def test_the_second_start_asks_for_no_identity(web, cache):
-    web.files = {f"/{n}.txt": bytes([n]) * 200_000 for n in range(20)}
-    first = identify_all(find(web.url, cache), "text")
-    assert len(set(first)) == 20
-    assert sum(path != "" and asked is not None for _, path, asked in web.requests) == 2 * 20
-    files = find(web.url, FileCache(cache.folder, 10**9))
-    web.requests.clear()
-    assert identify_all(files, "text") == first
-    assert not web.requests
-
-
 def test_names_in_a_listing_lead_nowhere(web, cache, tmp_path):
     web.files = {"/data/../../up.txt": b"x", "/data/%2e%2e/up.txt": b"x", "/data/good.txt": b"good"}
     assert contents(find(f"{web.url}/data", cache)) == {"good.txt": b"good"}
@@ -137,7 +126,9 @@ class TestFaults:
             server.put("a.txt", FILES["deep/b.txt"])
         return server, path, f"{server.url}/corpus/a.txt" if request.param == "http" else "s3://corpus/a.txt"
 
-    @pytest.mark.parametrize("fault", [Cut(0), Cut(100_000), 429, 503])
+    @pytest.mark.parametrize(
+        ("served", "fault"), [("http", Cut(0)), ("http", 429), ("s3", Cut(100_000)), ("s3", 503)], indirect=["served"]
+    )
     def test_are_tried_again(self, served, cache, fault, caplog):
         server, path, address = served
         [file] = find(address, cache)
@@ -149,7 +140,11 @@ class TestFaults:
         assert 1 <= len(warnings) <= 2
         assert all(address in warning for warning in warnings)
 
-    @pytest.mark.parametrize(("fault", "reason"), [(503, "HTTP 503"), (Cut(1000), "PayloadError|IncompleteRead")])
+    @pytest.mark.parametrize(
+        ("served", "fault", "reason"),
+        [("http", Cut(1000), "PayloadError"), ("s3", 503, "HTTP 503"), ("s3", Cut(1000), "IncompleteRead")],
+        indirect=["served"],
+    )
     def test_that_stay_are_said(self, served, cache, fault, reason):
         server, path, address = served
         [file] = find(address, cache)

@@ -19,10 +19,10 @@ from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
 from hfdist.data.stream import token_stream
-from hfdist.data.stream.workers import Vitals, system_memory
+from hfdist.data.stream.workers import system_memory
 from hfdist.data.tokenization.encoders import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
-from hfdist.verify.audit.exactly_once import Totals
+from hfdist.verify.audit.exactly_once import LedgerSums
 from tests.unit.data.corpora import texts, tokenizer
 from tests.unit.data.streams import PACKINGS, Run, assert_equal, memory_config, memory_corpus
 
@@ -83,17 +83,6 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(
     run = Run(corpus, config, data_size)
     for expected in reference[packing]:
         assert_equal(run.step(), expected)
-
-
-def test_the_cursor_counts_what_was_given_and_not_what_was_read_ahead(corpus, config, set_config):
-    states = []
-    for workers in (0, 2):
-        set_config(workers=workers)
-        run = Run(corpus, config, 1)
-        run.step()
-        states.append(run.state())
-    assert states[0] == states[1]
-    assert states[0]["samples"] == GLOBAL_BATCH
 
 
 def is_in_first_epoch(run):
@@ -183,7 +172,7 @@ class TestMixtures:
         run = Run(corpus, config, 2, ledger=lambda: ledger)
         for _ in range(6):
             run.step()
-        totals = Totals(corpus)
+        totals = LedgerSums(corpus)
         for records in ledger.records.values():
             totals.add(np.concatenate(records))
         audited = {line.split()[0]: line.split()[-1] for line in str(totals).splitlines()[1:]}
@@ -197,11 +186,13 @@ class TestMixtures:
         ledger = Recorder()
         corpus = memory_corpus(config, a=texts()[:20], b=texts()[60:])
         run = Run(corpus, config, 2, ledger=lambda: ledger)
-        for _ in range(1000):
+        for number in range(1000):
             last = run.step()
-            lanes = Cursor.from_json(run.state()).lanes.values()
-            if all(state.pools[0].place.epoch == 1 for state in lanes):  # the last document is read to its end
-                break
+            # Steps are many where each holds a document, and looking takes longer than a step.
+            if number % 8 == 0:
+                lanes = Cursor.from_json(run.state()).lanes.values()
+                if all(state.pools[0].place.epoch == 1 for state in lanes):  # the last document is read to its end
+                    break
         tokens, fates = collections.Counter(), {}
         for records in ledger.records.values():
             for record in np.concatenate(records):
@@ -215,11 +206,6 @@ class TestMixtures:
             assert fates[document] == (Status.held_out if is_held_out else Status.trained)
             assert tokens[document] == (0 if is_held_out else min(len(encoded), most))
         assert (last["labels"] != -100).any(dim=1).all()
-
-    def test_weights_of_given_datasets_are_checked(self, tmp_path):
-        config = memory_config(tmp_path, weights={"a": 1.0})
-        with pytest.raises(ConfigError, match="some sources have a weight and some have none"):
-            memory_corpus(config)
 
     def test_a_stream_knows_when_it_has_ended_on_any_number_of_ranks(self, tmp_path, packing):
         """With fewer sequences in a batch than lanes, a batch of lanes that have ended is not yet the end."""
@@ -296,13 +282,6 @@ class TestCursorChecks:
         stream = TokenStream(corpus, tokenizer(), config)
         with pytest.raises(CheckpointError, match=r"cursor (is damaged|has another format)"):
             stream.load_state_dict(stream.state_dict() | damage)
-
-    def test_an_offset_behind_the_document_is_refused_instead_of_read_as_something_else(self, corpus, config):
-        stream = TokenStream(corpus, tokenizer(), config)
-        places = [[lane, "0", [0, 0, 10**6, 0, 0, 0]] for lane in range(12)]
-        stream.load_state_dict(stream.state_dict() | {"places": places})
-        with pytest.raises(CheckpointError, match="behind the end of a document"):
-            next(iter(stream))
 
     def test_missing_lanes_are_refused(self, corpus, config):
         cursors = [Cursor.from_json(stream.state_dict()) for stream in Run(corpus, config, 2).streams]
@@ -447,11 +426,6 @@ def test_a_killed_worker_is_named_with_its_lanes_and_its_memory(tmp_path, rank_i
     for key in re.findall(r"data\.(\w+)", caught.value.hint):
         assert hasattr(config, key)
     batches.close()
-
-
-def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="another"), Vitals(1, str).explain_deaths():
-        raise RuntimeError("another")
 
 
 def test_the_control_group_is_read(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-import hfdist.pipeline.schedule
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
 from hfdist.pipeline.schedule import (
@@ -17,7 +16,7 @@ from hfdist.pipeline.schedule import (
     receive_early,
     stages_per_rank,
 )
-from tests.unit.pipeline.torch_actions import KINDS, order, picture, run
+from tests.unit.pipeline.torch_actions import KINDS, order, run
 
 kinds = pytest.mark.parametrize(("schedule", "per_rank"), KINDS, ids=[f"{s.value}-{v}" for s, v in KINDS])
 
@@ -134,25 +133,6 @@ def test_the_formula_is_the_idle_time_of_torchs_order(schedule, per_rank, num_ra
             assert formula == pytest.approx(idle)
         else:
             assert formula <= idle + 1e-12
-
-
-def test_formulas_of_the_papers():
-    def bubble(schedule, per_rank):
-        return bubble_fraction(schedule, num_ranks=4, stages_per_rank=per_rank, num_microbatches=8)
-
-    assert bubble(Schedule.gpipe, 1) == bubble(ONE_F_ONE_B, 1) == pytest.approx(3 / 11)
-    assert bubble(Schedule.interleaved_1f1b, 2) == pytest.approx(3 / 19)
-    assert bubble(Schedule.interleaved_zero_bubble, 1) == pytest.approx(3 / 27)
-    assert bubble(Schedule.zbv, 2) == pytest.approx(3 / 51)
-    assert bubble(Schedule.dualpipev, 2) == pytest.approx(3 / 51)
-    assert bubble_fraction(Schedule.zbv, num_ranks=1, stages_per_rank=2, num_microbatches=4) == 0
-
-
-def test_the_pictures_show_what_torch_runs():
-    lines = hfdist.pipeline.schedule.__doc__.splitlines()
-    for schedule in Schedule:
-        start = lines.index(schedule.value) + 1
-        assert lines[start : start + 2] == picture(schedule, 2, stages_per_rank(schedule, None), 4)
 
 
 SIZES = [(1, 2), (2, 4), (4, 8), (4, 12)]

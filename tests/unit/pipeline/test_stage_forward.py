@@ -31,17 +31,6 @@ def unexpected(*args, **kwargs):
     raise AssertionError("a block of another stage ran")
 
 
-def test_a_stage_in_the_middle():
-    middle = stage_forward(range(2, 4), Activations({"1.0": SENT}))
-    assert call(middle, 0).isnan().all()
-    received = call(middle, 1)
-    assert torch.equal(received, SENT)
-    third = call(middle, 2, lambda hidden: hidden + 1, received)
-    outgoing = end(middle, 3, lambda hidden: hidden * 2, third)
-    assert list(outgoing.outputs) == ["3.0"]
-    assert torch.equal(outgoing.outputs["3.0"], (SENT + 1) * 2)
-
-
 @pytest.mark.parametrize(
     ("blocks", "found"),
     [((1, 1), "block 1 after block 1"), ((1, 0), "block 0 after block 1"), ((3,), "block 3 first")],
@@ -107,12 +96,6 @@ def test_outputs_that_change_before_they_travel_are_refused(outputs):
         call(first, 2)
     with pytest.raises(PartitionError, match="writes into what its blocks returned"):
         first.outgoing()
-
-
-def test_stand_ins_of_several_modules_look_like_their_own_kind():
-    third = stage_forward(range(2, 3), Activations({"1.0": Absent((7,), torch.float32), "1.1": SENT}), num_parts=2)
-    shapes = [call(third, block, part=part).shape for block in (0, 1) for part in (0, 1)]
-    assert shapes == [(7,), (2, 3, 4)] * 2
 
 
 # ---- what blocks leave in the caller's containers ----

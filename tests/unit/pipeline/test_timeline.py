@@ -6,8 +6,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from hfdist.config.strategy import ONE_F_ONE_B, Schedule
-from hfdist.pipeline import schedule
+from hfdist.config.strategy import ONE_F_ONE_B
 from hfdist.pipeline.timeline import Action, Event, Recorder, bubble_fraction, write_chrome_trace
 from hfdist.pipeline.timeline_plot import build_figure, draw
 from tests.unit.pipeline.torch_actions import events as timed
@@ -89,12 +88,6 @@ def test_on_a_gpu_spans_last_as_long_as_the_work_and_not_as_its_launch():
 def test_the_bubble_is_the_share_of_the_schedule_without_computing():
     # From 1 s to 5 s on two ranks: 8 s, of which rank 0 computes 1 s and rank 1 2.5 s.
     assert bubble_fraction(TWO_RANKS) == pytest.approx(1 - 3.5 / 8)
-
-
-@pytest.mark.parametrize(("kind", "per_rank"), [(ONE_F_ONE_B, 1), (Schedule.interleaved_zero_bubble, 2)])
-def test_a_schedule_of_equal_stages_has_the_bubble_of_theory(kind, per_rank):
-    formula = schedule.bubble_fraction(kind, num_ranks=4, stages_per_rank=per_rank, num_microbatches=8)
-    assert bubble_fraction(timed(kind, 4, per_rank, 8)) == pytest.approx(formula)
 
 
 def test_the_chrome_trace_holds_every_event_in_microseconds(tmp_path):

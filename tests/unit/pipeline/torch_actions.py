@@ -93,13 +93,3 @@ def _inputs(letter, stage, microbatch, num_stages):
     if letter == "W":
         return []
     return [("gradient", stage + 1, microbatch)] if stage < num_stages - 1 else [("output", stage, microbatch)]
-
-
-def picture(schedule, num_ranks, stages_per_rank, num_microbatches):
-    """One line for each rank and two columns for each forward: letter and micro batch, small for later stages."""
-    events = run(order(schedule, num_ranks, stages_per_rank, num_microbatches), num_ranks * stages_per_rank)
-    lines = [[" ."] * max(event[-1] for event in events) for _ in range(num_ranks)]
-    for rank, letter, stage, microbatch, start, stop in events:
-        name = f"{letter if stage < num_ranks else letter.lower()}{microbatch}"
-        lines[rank][start:stop] = [name] * (stop - start)
-    return [f"    {rank}  {' '.join(cells)}".rstrip() for rank, cells in enumerate(lines)]

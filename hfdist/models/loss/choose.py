@@ -17,11 +17,11 @@ from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.chunked_loss import ChunkedLoss, compute_dtype
-from hfdist.models.lazy_logits import Head, Rows, Step, deferring
+from hfdist.models.loss.chunked import ChunkedLoss, compute_dtype
+from hfdist.models.loss.lazy_logits import Head, Rows, Step, deferring
+from hfdist.models.loss.shared_vocabulary import shard_of
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
-from hfdist.models.shared_vocabulary import shard_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfdist.pipeline import gradients
-from hfdist.pipeline.gradients import sum_gradients, total_norm
+from hfdist.strategies import gradients
+from hfdist.strategies.gradients import sum_gradients, total_norm
 from hfdist.testing import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 if TYPE_CHECKING:
-    from hfdist.models.lazy_logits import Rows
+    from hfdist.models.loss.lazy_logits import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from hfdist.models import shared_vocabulary
 from hfdist.models.blocks import why_not_compiled
-from hfdist.models.lazy_logits import Rows, cast
+from hfdist.models.loss import shared_vocabulary
+from hfdist.models.loss.lazy_logits import Rows, cast
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,136 @@
+"""Parameters that the ranks of an axis share: transformers' plan for them, and what this rank holds of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from hfdist.checkpoint.piece import Piece
+from hfdist.errors import ConfigError
+from hfdist.models.build import is_on_other_stage
+
+TENSOR, EXPERT = "tensor", "expert"
+"""Axes of the mesh whose ranks hold different parts of a parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShard:
+    """What this rank holds of one parameter: along one dimension, one part or several."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    parts: tuple[tuple[int, int], ...]
+    """First index and one past the last, along `dim`; the rank holds them one behind the other."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what this rank holds."""
+        size = sum(stop - start for start, stop in self.parts)
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def pieces(self, piece: Piece) -> Iterator[Piece]:
+        """Give pieces of the whole tensor, from a piece of rows of what the rank holds as if that were whole."""
+        row, local_row = math.prod(self.shape[1:]), math.prod(self.local_shape[1:])
+        first, num_rows = piece.start // local_row, len(piece.view)
+        begins = accumulate((stop - start for start, stop in self.parts), initial=0)
+        if piece.view.numel() == 0:
+            yield replace(piece, shape=self.shape, start=0)
+        elif self.dim == 0:
+            for begin, (start, stop) in zip(begins, self.parts, strict=False):
+                low, high = max(first, begin), min(first + num_rows, begin + stop - start)
+                if low < high:
+                    view = piece.view[low - first : high - first]
+                    yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
+        else:
+            inner = math.prod(self.shape[self.dim + 1 :])
+            for begin, (start, stop) in zip(begins, self.parts, strict=False):
+                yield replace(
+                    piece,
+                    shape=self.shape,
+                    start=first * row + start * inner,
+                    run=(stop - start) * inner,
+                    pitch=self.shape[self.dim] * inner,
+                    view=piece.view.narrow(self.dim, begin, stop - start),
+                )
+
+
+def check_model(model: nn.Module, axis: str) -> None:
+    """Refuse what is no model of transformers, such as one that PEFT has wrapped."""
+    if not isinstance(model, PreTrainedModel):
+        what, found = f"only a model of transformers can be sharded over {axis} ranks", type(model).__name__
+        hint = f"strategy.{axis}=1, with strategy=fsdp2; an adapter by model.add_adapter(config), not by get_peft_model"
+        raise ConfigError(what, where=f"strategy.{axis}", found=found, hint=hint)
+
+
+def transformers_plan(model: PreTrainedModel, axis: str, num_ranks: int) -> dict[str, str]:
+    """Give the style of each module or parameter that ranks of TENSOR or EXPERT share, by name.
+
+    Raises:
+        ConfigError: transformers has no plan for this type of model.
+    """
+    is_tensor = axis == TENSOR
+    degrees: dict[str, Any] = {"tp_size": num_ranks} if is_tensor else {"fsdp_size": num_ranks, "ep_size": num_ranks}
+    try:
+        # Private: the public way is `from_pretrained`, which would load and shard by itself.
+        of_tensor, of_experts, _ = model._resolve_parallel_plans(DistributedConfig(**degrees))
+    except (ValueError, TypeError) as error:
+        shared = "this type of model" if is_tensor else "experts of this type of model"
+        raise ConfigError(
+            f"transformers has no plan by which {shared} could be sharded over {axis} ranks",
+            where=f"strategy.{axis}",
+            found=model.config.model_type,
+            hint=f"strategy.{axis}=1; strategy=fsdp2 shards any model",
+        ) from error
+    return of_tensor if is_tensor else of_experts
+
+
+def uneven(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
+    """Give the error for a size that the number of ranks does not divide."""
+    fitting = [n for n in range(1, size + 1) if size % n == 0]
+    return ConfigError(
+        what,
+        where=f"strategy.{axis}",
+        found=f"{num_ranks}, and {found}",
+        allowed=", ".join(map(str, fitting)),
+        hint=f"strategy.{axis}={max(n for n in fitting if n <= num_ranks)}",
+    )
+
+
+def rules_on_this_stage(model: nn.Module, rules: dict[str, str]) -> dict[str, str]:
+    """Leave out the rules for what another rank of a pipeline holds."""
+    here = {name for name, module in model.named_modules() if not is_on_other_stage(module)}
+    here |= {name for name, _ in model.named_parameters()}
+    return {name: style for name, style in rules.items() if name in here}
+
+
+def shard_of(parameter: DTensor) -> ParameterShard:
+    """Say which part this rank holds of a parameter that is sharded along one dimension."""
+    [placement], mesh = parameter.placements, parameter.device_mesh
+    kind: Any = placement
+    dim = kind.dim % parameter.dim()
+    # Packed matrices are sharded one by one; one that is not packed is one of one.
+    num_packed = getattr(kind, "split_factor", 1)
+    packed = parameter.shape[dim] // num_packed
+    part = packed // mesh.size()
+    first = mesh.get_local_rank() * part
+    parts = tuple((begin + first, begin + first + part) for begin in range(0, packed * num_packed, packed))
+    shard = ParameterShard(shape=tuple(parameter.shape), dim=dim, parts=parts)
+    assert shard.local_shape == tuple(parameter.to_local().shape), (shard, parameter.placements)
+    return shard
+
+
+def keep_local(module: nn.Module, placed: dict[str, DTensor]) -> None:
+    """Leave in a module what this rank holds of its own parameters, as plain tensors."""
+    for name, parameter in placed.items():
+        # A copy: else all of the whole tensor's memory would stay.
+        local = parameter.to_local().detach().clone()
+        module._parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
