@@ -11,6 +11,7 @@ import hfdist
 from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.testing import RankFailed, run_ranks
+from tests.distributed.trainers import on_ranks
 from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -168,10 +169,9 @@ def test_weighs_as_if_all_were_one_batch(originals, tmp_path, sharding, num_rank
 
 
 def test_weighs_so_in_a_pipeline(originals, tmp_path):
-    kinds = ["causal that does not shift", "masked"]
-    for found in run_ranks(with_strategy, 2, tmp_path, kinds, Sharding.none, 2):
-        for kind in kinds:
-            check(found[kind], originals[kind])
+    for found in run_ranks(with_strategy, 2, tmp_path, ["causal that does not shift", "masked"], Sharding.none, 2):
+        for kind, seen in found.items():
+            check(seen, originals[kind])
 
 
 def check(found, expected):
@@ -208,14 +208,10 @@ def test_evaluations_before_training_without_labels_and_without_data(tmp_path):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def evaluated_before_training(folder):
-    trainer = make_trainer(folder, "causal", hfdist.Trainer, strategy=make_strategy(Sharding.zero3))
-    whole = trainer.evaluate(make_items(of_tokens))["eval_loss"]
+@on_ranks(1)
+def test_a_model_that_zero3_has_partitioned_is_not_evaluated_before_training(tmp_path):
+    trainer = make_trainer(tmp_path, "causal", hfdist.Trainer, strategy=make_strategy(Sharding.zero3))
+    assert trainer.evaluate(make_items(of_tokens))["eval_loss"] > 0
     deepspeed.zero.Init(module=trainer.model, dtype=torch.float32)
     with pytest.raises(ConfigError, match="eval_on_start"):
         trainer.evaluate(make_items(of_tokens))
-    return whole
-
-
-def test_a_model_that_zero3_has_partitioned_is_not_evaluated_before_training(tmp_path):
-    assert run_ranks(evaluated_before_training, 1, tmp_path)[0] > 0

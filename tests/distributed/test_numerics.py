@@ -6,18 +6,17 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-import hfdist
 from hfdist.checkpoint import verify
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import NumericsError
-from hfdist.testing import RankFailed, run_ranks
+from hfdist.testing import RankFailed
 from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.verify.audit.run import describe_step, open_past_run
 from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
 from tests.distributed.kills import newest_whole
 from tests.distributed.runs import SMALL, losses, weights
+from tests.distributed.trainers import make_trainer, on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -179,30 +178,18 @@ def test_what_does_not_pass_stops_the_run_and_names_the_documents(cache_dir, tmp
     assert_checkpoints_are_sound(tmp_path)
 
 
-def _train_on_a_list(folder):
-    strategy = hfdist.make_strategy(global_batch_size=2, micro_batch_size=2)
-    arguments = TrainingArguments(
-        folder, max_steps=5, save_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
-        **strategy.training_arguments(),
-    )  # fmt: skip
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=8, **sizes))
-    items = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 10
-
+@on_ranks(1, group=False)
+def test_other_data_than_a_stream_stop_at_once(tmp_path):
     def loss(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.mean() * (torch.nan if trainer.state.global_step else 1)
+        return outputs["logits"].mean() * (torch.nan if trainer.state.global_step else 1)
 
-    trainer = hfdist.Trainer(model, arguments, strategy=strategy, train_dataset=items, compute_loss_func=loss)
+    trainer = make_trainer(tmp_path, arguments={"save_strategy": "steps", "save_steps": 1}, compute_loss_func=loss)
     with pytest.raises(NumericsError, match="not finite 3 steps in a row, and only a hfdist TokenStream can go back"):
         trainer.train()
     logged = {line["step"]: line.get("loss") for line in trainer.state.log_history}
     assert trainer.state.global_step == 4
     assert logged[1] is not None
     assert logged[2] is logged[3] is logged[4] is None
-
-
-def test_other_data_than_a_stream_stop_at_once(tmp_path):
-    run_ranks(_train_on_a_list, 1, tmp_path, group=False)
 
 
 def test_without_a_checkpoint_there_is_no_way_back(cache_dir, tmp_path):

@@ -7,14 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import ExponentialLR
-from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hfdist
+from hfdist.errors import ConfigError
 from hfdist.optim.registry import GROUP
-from hfdist.testing import RankFailed, run_ranks
+from hfdist.testing import run_ranks
+from tests.distributed import trainers
 from tests.distributed.runs import losses, pretrain, weights
-from tests.distributed.trainers import GLOBAL_BATCH, LENGTH, STEPS, make_model, uneven_items
+from tests.distributed.trainers import STEPS, make_model, make_strategy, on_ranks
 from tests.packages import install_package
 from tests.unit.test_optim import PLUGIN
 
@@ -133,18 +134,14 @@ OF_WHOLE_MATRICES = {
 
 
 def make_trainer(folder, layout, make, **more):
-    strategy = hfdist.make_strategy(global_batch_size=GLOBAL_BATCH, sequence_length=LENGTH, **LAYOUTS[layout][1])
     # So that the model is whole at first, also where another run has gone before.
     unset_hf_deepspeed_config()
     model = make_model()
     named = make(model)
-    fields = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "steps",
-              "save_steps": MIDDLE, "disable_tqdm": True}  # fmt: skip
-    fields |= strategy.training_arguments() | more | named.pop("arguments", {})
-    arguments = TrainingArguments(str(folder), **fields)
-    items = uneven_items()
-    kind = named.pop("kind", hfdist.Trainer)
-    return kind(model, arguments, strategy=strategy, train_dataset=items, eval_dataset=items[:4], **named)
+    arguments = {"save_strategy": "steps", "save_steps": MIDDLE, "learning_rate": 5e-5} | more
+    arguments |= named.pop("arguments", {})
+    strategy = make_strategy(**LAYOUTS[layout][1])
+    return trainers.make_trainer(folder, strategy, model=model, arguments=arguments, **named)
 
 
 def train_all(folder, layout, names, reference):
@@ -261,14 +258,12 @@ REFUSED = {
 }
 
 
-def refused(folder, name):
-    make_trainer(folder, REFUSED[name][0], (CASES | OF_WHOLE_MATRICES)[name]).train()
-
-
 @pytest.mark.parametrize("name", REFUSED)
+@on_ranks(1, group=False)
 def test_what_a_layout_would_train_otherwise_is_refused(tmp_path, name):
-    with pytest.raises(RankFailed, match=REFUSED[name][1]):
-        run_ranks(refused, 1, tmp_path, name, group=False)
+    layout, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, layout, (CASES | OF_WHOLE_MATRICES)[name]).train()
 
 
 def evaluated_with_metrics(folder, has_metrics):

@@ -1,4 +1,7 @@
-"""Eight things that end or bias a run under other pipelines, and must come out here as in one process."""
+"""What ends or biases a run under other pipelines must come out here as in one process.
+
+Through the Trainer it does so in test_pipeline_trainer.py, test_losses.py and, with data ranks, in test_router_loss.py.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfdist
 from hfdist.config.strategy import Schedule
@@ -232,75 +234,6 @@ def test_models_that_cannot_be_split_are_refused_on_all_ranks_alike(two_ranks):
     for kind, message in zip(REFUSED, first, strict=True):
         assert f"{kind.__name__} cannot be split into pipeline stages at its blocks" in message
         assert "try:     strategy=ddp" in message
-
-
-# ---- through the Trainer ----
-
-
-def items(num_items):
-    """Sequences of different lengths, of which very different shares are targets; of some, none."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for number in range(num_items):
-        ids = torch.randint(32, (5 + number * 7 % 11,), generator=generator)
-        is_target = torch.arange(len(ids)) >= number * number % 13
-        made.append({"input_ids": ids, "labels": torch.where(is_target, ids, -100)})
-    return made
-
-
-def pad(batch):
-    """Fill up to the longest on the right: the length changes from step to step."""
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": False}
-    rows = [item | {"attention_mask": torch.ones(len(item["input_ids"]), dtype=torch.bool)} for item in batch]
-    return {
-        name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
-        for name, value in fill.items()
-    }
-
-
-def train(folder, num_items, num_epochs, layout):
-    strategy = make_strategy(**layout)
-    arguments = TrainingArguments(
-        str(folder),
-        num_train_epochs=num_epochs,
-        # Adam's first steps would make the last digits of tiny gradients large.
-        optim="sgd",
-        learning_rate=1.0,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        **strategy.training_arguments(),
-    )
-    model = make_llama(tie_word_embeddings=True)
-    dataset = items(num_items)
-    trainer = hfdist.Trainer(
-        model, arguments, strategy=strategy, train_dataset=dataset, eval_dataset=dataset[:5], data_collator=pad
-    )
-    trainer.train()
-    history = [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
-    weights = {name: parameter.detach().numpy() for name, parameter in trainer.engine.model.named_parameters()}
-    return history, trainer.evaluate()["eval_loss"], weights
-
-
-def assert_trains_alike(folder, world_size, num_items, num_epochs, **layout):
-    ((history, eval_loss, weights),) = run_ranks(train, 1, folder, num_items, num_epochs, {})
-    answers = run_ranks(train, world_size, folder, num_items, num_epochs, layout)
-    seen = {}
-    for own_history, own_eval_loss, own_weights in answers:
-        assert len(own_history) == len(history) > 2
-        assert own_history == [pytest.approx(line, rel=BOUND) for line in history]
-        assert own_eval_loss == pytest.approx(eval_loss, rel=BOUND)
-        seen |= own_weights
-        for name, weight in own_weights.items():
-            assert abs(weight - weights[name]).max() < BOUND * abs(weights[name]).max(), name
-    assert set(seen) == set(weights)
-
-
-def test_uneven_numbers_of_targets_and_a_last_batch_that_does_not_divide_into_micro_batches(tmp_path):
-    """10 items in steps of 8: the second step of an epoch has 2 rows for 2 micro batches of each of 2 data ranks."""
-    assert_trains_alike(tmp_path, 4, num_items=10, num_epochs=2, pipeline=2, schedule="zbv")
 
 
 # ---- too few micro batches ----

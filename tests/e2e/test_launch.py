@@ -1,6 +1,5 @@
 """Real `accelerate launch`: the recipe as a user starts it, from any folder, and launchers that start too few."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import accelerate.commands.launch
 import pytest
 
 from hfdist import launch
+from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.e2e.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +60,6 @@ def forked_ranks(monkeypatch):
     monkeypatch.setattr(launch, "_run_rank", run_rank)
 
 
-def lines(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_two_processes_train_and_resume(tmp_path, cache_dir):
     """The second start is by `launch.processes`: its ranks are new processes, which get the command pickled."""
     config = ROOT / "conf" / "launch" / "cpu_2.yaml"
@@ -73,9 +69,10 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert "2 processes: data 2" in output
     assert output.count("held-out loss") == 1, "only rank 0 reports"
     run_dir = tmp_path / "runs" / "first"
-    assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4]
+    lines = read_metrics(run_dir / METRICS)
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
-    assert wanted <= set(lines(run_dir)[0])
+    assert wanted <= set(lines[0])
     assert (run_dir / "config.yaml").is_file()
 
     more = ("launch.processes=2", "train.max_steps=6", "checkpoint.allow_changes=true")
@@ -83,7 +80,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert code == 0, output
     assert "resuming from" in output
     assert output.count("changed: train.max_steps: 4 -> 6") == 1
-    assert [line["step"] for line in lines(run_dir) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_metrics(run_dir / METRICS) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir):

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from tests.distributed.runs import eval_losses, losses
 from tests.e2e.forked import run_forked
 from tests.e2e.test_command_line import ROOT
 from tests.unit.data.corpora import texts
@@ -15,11 +16,6 @@ RECIPE = ROOT / "recipes" / "pretokenize.py"
 SMALL = ("model=tiny", "model.tokenizer.vocab_size=300", "data.sequence_length=64", "data.lanes=12",
          "data.eval_sequences=4", "train.max_steps=3", "train.global_batch_size=4", "train.micro_batch_size=2",
          "optimizer.warmup_steps=0", "checkpoint=none", "report=quiet")  # fmt: skip
-
-
-def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [values[key] for line in lines if (values := json.loads(line)) for key in values if key.endswith("loss")]
 
 
 def test_a_run_on_tokens_trains_as_one_on_the_text(tmp_path):
@@ -42,5 +38,7 @@ def test_a_run_on_tokens_trains_as_one_on_the_text(tmp_path):
     assert text.returncode == 0, text.stderr
     tokens = run_forked(*SMALL, *overrides, "run.name=tokens", cwd=tmp_path, **cache)
     assert tokens.returncode == 0, tokens.stderr
-    assert len(losses(tmp_path / "runs" / "text")) >= 3
-    assert losses(tmp_path / "runs" / "tokens") == losses(tmp_path / "runs" / "text")
+    ours, reference = (tmp_path / "runs" / name for name in ("tokens", "text"))
+    assert len(losses(ours)) == 3
+    assert losses(ours) == losses(reference)
+    assert eval_losses(ours) == eval_losses(reference)

@@ -105,7 +105,7 @@ def count_calls(model):
     return calls
 
 
-@pytest.mark.parametrize("kind", SEVERAL_KINDS)
+@pytest.mark.parametrize("kind", ["llama", "zamba2"])
 def test_with_weights_of_half_precision(kind):
     model = tiny_model(kind).to(torch.bfloat16)
     outcome = split_model(model, HALVES, two_batches(model))
@@ -135,7 +135,7 @@ def seeded_loss(model, batch):
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "xlm", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["gpt2", "xlm", "gemma3n_text"])
 def test_with_dropout(kind):
     model = tiny_model(kind)
     batches = two_batches(model)
@@ -188,7 +188,7 @@ def test_with_what_the_model_takes_besides_tokens(kind, change):
     assert outcome.verdict == "exact", outcome
 
 
-@pytest.mark.parametrize("kind", ["blt", "gemma3n_text", "gemma4_text", "zamba", "zamba2", "zaya"])
+@pytest.mark.parametrize("kind", ["blt", "gemma4_text", "zamba2", "zaya"])
 def test_without_poison_it_would_train_wrongly_and_say_nothing(kind, monkeypatch):
     assert split_type(kind, 2).travels != "hidden states"
     # Everything that stands for what did not travel is made with it.
