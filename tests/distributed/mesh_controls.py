@@ -107,7 +107,7 @@ CONTROLS = (
     Control("gradients of queries' norms are not summed over tensor ranks", unsummed_norms_of_queries,
             "qwen3", "tensor 2", "gradients"),
     Control("packed documents see each other where ranks share sequences", documents_that_see_each_other,
-            "llama", "context 2, ulysses", "loss"),
+            "llama", "context 2 ulysses", "loss"),
     Control("weights that are gathered for a step stay for the next", weights_gathered_once,
             "llama", "fsdp2 x2", "loss"),
     Control("gradients are not averaged over replicas", unaveraged_replicas,

@@ -88,7 +88,9 @@ checkpoint that the layout of the row above has saved behind step {MIDDLE} (the 
 losses and weights of that run, beside one process that goes through. {END - MIDDLE} steps are left, and the model has
 other weights before it reads those. Bounds: {BOUNDS.gradient:.0e} for gradients, {BOUNDS.loss:.0e} for all else.
 
-*over* context: FSDP2 shards over the ranks that share sequences, too. Written by `make mesh` with torch
+*over* context: FSDP2 shards over the ranks that share sequences, too. Beside tensor ranks *auto* is ulysses for llama
+and gpt2, whose heads both axes can divide, and gather for the others. transformers has no tensor plan for gpt2, so the
+outputs of its layers are gathered. Written by `make mesh` with torch
 {torch.__version__.partition("+")[0]}, transformers {transformers.__version__}, Python {platform.python_version()}."""
     return text.split("\n")
 
