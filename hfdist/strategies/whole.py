@@ -18,7 +18,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
 from hfdist.collectives import gather_json
-from hfdist.pipeline.gradients import local
+from hfdist.strategies.gradients import local
 
 Group = dict[str, Any]
 
