@@ -28,13 +28,13 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
     # Each imported where it is chosen: torch's pipelining and DeepSpeed's checks take time that other layouts save.
     match strategy.sharding:
         case Sharding.none if has_pipeline:
-            from hfdist.strategies.pipeline import PipelineStrategy
+            from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 
             return PipelineStrategy(topology, batch, strategy, train)
         case Sharding.none:
             return Strategy(topology, batch, strategy)
         case Sharding.zero1 if has_pipeline:
-            from hfdist.strategies.pipeline_zero import PipelineZeroStrategy
+            from hfdist.strategies.pipelines.zero import PipelineZeroStrategy
 
             return PipelineZeroStrategy(topology, batch, strategy, train)
         case Sharding.zero1 | Sharding.zero2 | Sharding.zero3:
@@ -42,7 +42,7 @@ def select_strategy(strategy: StrategyConfig, train: TrainConfig, *, topology: T
 
             return ZeroStrategy(topology, batch, strategy, train)
         case Sharding.fsdp2 if has_pipeline:
-            from hfdist.strategies.pipeline_fsdp import PipelineFsdpStrategy
+            from hfdist.strategies.pipelines.fsdp import PipelineFsdpStrategy
 
             return PipelineFsdpStrategy(topology, batch, strategy, train)
         case Sharding.fsdp2:

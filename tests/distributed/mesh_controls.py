@@ -14,7 +14,7 @@ from hfdist.strategies import context, fsdp, parallel_plans
 from hfdist.strategies.base import Engine
 from hfdist.strategies.context import ContextParallel
 from hfdist.strategies.fsdp import FsdpEngine
-from hfdist.strategies.pipeline import PipelineEngine
+from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.strategies.tensor import plan
 from hfdist.testing import run_ranks
 from hfdist.verify.parity import Row

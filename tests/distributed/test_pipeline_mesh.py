@@ -19,8 +19,8 @@ from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.gradients import local
-from hfdist.strategies.pipeline import PipelineEngine
-from hfdist.strategies.pipeline_fsdp import PipelineFsdpEngine
+from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine
+from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import packed

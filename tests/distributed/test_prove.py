@@ -11,7 +11,7 @@ import torch
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.strategies.base import Engine
-from hfdist.strategies.pipeline import PipelineEngine
+from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import DistributedTrainerMixin
 from hfdist.verify import parity

@@ -24,7 +24,7 @@ from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.zero import start_deepspeed
-from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 
 
 class PipelineZeroEngine(PipelineEngine):

@@ -19,7 +19,7 @@ from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no_scalars
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 
 
 class _Step(nn.Module):
