@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,7 +144,8 @@ def step_as_engine(case, **layout):
     make, batches = case
     model, whole = make(), make()
     engine = make_strategy(**layout).build(model)
-    engine.setup(engine.model, None, None)
+    optimizer = torch.optim.SGD(list(engine.model.parameters()) or [torch.zeros(1)], lr=0.0)
+    engine.setup(engine.model, SimpleNamespace(optimizer=optimizer), None)
     hooks = TrainerHooks(model=engine.model, training_step=None, loss=scaled_loss)
     for batch in batches:
         model.zero_grad()

@@ -57,9 +57,10 @@ def shard_without_reduction():
     make = fsdp.fully_shard
 
     def fully_shard(module, **options):
-        make(module, **options)
+        sharded = make(module, **options)
         if "Block" in type(module).__name__:
-            module.set_requires_gradient_sync(False)
+            sharded.set_requires_gradient_sync(False)
+        return sharded
 
     fsdp.fully_shard = fully_shard
     return shard_types(["gpt2"])["gpt2"]
