@@ -8,6 +8,7 @@ from multiprocessing import get_context
 
 import psutil
 import pytest
+from torch.utils.data._utils import worker
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
@@ -83,6 +84,38 @@ def read_and_wait(folder, pids):
     time.sleep(60)
 
 
+def die_behind_the_fork(folder, pids):
+    """A rank that is killed before torch's loop asks whose child it is in."""
+
+    class Late(worker.ManagerWatchdog):
+        def __init__(self):
+            pids.put(os.getpid())
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(0.5)
+            super().__init__()
+
+    worker.ManagerWatchdog = Late
+    read_and_wait(folder, pids)
+
+
+def wait_for(loader):
+    with suppress(psutil.NoSuchProcess):
+        try:
+            loader.wait(20)
+        finally:
+            loader.kill()
+
+
+def test_a_loader_does_not_outlive_a_rank_that_is_killed_behind_the_fork(tmp_path):
+    pids = FORK.SimpleQueue()
+    rank = FORK.Process(target=die_behind_the_fork, args=(tmp_path, pids))
+    rank.start()
+    loader = psutil.Process(pids.get())
+    rank.join()
+    assert rank.exitcode == -signal.SIGKILL
+    wait_for(loader)
+
+
 def test_the_loader_of_a_stream_passes_signals_on_and_does_not_outlive_a_rank_that_is_killed(tmp_path):
     pids = FORK.Queue()
     rank = FORK.Process(target=read_and_wait, args=(tmp_path, pids))
@@ -94,8 +127,4 @@ def test_the_loader_of_a_stream_passes_signals_on_and_does_not_outlive_a_rank_th
     time.sleep(1)
     rank.kill()
     rank.join()
-    with suppress(psutil.NoSuchProcess):
-        try:
-            loader.wait(20)
-        finally:
-            loader.kill()
+    wait_for(loader)

@@ -66,6 +66,11 @@ class Inventory:
             lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries)
             write_atomically(path, lambda out: out.writelines(lines))
 
+    def clear_unfinished(self, folder: Path) -> None:
+        """Delete from a ledger's folder what a killed `write` has left. No rank may be writing."""
+        for path in folder.glob(f"{_path(folder, self.digest).name}.*"):
+            path.unlink(missing_ok=True)
+
     def check(self, digest: str, folder: Path | None, *, may_change: bool) -> None:
         """Compare with what a checkpoint counts on, and say what cannot be compared.
 

@@ -112,6 +112,7 @@ class Ledger:
         # A thread of a training that has failed may still be writing.
         with self._writing:
             self._pending, self._counted = {}, []
+            self._corpus.inventory.clear_unfinished(self.folder)
             for lane, count in sequences.items():
                 path = records_file(self.folder, lane)
                 if path.is_file():

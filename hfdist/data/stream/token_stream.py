@@ -9,6 +9,7 @@ import gc
 import itertools
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator
@@ -299,12 +300,20 @@ class StreamLoader:
             yield from self.dataset.packed(0, 1)
         lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
         vitals = Vitals(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
+        rank = os.getpid()
+
+        def begin(worker: int) -> None:
+            forward_to_rank(rank, each_second=lambda: vitals.note(worker))
+            # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
+            gc.freeze()
+
         loader = DataLoader(
-            _Worker(self.dataset, vitals),
+            _Worker(self.dataset),
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=-(-config.prefetch // _most_in_item(config.prefetch)),
             collate_fn=keep_arrays,
+            worker_init_fn=begin,
             # A generator of its own, so that dropout's random state is not touched.
             generator=torch.Generator(),
             multiprocessing_context="fork",
@@ -325,15 +334,12 @@ class StreamLoader:
 class _Worker(IterableDataset[Any]):
     """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
 
-    def __init__(self, stream: TokenStream, vitals: Vitals) -> None:
-        self._stream, self._vitals = stream, vitals
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
 
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         assert info is not None
-        forward_to_rank(each_second=lambda: self._vitals.note(info.id))
-        # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
-        gc.freeze()
         item: list[Packed] = []
         sequences = self._stream.packed(info.id, info.num_workers)
         try:

@@ -120,15 +120,15 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-def forward_to_rank(each_second: Callable[[], None]) -> None:
+def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
     """Forward what others send to this process to its rank; a SIGTERM of the rank itself ends it.
 
     Call it in a loader process: by itself that must not end before the rank has saved. A thread waits for signals,
     because it sees who has sent one, and handlers do not. It also ends the process some seconds after a rank that was
-    killed: else a loader process of torch waits for ever until what it has read ahead is taken. `each_second` is called
-    meanwhile, about so often.
+    killed: else a loader process of torch waits for ever until what it has read ahead is taken, or if the rank was
+    killed before torch asked whose child the process is. `rank` is the process id of the rank, from before the fork;
+    `each_second` is called meanwhile, about so often.
     """
-    rank = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
 
     def wait() -> None:

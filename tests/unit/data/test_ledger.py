@@ -40,6 +40,8 @@ def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     saved, whole = (write(tmp_path / str(end), corpus, range(end)) for end in (COUNTED, 4))
     killed = tmp_path / "killed"
     killed.mkdir()
+    # Of a list of files that was under way.
+    (killed / f"files-{corpus.inventory.digest}.jsonl.x7").touch()
     cuts = [(end, len(saved[1])) for end in range(len(saved[0]), len(whole[0]))]
     cuts += [(len(whole[0]), end) for end in range(len(saved[1]), len(whole[1]))]
     for records_end, rows_end in cuts:
@@ -48,6 +50,7 @@ def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
         Ledger(killed, corpus, BadRows.quarantine).go_back({LANE: COUNTED})
         assert (records_file(killed, LANE).read_bytes(), bad_rows_file(killed, LANE).read_bytes()) == saved, rows_end
     assert write(killed, corpus, range(COUNTED, 4)) == whole
+    assert {path.name for path in killed.iterdir()} == {path.name for path in (tmp_path / "4").iterdir()}
     # Zeros, as some file systems leave them where a write was under way.
     path = bad_rows_file(killed, LANE)
     path.write_bytes(saved[1] + b"\0" * 40 + b"\n")
