@@ -95,9 +95,10 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
         return Sharded(reason=f"{error.what}: {error.found}")
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     *first, last = batches[own]
+    # Without whole logits where the model has one head, and the last one with them.
+    head = LossHead(Loss.chunked) if hasattr(model.get_output_embeddings(), "out_features") else None
     with engine.accumulating():
-        # Without whole logits where the model allows it, and the last one with them.
-        losses = [_train(model, batch, LossHead(Loss.chunked)) for batch in first]
+        losses = [_train(model, batch, head) for batch in first]
     losses.append(_train(model, last))
     engine.clip_grad_norm(0.0, lambda: None)
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
