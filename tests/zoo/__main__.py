@@ -55,8 +55,10 @@ on all four: {sharded}.
 And each is sharded over {tensor_ranks} tensor ranks and runs two micro batches, of which the first has no whole logits
 where the model allows it: {tensor}. A type is refused if a small model of it cannot be tried, or if no plan is right.
 *Own* is transformers' plan for the type, *own, gathered* the same with gathered outputs in attention, *gathered* has
-gathered outputs in all layers ([what that means](layouts.md#how-tensor-ranks-share-a-model)). The ranks add up in
-another order, so gradients may differ by {gradient_bound:g}: in float64 it is 1e-15.
+gathered outputs in all layers ([what that means](layouts.md#how-tensor-ranks-share-a-model)).
+
+In all these layouts, and those below, ranks add up in another order than the whole model, and the first micro batch has
+its loss in chunks. So gradients may differ by {gradient_bound:g}.
 
 And the sequences of each are shared by {ranks} context ranks, as two packed documents: {context}. Types are refused
 whose tokens meet elsewhere than in an attention that transformers lets us replace: recurrent layers, convolutions, an

@@ -123,8 +123,8 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
         loss_difference=compare_losses(losses, whole.losses[own]),
         gradient_difference=gradient_difference,
         worst_parameter=worst_parameter,
-        # The ranks add up in another order than the whole model; types that scale or recur enlarge that.
-        gradient_bound=TOLERANCE if parts is None else GRADIENT_BOUND,
+        # Ranks add up in another order, and a loss in chunks rounds otherwise; types that scale or recur enlarge that.
+        gradient_bound=GRADIENT_BOUND,
         plan="" if parts is None else parts.description.partition(";")[0],
     )
 
