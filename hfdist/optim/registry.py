@@ -128,8 +128,9 @@ def check_optimizer(config: RunConfig) -> None:
         return
     # What the layout gives the optimizer whole; the engine says it again, once there is one.
     strategy = config.strategy
-    sees = Reach.parameter if strategy.pipeline > 1 or strategy.shards_state else Reach.model
-    if strategy.tensor > 1 or strategy.expert > 1 or strategy.sharding.is_deepspeed:
+    has_parts = max(strategy.pipeline, strategy.tensor, strategy.expert) > 1 or strategy.shards_state
+    sees = Reach.parameter if has_parts else Reach.model
+    if strategy.sharding.is_deepspeed:
         sees = Reach.element
     check(make_small(optimizer), sees, is_saved=config.checkpoint.every is not None)
 

@@ -283,9 +283,14 @@ def test_a_library_that_is_not_there_is_named(monkeypatch):
     assert refusal("optimizer.name=schedule_free_sgd").hint == "optimizer.schedule=constant"
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1", "tensor"])
-def test_layouts_that_cut_matrices_refuse_muon_before_anything_is_made(layout):
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "pipeline_zero1"])
+def test_layouts_that_step_flat_pieces_refuse_muon_before_anything_is_made(layout):
     assert "Muon and AdamW" in refusal("optimizer.name=muon", f"strategy={layout}").found
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tensor", "moe", "3d"])
+def test_layouts_that_gather_whole_matrices_take_muon(layout):
+    check_optimizer(compose_config(["model=tiny", "optimizer.name=muon", f"strategy={layout}"]))
 
 
 def test_the_summary_counts_what_is_kept():
