@@ -108,9 +108,7 @@ class WholeSteps:
         for one, value in zip(alike, values, strict=True):
             sent[self._owners[one]] += [piece.view for piece in one.own_pieces(value)]
         wholes = [(one, like.new_empty(one.shape)) for one in alike if self._is_own(one)]
-        taken = [
-            [_elements(whole, place) for one, whole in wholes for place in self._places[one][rank]] for rank in ranks
-        ]
+        taken = self._views_of_ranks(wholes, ranks)
         _exchange(sent, taken, like, alike[0].group)
         return wholes
 
@@ -118,13 +116,19 @@ class WholeSteps:
         """Set what this rank has of each parameter from the whole ones of their owners."""
         like, ranks = local(alike[0].parameter), range(alike[0].group.size())
         wholes = [(one, self._wholes[one].detach()) for one in alike if self._is_own(one)]
-        sent = [
-            [_elements(whole, place) for one, whole in wholes for place in self._places[one][rank]] for rank in ranks
-        ]
+        sent = self._views_of_ranks(wholes, ranks)
         taken: list[list[torch.Tensor]] = [[] for _ in ranks]
         for one in alike:
             taken[self._owners[one]] += [piece.view for piece in one.own_pieces(one.parameter)]
         _exchange(sent, taken, like, alike[0].group)
+
+    def _views_of_ranks(
+        self, wholes: Iterable[tuple[Shared, torch.Tensor]], ranks: Iterable[int]
+    ) -> list[list[torch.Tensor]]:
+        """Give the views of whole values that each rank has."""
+        return [
+            [_elements(whole, place) for one, whole in wholes for place in self._places[one][rank]] for rank in ranks
+        ]
 
 
 def _exchange(
