@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Progress
+from hfdist.records import Event, add_event, end_run, read_run
+from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
@@ -140,7 +142,18 @@ class Watch(TrainerCallback):
         except OSError as error:
             logger.warning("the ranks are not watched: %s", error)
             return
-        self._watcher = Watcher(self.progress, store, self._run_dir / FOLDER / started, self._heartbeat_seconds)
+        folder = self._run_dir / FOLDER / started
+        self._watcher = Watcher(self.progress, store, folder, self._heartbeat_seconds, self._record)
+
+    def _record(self, verdict: Diagnosis) -> None:
+        """Write it into the record of the run, if it has one."""
+        record = read_run(self._run_dir)
+        if record is None:
+            return
+        if verdict.is_alarm:
+            with suppress(HfdistError, OSError):
+                add_event(self._run_dir, Event.lost_rank, start=record.start, found=verdict.line)
+        end_run(self._run_dir, verdict.exit_code, verdict.line)
 
     def _leave(self, exit_code: int) -> None:
         if self._watcher is not None:
