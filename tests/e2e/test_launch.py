@@ -80,10 +80,11 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert code == 0, output
     assert "resuming from" in output
     assert output.count("changed: train.max_steps: 4 -> 6") == 1
-    assert [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    lines = [line for line in read_lines(run_dir / METRICS) if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     record = read_run(run_dir)
     assert (record.start, record.state, record.step, record.max_steps) == (2, State.finished, 6, 6)
-    assert record.tokens == read_lines(run_dir / METRICS)[-1]["tokens"]
+    assert record.tokens == lines[-1]["tokens"]
     resume = next(event for event in read_lines(run_dir / EVENTS) if event["event"] == "resume")
     assert resume["changes"] == ["train.max_steps: 4 -> 6"]
 
