@@ -86,7 +86,7 @@ def test_two_processes_train_and_resume(tmp_path, cache_dir):
     assert (record.start, record.state, record.step, record.max_steps) == (2, State.finished, 6, 6)
     assert record.tokens == lines[-1]["tokens"]
     resume = next(event for event in read_lines(run_dir / EVENTS) if event["event"] == "resume")
-    assert resume["changes"] == ["train.max_steps: 4 -> 6"]
+    assert "train.max_steps: 4 -> 6" in resume["changes"]
 
 
 def test_a_single_process_needs_no_launcher_and_no_mpi(tmp_path, cache_dir):
