@@ -5,11 +5,11 @@ Loads no torch, so that a tool may read them anywhere.
 
 from hfdist.records.events import EVENTS, Event, add_event
 from hfdist.records.lines import read_lines
-from hfdist.records.recorder import PACKAGES, RunRecorder, end_run, find_versions, recording_end
+from hfdist.records.recorder import PACKAGES, RunRecorder, find_versions, record_ranks, recording_end
 from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run
 
 METRICS = "metrics.jsonl"
-"""One line for each logged step of the training that led to the present weights; see docs/checkpoints.md."""
+"""One line for each logged step of the training that led to the present weights; see docs/records.md."""
 
 __all__ = [
     "EVENTS",
@@ -21,9 +21,9 @@ __all__ = [
     "RunRecorder",
     "State",
     "add_event",
-    "end_run",
     "find_versions",
     "read_lines",
     "read_run",
+    "record_ranks",
     "recording_end",
 ]

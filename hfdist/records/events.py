@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from hfdist.records.lines import add_line, writing
+from hfdist.records.lines import append_line
 
 EVENTS = "events.jsonl"
 
@@ -41,6 +41,4 @@ def add_event(run_dir: Path, event: Event, *, start: int, **fields: object) -> N
     Raises:
         ResourceError: the disk is full.
     """
-    path = run_dir / EVENTS
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        add_line(file, {"time": now(), "start": start, "event": event.value} | fields)
+    append_line(run_dir / EVENTS, {"time": now(), "start": start, "event": event.value} | fields)

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,9 +21,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
     """Add a line, in one write: floats at full precision, null if they are not finite."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
-    file.write(json.dumps(finite, allow_nan=False) + "\n")
+    file.write(_to_line(content))
     file.flush()
+
+
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add a line to a file that is not open, behind one that a kill or a full disk may have cut off."""
+    with writing(path), path.open("ab+") as file:
+        is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        file.write(("\n" * is_cut + _to_line(content)).encode())
+
+
+def _to_line(content: Mapping[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def earlier(path: Path) -> Path:
@@ -78,6 +89,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # A disk that takes no line takes no checkpoint either; the last one is whole.
-        found = f"{error.strerror}; {shutil.disk_usage(path.parent).free:,} bytes free"
+        found = f"{error.strerror}"
+        with suppress(OSError):
+            found += f"; {shutil.disk_usage(path.parent).free:,} bytes free"
         hint = "free space, or another disk for run.dir"
         raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error

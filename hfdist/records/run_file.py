@@ -15,6 +15,8 @@ RUN_FILE = "run.json"
 SCHEMA = 1
 """Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
 
+_UNFINISHED = ".tmp"
+
 
 class State(Enum):
     """How a start of a run stands."""
@@ -79,7 +81,7 @@ def read_run(run_dir: Path) -> RunRecord | None:
     """Read the record of a run folder; None: there is none, or it is not of this schema."""
     try:
         content = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
-        if content["schema"] != SCHEMA:
+        if content["schema"] != SCHEMA or not isinstance(content["start"], int):
             return None
         known = {one.name for one in fields(RunRecord)}
         return RunRecord(**{k: v for k, v in content.items() if k in known} | {"state": State(content["state"])})
@@ -87,15 +89,25 @@ def read_run(run_dir: Path) -> RunRecord | None:
         return None
 
 
-def write_run(run_dir: Path, record: RunRecord) -> None:
-    """Replace the file.
+def write_run(run_dir: Path, record: RunRecord, *, is_durable: bool) -> None:
+    """Replace the file; a durable one is on the disk before its name, for a machine that stops.
 
     Raises:
         ResourceError: the disk is full.
     """
     path = run_dir / RUN_FILE
     # Of this process: what started it may write, too, when it has ended.
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
     with writing(path):
-        unfinished.write_text(json.dumps(record.to_json(), indent=1) + "\n", encoding="utf-8")
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record.to_json(), indent=1) + "\n")
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         unfinished.replace(path)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what a process has left that was killed in `write_run`."""
+    for path in run_dir.glob(f"{Path(RUN_FILE).stem}.*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)

@@ -16,7 +16,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.records import Event, add_event, end_run, read_run
+from hfdist.records import Event, RunRecorder, add_event
+from hfdist.records.recorder import end_elsewhere, end_here
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
@@ -57,7 +58,9 @@ class Watch(TrainerCallback):
 
     def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
         self.progress = Progress()
-        self._run_dir, self._heartbeat_seconds = Path(run_dir), heartbeat_seconds
+        self._run_dir, self._heartbeat_seconds = Path(run_dir).absolute(), heartbeat_seconds
+        self._start_number: int | None = None
+        """In the record of the run, if it has one."""
         self._watcher: Watcher | None = None
         self._is_context = False
 
@@ -136,7 +139,9 @@ class Watch(TrainerCallback):
     def _start(self) -> None:
         if self._watcher is not None or self._heartbeat_seconds is None or world_size() == 1:
             return
-        started = gather_json(time.strftime("%Y%m%d-%H%M%S"))[0]
+        recorder = RunRecorder.of_process
+        own_start = None if recorder is None else recorder.record.start
+        started, self._start_number = gather_json([time.strftime("%Y%m%d-%H%M%S"), own_start])[0]
         try:
             store = open_store()
         except OSError as error:
@@ -147,13 +152,15 @@ class Watch(TrainerCallback):
 
     def _record(self, verdict: Diagnosis) -> None:
         """Write it into the record of the run, if it has one."""
-        record = read_run(self._run_dir)
-        if record is None:
+        if self._start_number is None:
             return
         if verdict.is_alarm:
             with suppress(HfdistError, OSError):
-                add_event(self._run_dir, Event.lost_rank, start=record.start, found=verdict.line)
-        end_run(self._run_dir, verdict.exit_code, verdict.line)
+                add_event(self._run_dir, Event.lost_rank, start=self._start_number, found=verdict.line)
+        if RunRecorder.of_process is not None:
+            end_here(verdict.exit_code, verdict.line)
+        else:
+            end_elsewhere(self._run_dir, self._start_number, verdict.exit_code, verdict.line)
 
     def _leave(self, exit_code: int) -> None:
         if self._watcher is not None:

@@ -33,8 +33,8 @@ from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
-from hfdist.errors import INTERRUPTED, ConfigError, HfdistError, nearest  # noqa: F401
-from hfdist.records import end_run, recording_end
+from hfdist.errors import INTERRUPTED, ConfigError, nearest  # noqa: F401
+from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher
 
 # Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
@@ -157,18 +157,8 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
     # Imported here, so that a mistake needs no torch.
     from hfdist.launch import start_ranks
 
-    def end(exit_code: int, error: str) -> None:
-        # For a rank 0 that could not do it.
-        end_run(Path(config.run.dir), exit_code, error, launcher_pid=os.getpid())
-
     limits = {"processes": processes, "max_restarts": config.launch.max_restarts}
-    try:
-        exit_code = start_ranks(run_composed, command, config, **limits)
-    except HfdistError as error:
-        end(error.exit_code, error.what)
-        raise
-    end(exit_code, "another rank has ended the run")
-    return exit_code
+    return record_ranks(Path(config.run.dir), lambda: start_ranks(run_composed, command, config, **limits))
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

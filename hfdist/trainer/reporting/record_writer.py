@@ -10,7 +10,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json
+from hfdist.errors import printable
 from hfdist.records import Event, RunRecorder
+from hfdist.records.recorder import LONGEST_TEXT
 
 _SAVE = "checkpoint/"
 
@@ -25,7 +27,7 @@ class RecordWriter(TrainerCallback):
     """
 
     def __init__(self, recorder: RunRecorder | None, checkpoint: str | None, changes: Sequence[str]) -> None:
-        self._recorder, self._checkpoint, self._changes = recorder, checkpoint, list(changes)
+        self._recorder, self._checkpoint, self._changes = recorder, checkpoint, changes
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write where the run begins, and on which hosts. A collective."""
@@ -35,8 +37,8 @@ class RecordWriter(TrainerCallback):
         self._recorder.record.hosts, self._recorder.record.max_steps = hosts, state.max_steps
         self._go_to(self._recorder, state)
         if self._checkpoint is not None:
-            name = Path(self._checkpoint).name
-            self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=self._changes)
+            name, changes = Path(self._checkpoint).name, [printable(change, LONGEST_TEXT) for change in self._changes]
+            self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=changes)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the step."""

@@ -314,7 +314,7 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
 
 
 class _Beginning(TrainerCallback):
-    """Writes the config after the checkpoint is read, so that a refused start changes nothing in the run folder.
+    """Writes the config after the checkpoint is read, so that a refused start leaves the config of the folder's run.
 
     If the run does not continue an earlier start in the folder, this moves all lines of that start away.
     """
