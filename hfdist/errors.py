@@ -11,6 +11,9 @@ from collections.abc import Iterable
 
 from hfdist.secrets import mask_secrets
 
+INTERRUPTED = 130
+"""Exit code behind Ctrl-C, as shells have it."""
+
 _LONGEST_VALUE, _LONGEST = 500, 4000
 """Characters of a value or a place, and of what else a message says."""
 

@@ -98,6 +98,11 @@ class Topology:
         return self.data // self.replicate
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Size of each axis of the mesh, and `expert`, which lies within the data ranks."""
+        return {axis: getattr(self, axis) for axis in (*self.AXES, "expert")}
+
+    @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, slowest axis first: the shape of the device mesh."""
         sizes = {axis: [(axis, getattr(self, axis))] for axis in self.AXES}
@@ -138,7 +143,7 @@ class Topology:
 
     def describe(self) -> str:
         """One line for people, for example `8 processes: pipeline 2 x data 4`."""
-        shape = {axis: getattr(self, axis) for axis in self.AXES}
+        shape = {axis: size for axis, size in self.degrees.items() if axis != "expert"}
         if self.replicate == 1:
             shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
         axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]

@@ -41,9 +41,9 @@ from hfdist.models import fit_vocabulary
 from hfdist.models.probing import shrink
 from hfdist.optim.probe import describe
 from hfdist.optim.registry import make_small
+from hfdist.records import METRICS, read_lines
 from hfdist.topology import without_launcher
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.trainer.run.builder import Run
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _metric(run_dir: Path, key: str) -> Named:
-    lines = [line for line in read_metrics(run_dir / METRICS) if key in line]
+    lines = [line for line in read_lines(run_dir / METRICS) if key in line]
     # A value that was not finite is null there.
     return {f"step {line['step']}": torch.tensor(math.nan if line[key] is None else line[key]) for line in lines}
 

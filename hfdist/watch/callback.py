@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,9 @@ from transformers.trainer_utils import SaveStrategy
 
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
-from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Progress
+from hfdist.records import Event, RunRecorder, add_event
+from hfdist.records.recorder import end_elsewhere, end_here
+from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
@@ -55,7 +58,9 @@ class Watch(TrainerCallback):
 
     def __init__(self, run_dir: str | Path, heartbeat_seconds: float | None = 60.0) -> None:
         self.progress = Progress()
-        self._run_dir, self._heartbeat_seconds = Path(run_dir), heartbeat_seconds
+        self._run_dir, self._heartbeat_seconds = Path(run_dir).absolute(), heartbeat_seconds
+        self._start_number: int | None = None
+        """In the record of the run, if it has one."""
         self._watcher: Watcher | None = None
         self._is_context = False
 
@@ -134,13 +139,28 @@ class Watch(TrainerCallback):
     def _start(self) -> None:
         if self._watcher is not None or self._heartbeat_seconds is None or world_size() == 1:
             return
-        started = gather_json(time.strftime("%Y%m%d-%H%M%S"))[0]
+        recorder = RunRecorder.of_process
+        own_start = None if recorder is None else recorder.record.start
+        started, self._start_number = gather_json([time.strftime("%Y%m%d-%H%M%S"), own_start])[0]
         try:
             store = open_store()
         except OSError as error:
             logger.warning("the ranks are not watched: %s", error)
             return
-        self._watcher = Watcher(self.progress, store, self._run_dir / FOLDER / started, self._heartbeat_seconds)
+        folder = self._run_dir / FOLDER / started
+        self._watcher = Watcher(self.progress, store, folder, self._heartbeat_seconds, self._record)
+
+    def _record(self, verdict: Diagnosis) -> None:
+        """Write it into the record of the run, if it has one."""
+        if self._start_number is None:
+            return
+        if verdict.is_alarm:
+            with suppress(HfdistError, OSError):
+                add_event(self._run_dir, Event.lost_rank, start=self._start_number, found=verdict.line)
+        if RunRecorder.of_process is not None:
+            end_here(verdict.exit_code, verdict.line)
+        else:
+            end_elsewhere(self._run_dir, self._start_number, verdict.exit_code, verdict.line)
 
     def _leave(self, exit_code: int) -> None:
         if self._watcher is not None:

@@ -34,13 +34,18 @@ _REPORT = "report.txt"
 class Watcher:
     """Watches the other ranks from two threads. Rank 0 judges; the others follow it, and judge only rank 0.
 
-    Stacks and the report go to `folder`, which is of this start of the run.
+    Stacks and the report go to `folder`, which is of this start of the run. The rank that reports calls `record` too.
     """
 
     def __init__(
-        self, progress: Progress, store: HostedStore | JoinedStore, folder: Path, heartbeat_seconds: float
+        self,
+        progress: Progress,
+        store: HostedStore | JoinedStore,
+        folder: Path,
+        heartbeat_seconds: float,
+        record: Callable[[Diagnosis], None] = lambda verdict: None,
     ) -> None:
-        self._progress, self._store, self._folder = progress, store, folder
+        self._progress, self._store, self._folder, self._record = progress, store, folder, record
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
         self._heard: dict[int, Heartbeat] = {}
@@ -207,6 +212,7 @@ class Watcher:
             # Twice is better than not at all.
             pass
         logger.error("%s%s", verdict.line, f"; stacks: {self._folder}" if verdict.is_alarm else "")
+        self._record(verdict)
 
 
 def _within(seconds: float, action: Callable[[], None]) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError, HfdistError, ResourceError
+from hfdist.records import METRICS
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.trainer.reporting.callbacks import METRICS
 from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
 from tests.distributed.faults import SAVE_EVERY, Reference, make_config, read_run

@@ -19,8 +19,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER
 from hfdist.errors import HfdistError, PreemptedError
+from hfdist.records import METRICS, read_lines
 from hfdist.topology import read_launcher
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
 from tests.distributed.fault_points import SAVE_EVERY, Moment, Place, Watch
 from tests.distributed.kills import newest_whole
@@ -197,7 +197,7 @@ def run_stop(folder: Path, case: Case, reference: Reference, *more: str) -> None
     config = make_config(run_dir, case.layout, *more)
     life, said = _run_into(folder, config, case)
     codes = {int(path.read_text()) for path in folder.glob("code-*")}
-    last = read_metrics(run_dir / METRICS)[-1]["step"]
+    last = read_lines(run_dir / METRICS)[-1]["step"]
     # During a step the others hear of it at its end or at that of the next, wherever they were. Steps go on beside a
     # save, and may come to their end before it.
     is_beside_steps = case.moment.place in (Place.share, Place.save)
@@ -275,7 +275,7 @@ def go_on(folder: Path, config: RunConfig) -> tuple[int, int]:
 
 def read_run(run_dir: Path) -> Reference:
     """Read what a finished run is compared by."""
-    steps = [line["step"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line]
     weights = (run_dir / "model" / "model.safetensors").read_bytes()
     (checkpoint,) = (run_dir / "checkpoints").glob(f"step-{len(steps):08d}")
     return Reference(

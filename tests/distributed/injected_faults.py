@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hfdist.data import TokenStream
 from hfdist.errors import DataError
+from hfdist.records import METRICS, read_lines
 from hfdist.testing import forget_parent
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
 from tests.distributed.runs import SMALL
@@ -48,7 +48,7 @@ class Ranks:
     @property
     def steps(self) -> int:
         """Done so far."""
-        return len([line for line in read_metrics(self.run_dir / METRICS) if "loss" in line])
+        return len([line for line in read_lines(self.run_dir / METRICS) if "loss" in line])
 
     @property
     def began(self) -> float:

@@ -29,8 +29,8 @@ from hfdist.config.run import RunConfig
 from hfdist.data import LEDGER
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import CheckpointError
+from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from hfdist.verify.audit.run import open_past_run, prove_once
 from tests.distributed.processes import Life, Victim, assert_gone
 from tests.distributed.runs import SMALL, eval_losses, losses
@@ -176,7 +176,7 @@ def _step(checkpoint: str | None) -> int:
 
 
 def _last_step(metrics: Path) -> int:
-    lines = read_metrics(metrics)
+    lines = read_lines(metrics)
     return lines[-1]["step"] if lines else 0
 
 
@@ -219,7 +219,7 @@ def compare(run_dir: Path, whole: Path, config: RunConfig) -> Comparison:
 
     Every step once; in every lane the same pieces of the same documents, byte by byte; nothing half done is left.
     """
-    steps = [line["step"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
+    steps = [line["step"] for line in read_lines(run_dir / METRICS) if "loss" in line]
     assert steps == list(range(1, config.train.max_steps + 1)), steps
     ours, theirs = ({path.name: path.read_bytes() for path in (run / LEDGER).iterdir()} for run in (run_dir, whole))
     assert ours.keys() == theirs.keys()

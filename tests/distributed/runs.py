@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from recipes.pretrain import main
 
 # A model and steps small enough for a second; everything else is the shipped config on the embedded corpus.
@@ -37,12 +37,12 @@ def pretrain(folder: Path, num_processes: int, *overrides: str) -> Path:
 
 def losses(run_dir: Path) -> list[float]:
     """Training losses in order of their steps."""
-    return [line["loss"] for line in read_metrics(run_dir / METRICS) if "loss" in line]
+    return [line["loss"] for line in read_lines(run_dir / METRICS) if "loss" in line]
 
 
 def eval_losses(run_dir: Path) -> list[float]:
     """Held-out losses in order."""
-    return [line["eval_loss"] for line in read_metrics(run_dir / METRICS) if "eval_loss" in line]
+    return [line["eval_loss"] for line in read_lines(run_dir / METRICS) if "eval_loss" in line]
 
 
 def weights(run_dir: Path) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.records import METRICS, read_lines
 from tests.distributed.runs import SMALL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
@@ -70,7 +70,7 @@ def test_both_sides_of_a_cut_link_end(tmp_path, cache_dir, machines):
         return [(tmp_path / f"log-{rank}").read_text() for rank in range(2)]
 
     try:
-        while len(read_metrics(tmp_path / machines[0] / METRICS)) < 5:
+        while len(read_lines(tmp_path / machines[0] / METRICS)) < 5:
             assert all(rank.poll() is None for rank in ranks), said()
             time.sleep(0.05)
         began = time.time()

@@ -7,10 +7,10 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
+from hfdist.records import METRICS, read_lines
 from hfdist.topology import Topology
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.evaluators import check_named
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
 from tests.distributed.runs import SMALL, pretrain
 
 IS_THERE = importlib.util.find_spec("lm_eval") is not None
@@ -66,7 +66,7 @@ def test_the_exported_model_is_measured(tmp_path, cache_dir, tasks):
     results = json.loads((run / lm_eval.RESULTS).read_text())
     accuracy = results["results"]["toy_words"]["acc,none"]
     assert accuracy in (0, 0.25, 0.5, 0.75, 1)
-    assert read_metrics(run / METRICS)[-1]["lm_eval/toy_words/acc"] == accuracy
+    assert read_lines(run / METRICS)[-1]["lm_eval/toy_words/acc"] == accuracy
     assert "lm_eval_include" not in (run / "config.yaml").read_text().split("defaults:")[1]
 
 

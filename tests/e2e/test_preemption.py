@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from hfdist import __main__ as command
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.records import EVENTS, METRICS, State, read_lines, read_run
 from tests.distributed.kills import newest_whole
 from tests.e2e.forked import end, run_script, start_forked
 from tests.e2e.test_launch import LAUNCHER, RECIPE, ROOT, SMALL, forked_ranks  # noqa: F401
@@ -32,7 +32,7 @@ class Launched:
 
     @property
     def steps(self):
-        return [line["step"] for line in read_metrics(self.run_dir / METRICS) if "loss" in line]
+        return [line["step"] for line in read_lines(self.run_dir / METRICS) if "loss" in line]
 
     def wait_for_steps(self, number):
         while len(self.steps) < number:
@@ -58,6 +58,12 @@ class Launched:
         """The last step is saved, and no step is done twice."""
         assert newest_whole(self.run_dir) == f"step-{len(self.steps):08d}"
         assert self.steps == list(range(1, len(self.steps) + 1))
+        record = read_run(self.run_dir)
+        assert (record.state, record.exit_code, record.step) == (State.stopped, 75, len(self.steps))
+
+    @property
+    def events(self):
+        return [(event["start"], event["event"]) for event in read_lines(self.run_dir / EVENTS)]
 
 
 @pytest.fixture
@@ -78,6 +84,7 @@ def test_hfdist_passes_a_signal_on_and_ends_as_its_ranks_do(launch, forked_ranks
     assert run.said.count("Stopped: the run was told to stop, and has saved where it was") == 1
     assert "Traceback" not in run.said
     assert "elastic" not in run.said
+    assert run.events == [(1, "start"), (1, "save"), (1, "end")]
 
 
 def test_ranks_save_and_a_launcher_with_restarts_goes_on(launch):
@@ -94,3 +101,4 @@ def test_ranks_save_and_a_launcher_with_restarts_goes_on(launch):
     assert end(run.process) not in (0, None), run.said
     assert run.said.count("SIGTERM: saving after step") == 2, run.said
     run.check_stopped()
+    assert run.events == [(1, "start"), (1, "save"), (1, "end"), (2, "start"), (2, "resume"), (2, "save"), (2, "end")]

@@ -11,9 +11,11 @@ from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState, 
 
 from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError
+from hfdist.records import METRICS, read_lines
+from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.model_files import _save_tokenizer
-from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, earlier, plot_losses, read_metrics
+from hfdist.trainer.reporting.callbacks import MetricsWriter, plot_losses
 from hfdist.trainer.run.end_of_run import warning_of_failure
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
@@ -44,25 +46,25 @@ def test_a_start_that_is_cut_short_loses_no_lines(path):
     for largest_file_bytes in (40, 120):
         with pytest.raises(RankFailed, match="File too large"):
             run_ranks(start, 1, largest_file_bytes, group=False)
-        assert read_metrics(path) == LINES
+        assert read_lines(path) == LINES
     run_ranks(start, 1, 2**20, group=False)
-    assert read_metrics(path) == LINES[:6]
+    assert read_lines(path) == LINES[:6]
     # Where a start is cut short between the two files, they are in both.
-    assert read_metrics(earlier(path)) == LINES[6:] * 2
+    assert read_lines(earlier(path)) == LINES[6:] * 2
 
 
 def test_lines_of_an_earlier_life_are_kept_beside(path):
     log(begin(path.parent, 6), 7, loss=2.0)
-    assert read_metrics(path) == [*LINES[:6], {"step": 7, "loss": 2.0}]
-    assert read_metrics(earlier(path)) == LINES[6:]
+    assert read_lines(path) == [*LINES[:6], {"step": 7, "loss": 2.0}]
+    assert read_lines(earlier(path)) == LINES[6:]
     # Killed before its first checkpoint, or begun anew: the first line of all is of step 0.
     for attempt in range(2):
         log(begin(path.parent, 0), 0, eval_loss=float(attempt))
-        assert read_metrics(path) == [{"step": 0, "eval_loss": float(attempt)}]
+        assert read_lines(path) == [{"step": 0, "eval_loss": float(attempt)}]
     kept = [*LINES[6:], *LINES[:6], {"step": 7, "loss": 2.0}, {"step": 0, "eval_loss": 0.0}]
-    assert read_metrics(earlier(path)) == kept
+    assert read_lines(earlier(path)) == kept
     begin(path.parent, 9).on_rollback(TrainerState(global_step=9))
-    assert read_metrics(earlier(path)) == kept
+    assert read_lines(earlier(path)) == kept
 
 
 NO_LINES = ['{"step": 7, "lo', '{"step": 7, "loss": 1.0}', "3\n", "{}\n", '{"step": "x"}\n', "\udcff\n"]
@@ -73,7 +75,7 @@ def test_what_is_no_line_is_set_aside(path, line):
     with path.open("a", errors="surrogateescape") as file:
         file.write(line)
     log(begin(path.parent, 8), 9, loss=2.0)
-    assert read_metrics(path) == [*LINES, {"step": 9, "loss": 2.0}]
+    assert read_lines(path) == [*LINES, {"step": 9, "loss": 2.0}]
     assert earlier(path).read_text() == line.strip().replace("\udcff", "\ufffd") + "\n"
 
 
@@ -82,7 +84,7 @@ def test_the_line_of_a_save_is_of_the_step_that_was_saved(path):
     log(writer, 11, **{"checkpoint/step": 10, "checkpoint/bytes": 5})
     log(writer, 11, loss=2.0)
     begin(path.parent, 10)
-    assert read_metrics(path) == [*LINES, {"step": 10, "checkpoint/step": 10, "checkpoint/bytes": 5}]
+    assert read_lines(path) == [*LINES, {"step": 10, "checkpoint/step": 10, "checkpoint/bytes": 5}]
 
 
 @pytest.fixture

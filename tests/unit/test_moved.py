@@ -11,7 +11,7 @@ import pytest
         ("config.command", "recipe", "config.cli.command"),
         ("config.compose", "compose_config", "config.composition.compose"),
         ("trainer.arguments", "build_arguments", "trainer.run.training_arguments"),
-        ("trainer.callbacks", "read_metrics", "trainer.reporting.callbacks"),
+        ("trainer.callbacks", "ProgressBar", "trainer.reporting.callbacks"),
         ("trainer.metrics", "Generation", "trainer.evaluation.generation"),
     ],
 )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
-from hfdist.trainer.reporting.callbacks import METRICS
+from hfdist.records import METRICS
 from hfdist.verify.parity import BOUNDS, FLOOR, certify, compare
 from tests.unit.checkpoint.pieces import write_checkpoint
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import hydra
@@ -19,7 +20,6 @@ from omegaconf import DictConfig
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run
 from hfdist.config.cli.process_end import (  # noqa: F401  # the constants by an older name: see moved.py
-    INTERRUPTED,
     RANK_0_PRINTS_SECONDS,
     ending,
     stop_everywhere,
@@ -33,7 +33,8 @@ from hfdist.config.composition.help import describe
 from hfdist.config.composition.hydra_errors import Request
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.schema import find_key, nearest_key
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import INTERRUPTED, ConfigError, nearest  # noqa: F401
+from hfdist.records import record_ranks, recording_end
 from hfdist.topology import read_launcher
 
 # Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers.
@@ -121,7 +122,7 @@ def _run_command(command: Callable[[], None], primary: str, arguments: Sequence[
 def run_composed(command: Callable[[], None], config: RunConfig) -> None:
     """Run a recipe with a config that is composed already, and end with a documented exit code when it fails."""
     main: Callable[[RunConfig], None] = command.__wrapped__  # type: ignore[attr-defined]  # of functools.wraps
-    with ending(), told_in_one_message(stop_here):
+    with ending(), told_in_one_message(stop_here), recording_end():
         main(config)
 
 
@@ -156,7 +157,8 @@ def _start_ranks(command: Callable[[], None], config: RunConfig, processes: int)
     # Imported here, so that a mistake needs no torch.
     from hfdist.launch import start_ranks
 
-    return start_ranks(run_composed, command, config, processes=processes, max_restarts=config.launch.max_restarts)
+    limits = {"processes": processes, "max_restarts": config.launch.max_restarts}
+    return record_ranks(Path(config.run.dir), lambda: start_ranks(run_composed, command, config, **limits))
 
 
 def _parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

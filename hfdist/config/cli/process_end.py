@@ -19,10 +19,9 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hfdist.errors import ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
+from hfdist.errors import INTERRUPTED, ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
 from hfdist.topology import read_launcher
 
-INTERRUPTED = 130
 RANK_0_PRINTS_SECONDS = 5.0
 """How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
 _FAILED_SECONDS = 5.0

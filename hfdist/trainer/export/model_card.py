@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +19,10 @@ from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.data import PoolReport
-from hfdist.trainer.reporting.callbacks import METRICS, read_metrics
+from hfdist.records import METRICS, PACKAGES, find_versions, read_lines
 
 CARD = "README.md"
 _PICTURE = "loss.png"
-_PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
 
 
 class Exported(NamedTuple):
@@ -45,16 +42,16 @@ def write_card(
     if has_picture:
         shutil.copyfile(run_dir / _PICTURE, folder / _PICTURE)
     is_adapter = (folder / "adapter_config.json").is_file()
-    packages = (*_PACKAGES, "peft") if config.adapter.is_used else _PACKAGES
+    versions = find_versions((*PACKAGES, "peft") if config.adapter.is_used else PACKAGES)
     parts = [
         f"---\n{_metadata(config, is_adapter).to_yaml()}\n---",
         f"# {config.run.name}",
         _describe_start(config, exported.commit, is_adapter),
         "## Data\n\n" + _describe_data(config, reports),
-        "## Losses\n\n" + _describe_losses(read_metrics(run_dir / METRICS), exported),
+        "## Losses\n\n" + _describe_losses(read_lines(run_dir / METRICS), exported),
         f"![Losses]({_PICTURE})" if has_picture else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
-        "## Versions\n\n" + "\n".join([f"- Python {platform.python_version()}", *map(_version, packages)]),
+        "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()),
     ]
     (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
 
@@ -140,11 +137,3 @@ def public_values(value: Any) -> Any:
     if isinstance(value, list):
         return [public_values(item) for item in value]
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
-
-
-def _version(package: str) -> str:
-    try:
-        return f"- {package} {version(package)}"
-    except PackageNotFoundError:
-        # A checkout that is not installed.
-        return f"- {package} of an unknown version"

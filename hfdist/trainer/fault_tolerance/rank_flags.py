@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.errors import PreemptedError
+from hfdist.records.recorder import end_by_signal
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Preemption(TrainerCallback):
         now = time.monotonic()
         if self._received and now - self._received_seconds > _SAME_REQUEST_SECONDS:
             # The second request: at once. What is being saved has no name yet, so that nothing is damaged.
+            end_by_signal(number)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self._received:

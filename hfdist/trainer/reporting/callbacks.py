@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.errors import ResourceError
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
+from hfdist.records import METRICS, read_lines
+from hfdist.records.lines import add_line, set_aside, writing
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
-
-METRICS = "metrics.jsonl"
 
 _WRITTEN = ("data/", "checkpoint/", "lm_eval/")
 _SHOWN = (
@@ -65,7 +58,7 @@ class StepLines(TrainerCallback):
         if self._file is not None:
             self._file.close()
         set_aside(self._path, state.global_step if state.global_step > 0 else -1)
-        with _writing(self._path):
+        with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
 
@@ -73,71 +66,8 @@ class StepLines(TrainerCallback):
         """Add a line, where the file is open."""
         if self._file is None:
             return
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        with _writing(self._path):
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
-
-
-def earlier(path: Path) -> Path:
-    """Where lines are that were set aside: `metrics.earlier.jsonl` beside `metrics.jsonl`."""
-    return path.with_suffix(f".earlier{path.suffix}")
-
-
-def set_aside(path: Path, step: int = -1) -> None:
-    """Move the lines of later steps than `step` to the end of `earlier(path)`, and with them what is no such line.
-
-    If the disk does not take them, they are where they were.
-    """
-    kept: list[str] = []
-    moved: list[str] = []
-    for line in _lines_of(path):
-        content = _parse(line) if line.endswith("\n") else None
-        number = -1 if content is None else content.get("step")
-        (kept if isinstance(number, (int, float)) and 0 <= number <= step else moved).append(line)
-    if moved:
-        _replace(earlier(path), [*_lines_of(earlier(path)), *moved])
-        _replace(path, kept)
-
-
-def _replace(path: Path, lines: list[str]) -> None:
-    # Beside the old file first: a run that is killed in between must find the lines again.
-    unfinished = path.with_suffix(".tmp")
-    with _writing(path):
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(line.rstrip("\n") + "\n" for line in lines)
-            # Its name must not reach the disk before its lines: a machine that stops would leave an empty file.
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read such a file; none: an empty list. A line cut off by a kill is left out."""
-    return [content for line in _lines_of(path) if (content := _parse(line)) is not None]
-
-
-def _lines_of(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        # A disk that takes no line takes no checkpoint either; the last one is whole.
-        found = f"{error.strerror}; {shutil.disk_usage(path.parent).free:,} bytes free"
-        hint = "free space, or another disk for run.dir"
-        raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error
+        with writing(self._path):
+            add_line(self._file, line)
 
 
 class MetricsWriter(StepLines):
@@ -233,7 +163,7 @@ def plot_losses(run_dir: Path) -> Path:
     # Here: a run begins without it.
     from matplotlib.figure import Figure
 
-    lines = read_metrics(run_dir / METRICS)
+    lines = read_lines(run_dir / METRICS)
     train = [(line["tokens"], line["loss"]) for line in lines if line.get("loss") is not None]
     # An evaluation before the first step stands at the left edge.
     tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}

@@ -57,6 +57,8 @@ from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.records import METRICS, RunRecorder
+from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
@@ -66,8 +68,9 @@ from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
-from hfdist.trainer.reporting.callbacks import METRICS, MetricsWriter, ProgressBar, TimelineDrawer, set_aside
+from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
+from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
@@ -119,6 +122,8 @@ class Run:
         self.strategy = select_strategy(config.strategy, config.train, topology=self.topology, batch=batch)
         self._here = config
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
+        self._recorder: RunRecorder | None = None
+        """On rank 0, once the folder is open."""
 
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
@@ -152,6 +157,8 @@ class Run:
                 folder.mkdir(parents=True, exist_ok=True)
                 # The process holds the lock until it ends, for whatever reason.
                 atexit.register(RunLock(folder).release)
+            layout = self.topology.degrees | {"sharding": config.strategy.sharding.value}
+            self._recorder = RunRecorder(folder, layout, self.topology.world_size)
             check_push(config.export)
 
     def start_ranks(self) -> None:
@@ -241,7 +248,8 @@ class Run:
                 trainer.add_callback(preemption)
             # After the callback above, which decides what follows a step.
             trainer.add_callback(watch)
-            checkpoint = _resume_from(config)
+            checkpoint, changes = _resume_from(config)
+            trainer.add_callback(RecordWriter(self._recorder, checkpoint, changes))
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
             trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
@@ -306,7 +314,7 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
 
 
 class _Beginning(TrainerCallback):
-    """Writes the config after the checkpoint is read, so that a refused start changes nothing in the run folder.
+    """Writes the config after the checkpoint is read, so that a refused start leaves the config of the folder's run.
 
     If the run does not continue an earlier start in the folder, this moves all lines of that start away.
     """
@@ -336,15 +344,16 @@ def _writing(key: str, folder: str | Path) -> Iterator[None]:
         raise ConfigError(what, where=key, found=folder, allowed="a writable folder") from error
 
 
-def _resume_from(config: RunConfig) -> str | None:
+def _resume_from(config: RunConfig) -> tuple[str | None, list[str]]:
+    """Give the checkpoint, if there is one, and how the config has changed since."""
     resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
     if resume == "never":
-        return None
+        return None, []
     # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
     goes_on_here = resume == "auto" or not _lies_in(Path(resume), checkpoints)
     found = find_newest(checkpoints) if goes_on_here else None
     if found is None and resume == "auto":
-        return None
+        return None, []
     if found is None:
         found = Path(resume)
         on_rank_zero(lambda: verify(Path(resume)))
@@ -353,7 +362,7 @@ def _resume_from(config: RunConfig) -> str | None:
     # Compared here again: the checkpoint that verifies may be older than the newest one.
     changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
     logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
-    return str(found)
+    return str(found), changes
 
 
 def _lies_in(checkpoint: Path, folder: Path) -> bool:

@@ -1,0 +1,29 @@
+"""What a run leaves in its folder for people, schedulers and tools: its state, its events and its metrics.
+
+Loads no torch, so that a tool may read them anywhere.
+"""
+
+from hfdist.records.events import EVENTS, Event, add_event
+from hfdist.records.lines import read_lines
+from hfdist.records.recorder import PACKAGES, RunRecorder, find_versions, record_ranks, recording_end
+from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run
+
+METRICS = "metrics.jsonl"
+"""One line for each logged step of the training that led to the present weights; see docs/records.md."""
+
+__all__ = [
+    "EVENTS",
+    "METRICS",
+    "PACKAGES",
+    "RUN_FILE",
+    "Event",
+    "RunRecord",
+    "RunRecorder",
+    "State",
+    "add_event",
+    "find_versions",
+    "read_lines",
+    "read_run",
+    "record_ranks",
+    "recording_end",
+]

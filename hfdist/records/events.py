@@ -1,0 +1,44 @@
+"""`events.jsonl`: what has happened to a run, one line each, over all of its starts. No line is ever taken away."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+
+from hfdist.records.lines import append_line
+
+EVENTS = "events.jsonl"
+
+
+class Event(Enum):
+    """The kinds of events, with the fields that each has besides `time`, `start` (1: the first) and `event`."""
+
+    start = "start"
+    """layout, host"""
+    resume = "resume"
+    """step, checkpoint, changes: of the config, a text each"""
+    save = "save"
+    """step, bytes, seconds, stall_seconds"""
+    skip = "skip"
+    """step: one whose loss or gradient was not finite"""
+    rollback = "rollback"
+    """step: where the run was, to_step: where it went back to"""
+    lost_rank = "lost_rank"
+    """found: what the watch over the ranks has found"""
+    end = "end"
+    """step, state, exit_code, error"""
+
+
+def now() -> str:
+    """Give the time as ISO 8601, in UTC, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def add_event(run_dir: Path, event: Event, *, start: int, **fields: object) -> None:
+    """Add a line.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    append_line(run_dir / EVENTS, {"time": now(), "start": start, "event": event.value} | fields)

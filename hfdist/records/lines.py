@@ -1,0 +1,96 @@
+"""Files of one JSON object a line: one that a kill cut off is left out, and lines of later steps can be set aside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from hfdist.errors import ResourceError
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read such a file; none: an empty list. A line cut off by a kill is left out."""
+    return [content for line in _lines_of(path) if (content := _parse(line)) is not None]
+
+
+def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
+    """Add a line, in one write: floats at full precision, null if they are not finite."""
+    file.write(_to_line(content))
+    file.flush()
+
+
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add a line to a file that is not open, behind one that a kill or a full disk may have cut off."""
+    with writing(path), path.open("ab+") as file:
+        is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        file.write(("\n" * is_cut + _to_line(content)).encode())
+
+
+def _to_line(content: Mapping[str, Any]) -> str:
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def earlier(path: Path) -> Path:
+    """Where lines are that were set aside: `metrics.earlier.jsonl` beside `metrics.jsonl`."""
+    return path.with_suffix(f".earlier{path.suffix}")
+
+
+def set_aside(path: Path, step: int = -1) -> None:
+    """Move the lines of later steps than `step` to the end of `earlier(path)`, and with them what is no such line.
+
+    If the disk does not take them, they are where they were.
+    """
+    kept: list[str] = []
+    moved: list[str] = []
+    for line in _lines_of(path):
+        content = _parse(line) if line.endswith("\n") else None
+        number = -1 if content is None else content.get("step")
+        (kept if isinstance(number, (int, float)) and 0 <= number <= step else moved).append(line)
+    if moved:
+        _replace(earlier(path), [*_lines_of(earlier(path)), *moved])
+        _replace(path, kept)
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    # Beside the old file first: a run that is killed in between must find the lines again.
+    unfinished = path.with_suffix(".tmp")
+    with writing(path):
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(line.rstrip("\n") + "\n" for line in lines)
+            # Its name must not reach the disk before its lines: a machine that stops would leave an empty file.
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+
+def _lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a ResourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        # A disk that takes no line takes no checkpoint either; the last one is whole.
+        found = f"{error.strerror}"
+        with suppress(OSError):
+            found += f"; {shutil.disk_usage(path.parent).free:,} bytes free"
+        hint = "free space, or another disk for run.dir"
+        raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error

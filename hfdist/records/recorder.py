@@ -1,0 +1,203 @@
+"""Writes a run's record and events while it runs; and what is left to write once a process of it has ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
+from hfdist.records.events import Event, add_event, now
+from hfdist.records.run_file import RunRecord, State, read_run, remove_unfinished, write_run
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datasets", "tokenizers", "safetensors")
+LONGEST_TEXT = 500
+"""Characters of an error, or of another text of unknown origin."""
+_WRITE_SECONDS = 1.0
+"""Between two writes of run.json for steps alone."""
+_SIGNALLED = 128
+"""Exit code of a process that a signal has ended, as shells have it, without the signal's number."""
+
+
+class RunRecorder:
+    """Keeps `run.json` and `events.jsonl` of one start; on rank 0, once it holds the folder's lock.
+
+    Args:
+        run_dir: the folder.
+        layout: degree of each axis, and `sharding`.
+        processes: number of ranks.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+
+    of_process: ClassVar[RunRecorder | None] = None
+    """The one whose run this process does, so that whatever ends the process can say so."""
+
+    def __init__(self, run_dir: Path, layout: Mapping[str, Any], processes: int) -> None:
+        if (last := RunRecorder.of_process) is not None:
+            # A process that does one run after the other has come back from the last.
+            last.end(0)
+        # The working directory may change.
+        self.run_dir = run_dir.absolute()
+        remove_unfinished(self.run_dir)
+        before = read_run(self.run_dir)
+        if before is not None and before.state is State.running:
+            _close(self.run_dir, before, None, "it ended without a word")
+        self.record = RunRecord(
+            start=1 if before is None else before.start + 1,
+            earlier_seconds=0.0 if before is None else before.earlier_seconds + before.seconds,
+            started=now(),
+            host=platform.node(),
+            pid=os.getpid(),
+            launcher_pid=os.getppid(),
+            processes=processes,
+            layout=dict(layout),
+            versions=find_versions(),
+        )
+        self._begun_seconds = self._written_seconds = time.monotonic()
+        # The watch may end the run from a thread of its own, and a signal in the middle of a write.
+        self._lock = threading.RLock()
+        self._has_warned = False
+        RunRecorder.of_process = self
+        self.write(is_durable=True)
+        self.add(Event.start, layout=self.record.layout, host=self.record.host)
+
+    def add(self, event: Event, **fields: object) -> None:
+        """Add an event."""
+        add_event(self.run_dir, event, start=self.record.start, **fields)
+
+    def write(self, *, is_durable: bool = False) -> None:
+        """Write `run.json` as the record is now, unless the run has ended."""
+        with self._lock:
+            if self.record.state is State.running:
+                self._count_seconds()
+                self.record.updated = now()
+                write_run(self.run_dir, self.record, is_durable=is_durable)
+
+    def step_done(self, step: int) -> None:
+        """Note the step; now and then, write it. What fails then, training does not need."""
+        self.record.step = step
+        if time.monotonic() - self._written_seconds > _WRITE_SECONDS:
+            try:
+                self.write()
+            except HfdistError as error:
+                if not self._has_warned:
+                    logger.warning("run.json is not up to date: %s", error)
+                self._has_warned = True
+
+    def end(self, exit_code: int, error: str | None = None) -> None:
+        """Write how this process ends, once. Nothing can be done about a full disk any more."""
+        with self._lock, suppress(HfdistError, OSError):
+            if self.record.state is State.running:
+                self._count_seconds()
+                _close(self.run_dir, self.record, exit_code, error)
+        RunRecorder.of_process = None
+
+    def _count_seconds(self) -> None:
+        self._written_seconds = time.monotonic()
+        self.record.seconds = round(self._written_seconds - self._begun_seconds, 3)
+
+
+def end_here(exit_code: int, error: str | None = None) -> None:
+    """Write how this process ends into the record of its run, if it has one."""
+    recorder = RunRecorder.of_process
+    if recorder is not None:
+        recorder.end(exit_code, error)
+
+
+def end_by_signal(number: int) -> None:
+    """Write that a signal ends this process, before it does."""
+    end_here(_SIGNALLED + number, f"ended by {signal.Signals(number).name}")
+
+
+def end_elsewhere(run_dir: Path, start: int, exit_code: int, error: str | None) -> None:
+    """Write how a start has ended whose rank 0 is another process, unless it has said so or another start runs."""
+    record = read_run(run_dir)
+    if record is not None and record.start == start and record.state is State.running:
+        with suppress(HfdistError, OSError):
+            _close(run_dir, record, exit_code, error)
+
+
+@contextmanager
+def recording_end() -> Iterator[None]:
+    """Write how the block ends into the record of the run that it begins, if it begins one."""
+    try:
+        yield
+    except BaseException as error:
+        end_here(*_describe(error))
+        raise
+    end_here(0)
+
+
+def record_ranks(run_dir: Path, do_run: Callable[[], int]) -> int:
+    """Call what does a run in other processes and gives its exit code; write that where their rank 0 has not.
+
+    Rank 0 may have been killed, or have met only what followed from the end of another rank.
+    """
+    before = read_run(run_dir)
+    try:
+        exit_code = do_run()
+    except HfdistError as error:
+        _correct(run_dir, before, *_describe(error))
+        raise
+    _correct(run_dir, before, exit_code, _name(exit_code))
+    return exit_code
+
+
+def _correct(run_dir: Path, before: RunRecord | None, exit_code: int, error: str | None) -> None:
+    record = read_run(run_dir)
+    is_new = record is not None and (before is None or record.start > before.start)
+    if record is None or not is_new or (record.host, record.launcher_pid) != (platform.node(), os.getpid()):
+        return
+    if record.exit_code != exit_code:
+        with suppress(HfdistError, OSError):
+            _close(run_dir, record, exit_code, error)
+
+
+def _name(exit_code: int) -> str | None:
+    if exit_code == 0:
+        return None
+    if exit_code > _SIGNALLED and exit_code - _SIGNALLED in {*signal.Signals}:
+        return f"ended by {signal.Signals(exit_code - _SIGNALLED).name}"
+    return f"a rank has ended with exit code {exit_code}"
+
+
+def _close(run_dir: Path, record: RunRecord, exit_code: int | None, error: str | None) -> None:
+    record.state, record.exit_code, record.updated = State.of(exit_code), exit_code, now()
+    record.error = None if error is None else printable(error, LONGEST_TEXT)
+    write_run(run_dir, record, is_durable=True)
+    ended = {"state": record.state.value, "exit_code": exit_code, "error": record.error}
+    add_event(run_dir, Event.end, start=record.start, step=record.step, **ended)
+
+
+def _describe(error: BaseException) -> tuple[int, str | None]:
+    """Give the exit code of a process that an error ends, and one line."""
+    if isinstance(error, HfdistError):
+        return error.exit_code, f"{error.what}: {error.where}" if error.where else error.what
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, SystemExit):
+        return (error.code, _name(error.code)) if isinstance(error.code, int) else (int(bool(error.code)), error.code)
+    return 1, f"{type(error).__name__}: {first_line(error)}"
+
+
+def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Give the versions of Python and of packages."""
+    versions = {"Python": platform.python_version()}
+    for package in packages:
+        # A checkout that is not installed has none.
+        versions[package] = "of an unknown version"
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -1,0 +1,113 @@
+"""`run.json`: how the last start of a run stands, or how it ended. It is replaced whole: a reader sees no half."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hfdist.records.lines import writing
+
+RUN_FILE = "run.json"
+SCHEMA = 1
+"""Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
+
+_UNFINISHED = ".tmp"
+
+
+class State(Enum):
+    """How a start of a run stands."""
+
+    running = "running"
+    finished = "finished"
+    """Exit code 0."""
+    stopped = "stopped"
+    """It was told to stop, has saved, and can go on: exit code 75."""
+    failed = "failed"
+    """Any other exit code."""
+    lost = "lost"
+    """It ended without a word, as a killed process does; found by what started it, or by the next start."""
+
+    @classmethod
+    def of(cls, exit_code: int | None) -> State:
+        """Give the state behind an exit code; None: nobody knows it."""
+        return cls.lost if exit_code is None else {0: cls.finished, 75: cls.stopped}.get(exit_code, cls.failed)
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The fields of `run.json`. Times are ISO 8601 in UTC."""
+
+    start: int
+    """1: the first start in this folder."""
+    state: State = State.running
+    exit_code: int | None = None
+    error: str | None = None
+    """What was wrong, in one line without secrets."""
+    step: int = 0
+    max_steps: int | None = None
+    """None: not known yet."""
+    tokens: int = 0
+    """Read by all data ranks since the run began, earlier starts included."""
+    seconds: float = 0.0
+    """Since this start, loading included."""
+    earlier_seconds: float = 0.0
+    """Of all starts before this one."""
+    started: str = ""
+    updated: str = ""
+    """When this file was last written: about once a second while the run logs steps."""
+    host: str = ""
+    pid: int = 0
+    """Of rank 0, on `host`."""
+    launcher_pid: int = 0
+    """Of the process that started rank 0."""
+    processes: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Degree of each axis, and `sharding`."""
+    hosts: list[str] = field(default_factory=list)
+    """By rank; empty before training."""
+    versions: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as JSON values."""
+        return asdict(self) | {"state": self.state.value}
+
+
+def read_run(run_dir: Path) -> RunRecord | None:
+    """Read the record of a run folder; None: there is none, or it is not of this schema."""
+    try:
+        content = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA or not isinstance(content["start"], int):
+            return None
+        known = {one.name for one in fields(RunRecord)}
+        return RunRecord(**{k: v for k, v in content.items() if k in known} | {"state": State(content["state"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def write_run(run_dir: Path, record: RunRecord, *, is_durable: bool) -> None:
+    """Replace the file; a durable one is on the disk before its name, for a machine that stops.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    path = run_dir / RUN_FILE
+    # Of this process: what started it may write, too, when it has ended.
+    unfinished = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
+    with writing(path):
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record.to_json(), indent=1) + "\n")
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        unfinished.replace(path)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what a process has left that was killed in `write_run`."""
+    for path in run_dir.glob(f"{Path(RUN_FILE).stem}.*{_UNFINISHED}"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""Tells the recorder of a run what happens in training: steps, resumes, saves, skipped steps, rollbacks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.collectives import gather_json
+from hfdist.errors import printable
+from hfdist.records import Event, RunRecorder
+from hfdist.records.recorder import LONGEST_TEXT
+
+_SAVE = "checkpoint/"
+
+
+class RecordWriter(TrainerCallback):
+    """Writes on rank 0, which has a recorder; all ranks have this callback.
+
+    Args:
+        recorder: of this process.
+        checkpoint: from which the run goes on; None: it begins.
+        changes: of the config since then.
+    """
+
+    def __init__(self, recorder: RunRecorder | None, checkpoint: str | None, changes: Sequence[str]) -> None:
+        self._recorder, self._checkpoint, self._changes = recorder, checkpoint, changes
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write where the run begins, and on which hosts. A collective."""
+        hosts = gather_json(platform.node())
+        if self._recorder is None:
+            return
+        self._recorder.record.hosts, self._recorder.record.max_steps = hosts, state.max_steps
+        self._go_to(self._recorder, state)
+        if self._checkpoint is not None:
+            name, changes = Path(self._checkpoint).name, [printable(change, LONGEST_TEXT) for change in self._changes]
+            self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=changes)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note the step."""
+        if self._recorder is not None:
+            self._recorder.step_done(state.global_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Note tokens; write what is an event."""
+        logs = kwargs.get("logs") or {}
+        if self._recorder is None:
+            return
+        self._recorder.record.tokens = logs.get("tokens", self._recorder.record.tokens)
+        if logs.get("skipped"):
+            self._recorder.add(Event.skip, step=state.global_step)
+        if f"{_SAVE}step" in logs:
+            saved = {key.removeprefix(_SAVE): value for key, value in logs.items() if key.startswith(_SAVE)}
+            self._recorder.add(Event.save, **saved)
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Write it."""
+        if self._recorder is not None:
+            self._recorder.add(Event.rollback, step=self._recorder.record.step, to_step=state.global_step)
+            self._go_to(self._recorder, state)
+
+    def _go_to(self, recorder: RunRecorder, state: TrainerState) -> None:
+        recorder.record.step, recorder.record.tokens = state.global_step, int(state.num_input_tokens_seen)
+        recorder.write()
