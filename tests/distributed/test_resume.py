@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.records import METRICS, read_lines
+from hfdist.records import EVENTS, METRICS, RUN_FILE, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed
 from hfdist.trainer.run.run_lock import LOCK
@@ -73,7 +73,9 @@ def test_the_same_layout_goes_on_with_the_same_losses(whole_runs, tmp_path, stra
 
 
 def snapshot(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+    """All but what tells of each start."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (LOCK, RUN_FILE, EVENTS)]
+    return {path: path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(
