@@ -29,11 +29,11 @@ from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.gradients import local, total_norm
+from hfdist.strategies.gradients import local_tensor, total_norm
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces
-from hfdist.strategies.whole import Shared, WholeSteps
+from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -162,13 +162,13 @@ class Engine:
     def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         return [g for g in optimizer.param_groups if g["params"] and needs_whole_parameters(optimizer, g)]
 
-    def _shared(self) -> Iterator[Shared]:
+    def _shared(self) -> Iterator[ShardedParameter]:
         """List the parameters of which ranks have parts."""
         for name, parameter in self.model.named_parameters():
             group = self._holders(name)
             if group is not None:
                 shape, own_pieces = self.whole_shape(parameter), partial(self._weight_pieces, name)
-                yield Shared(name=name, parameter=parameter, shape=shape, group=group, own_pieces=own_pieces)
+                yield ShardedParameter(name=name, parameter=parameter, shape=shape, group=group, own_pieces=own_pieces)
 
     def _holders(self, name: str) -> dist.ProcessGroup | None:
         """Give the ranks that together have a parameter, each element once; None: this rank has it whole."""
@@ -416,7 +416,7 @@ class Strategy(Partitioning):
     def _count_fractions(self, engine: Engine) -> None:
         """Set `fractions` by what this rank holds, where it depends on the model."""
         if self._plans:
-            share = sum(local(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
+            share = sum(local_tensor(parameter).numel() for parameter in engine.model.parameters()) / self._num_elements
             self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     @cached_property

@@ -17,12 +17,12 @@ from hfdist.errors import ConfigError
 from hfdist.strategies.parameter_shards import (
     EXPERT,
     ParameterShard,
-    check_model,
+    check_is_of_transformers,
     keep_local,
+    not_divisible,
     rules_on_this_stage,
-    shard_of,
+    shard_of_dtensor,
     transformers_plan,
-    uneven,
 )
 
 _KEY = "strategy.expert"
@@ -37,7 +37,7 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     Raises:
         ConfigError: there is no plan for this model, it has no experts, or their number is not a multiple of the ranks.
     """
-    check_model(model, EXPERT)
+    check_is_of_transformers(model, EXPERT)
     kind = model.config.model_type
     rules = transformers_plan(model, EXPERT, num_ranks)
     parameters = dict(model.named_parameters())
@@ -51,7 +51,7 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
         if num_experts % num_ranks != 0:
             what = "the number of experts is not a multiple of the number of ranks that share them"
             found = f"{num_experts} experts in {name.rpartition('.')[0]}"
-            raise uneven(EXPERT, num_ranks, num_experts, what=what, found=found)
+            raise not_divisible(EXPERT, num_ranks, num_experts, what=what, found=found)
     return rules
 
 
@@ -74,7 +74,7 @@ def spread_experts(
         placed: dict[str, DTensor] = {
             own: p for own, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
         }
-        shards |= {f"{name}.{own}": shard_of(parameter) for own, parameter in placed.items()}
+        shards |= {f"{name}.{own}": shard_of_dtensor(parameter) for own, parameter in placed.items()}
         keep_local(module, placed)
     # By this transformers knows that every rank must take part in each forward.
     cast(Any, model)._is_fsdp_managed_module = True

@@ -41,7 +41,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], number: int) -> None:
     """Divide gradients, or this rank's shards of them, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            local(parameter.grad).div_(number)
+            local_tensor(parameter.grad).div_(number)
 
 
 def total_norm(
@@ -54,7 +54,7 @@ def total_norm(
         groups: whose ranks hold different parts of the model.
         device: of this rank, which may have no gradient at all.
     """
-    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2
     for group in groups:
         squared = sum_in_order(squared, group)
@@ -68,7 +68,7 @@ def sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.stack(every).sum()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Give what this rank holds of a tensor, live."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -81,7 +81,7 @@ def _with_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            yield local(parameter.grad)
+            yield local_tensor(parameter.grad)
 
 
 def _buckets(grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -63,7 +63,7 @@ class ParameterShard:
                 )
 
 
-def check_model(model: nn.Module, axis: str) -> None:
+def check_is_of_transformers(model: nn.Module, axis: str) -> None:
     """Refuse what is no model of transformers, such as one that PEFT has wrapped."""
     if not isinstance(model, PreTrainedModel):
         what, found = f"only a model of transformers can be sharded over {axis} ranks", type(model).__name__
@@ -93,7 +93,7 @@ def transformers_plan(model: PreTrainedModel, axis: str, num_ranks: int) -> dict
     return of_tensor if is_tensor else of_experts
 
 
-def uneven(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
+def not_divisible(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
     """Give the error for a size that the number of ranks does not divide."""
     fitting = [n for n in range(1, size + 1) if size % n == 0]
     return ConfigError(
@@ -112,7 +112,7 @@ def rules_on_this_stage(model: nn.Module, rules: dict[str, str]) -> dict[str, st
     return {name: style for name, style in rules.items() if name in here}
 
 
-def shard_of(parameter: DTensor) -> ParameterShard:
+def shard_of_dtensor(parameter: DTensor) -> ParameterShard:
     """Say which part this rank holds of a parameter that is sharded along one dimension."""
     [placement], mesh = parameter.placements, parameter.device_mesh
     kind: Any = placement

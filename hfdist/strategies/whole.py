@@ -18,13 +18,13 @@ from torch import nn
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
 from hfdist.collectives import gather_json
-from hfdist.strategies.gradients import local
+from hfdist.strategies.gradients import local_tensor
 
 Group = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shared:
+class ShardedParameter:
     """A parameter of which the ranks of a group have parts, each element once."""
 
     name: str
@@ -45,8 +45,10 @@ class WholeSteps:
         shared: the parameters of which ranks have parts, by id; the others stay where they are.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[Group], shared: Mapping[int, Shared]) -> None:
-        self._shared: list[Shared] = []
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: Iterable[Group], shared: Mapping[int, ShardedParameter]
+    ) -> None:
+        self._shared: list[ShardedParameter] = []
         """All parameters of these groups, in the same order on each rank."""
         of_groups = []
         for group in groups:
@@ -54,19 +56,19 @@ class WholeSteps:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in shared]
             self._shared += parts
             of_groups.append((group, parts))
-        self._owners: dict[Shared, int] = {}
-        self._places: dict[Shared, list[list[Piece]]] = {}
+        self._owners: dict[ShardedParameter, int] = {}
+        self._places: dict[ShardedParameter, list[list[Piece]]] = {}
         """What each rank of its group has of a parameter, without memory."""
         for alike in _alike(self._shared, lambda one: one.group):
             owners = _assign_owners([math.prod(one.shape) for one in alike], alike[0].group.size())
             self._owners |= dict(zip(alike, owners, strict=True))
             self._places |= dict(zip(alike, _gather_places(alike), strict=True))
-        self._wholes: dict[Shared, nn.Parameter] = {}
+        self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Those that this rank owns; without memory between steps."""
         self.named: list[tuple[str, Group, nn.Parameter]] = []
         for group, parts in of_groups:
             for one in filter(self._is_own, parts):
-                whole = nn.Parameter(local(one.parameter).new_empty(one.shape))
+                whole = nn.Parameter(local_tensor(one.parameter).new_empty(one.shape))
                 whole.untyped_storage().resize_(0)
                 self._wholes[one] = whole
                 self.named.append((one.name, group, whole))
@@ -74,10 +76,10 @@ class WholeSteps:
         optimizer.register_step_pre_hook(self._gather)
         optimizer.register_step_post_hook(self._send_back)
 
-    def _is_own(self, one: Shared) -> bool:
+    def _is_own(self, one: ShardedParameter) -> bool:
         return self._owners[one] == one.group.rank()
 
-    def _messages(self) -> Iterator[list[Shared]]:
+    def _messages(self) -> Iterator[list[ShardedParameter]]:
         """What is trained, by group and type: a message has one."""
         trained = [one for one in self._shared if one.parameter.grad is not None]
         return _alike(trained, lambda one: (one.group, one.parameter.dtype))
@@ -101,9 +103,11 @@ class WholeSteps:
             whole.grad = None
             whole.untyped_storage().resize_(0)
 
-    def _to_owners(self, alike: list[Shared], values: list[torch.Tensor]) -> list[tuple[Shared, torch.Tensor]]:
+    def _to_owners(
+        self, alike: list[ShardedParameter], values: list[torch.Tensor]
+    ) -> list[tuple[ShardedParameter, torch.Tensor]]:
         """Give the whole values of the parameters that this rank owns; `values`: what it has of each."""
-        like, ranks = local(values[0]), range(alike[0].group.size())
+        like, ranks = local_tensor(values[0]), range(alike[0].group.size())
         sent: list[list[torch.Tensor]] = [[] for _ in ranks]
         for one, value in zip(alike, values, strict=True):
             sent[self._owners[one]] += [piece.view for piece in one.own_pieces(value)]
@@ -112,9 +116,9 @@ class WholeSteps:
         _exchange(sent, taken, like, alike[0].group)
         return wholes
 
-    def _to_holders(self, alike: list[Shared]) -> None:
+    def _to_holders(self, alike: list[ShardedParameter]) -> None:
         """Set what this rank has of each parameter from the whole ones of their owners."""
-        like, ranks = local(alike[0].parameter), range(alike[0].group.size())
+        like, ranks = local_tensor(alike[0].parameter), range(alike[0].group.size())
         wholes = [(one, self._wholes[one].detach()) for one in alike if self._is_own(one)]
         sent = self._views_of_ranks(wholes, ranks)
         taken: list[list[torch.Tensor]] = [[] for _ in ranks]
@@ -123,7 +127,7 @@ class WholeSteps:
         _exchange(sent, taken, like, alike[0].group)
 
     def _views_of_ranks(
-        self, wholes: Iterable[tuple[Shared, torch.Tensor]], ranks: Iterable[int]
+        self, wholes: Iterable[tuple[ShardedParameter, torch.Tensor]], ranks: Iterable[int]
     ) -> list[list[torch.Tensor]]:
         """Give the views of whole values that each rank has."""
         return [
@@ -148,14 +152,14 @@ def _elements(whole: torch.Tensor, place: Piece) -> torch.Tensor:
     return view_rows(whole.view(-1)[place.start : place.stop], place.run, place.pitch)
 
 
-def _gather_places(alike: list[Shared]) -> list[list[list[Piece]]]:
+def _gather_places(alike: list[ShardedParameter]) -> list[list[list[Piece]]]:
     """Give what each rank of a group has of each parameter. A collective."""
     own = [
         [(piece.start, piece.run, piece.pitch, piece.view.numel()) for piece in one.own_pieces(one.parameter)]
         for one in alike
     ]
 
-    def place(one: Shared, start: int, run: int, pitch: int, numel: int) -> Piece:
+    def place(one: ShardedParameter, start: int, run: int, pitch: int, numel: int) -> Piece:
         view = torch.empty(numel, device="meta")
         return Piece(name=one.name, key=WEIGHT, shape=one.shape, start=start, run=run, pitch=pitch, view=view)
 
@@ -172,9 +176,9 @@ def _assign_owners(sizes: list[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def _alike(shared: list[Shared], key: Callable[[Shared], Any]) -> Iterator[list[Shared]]:
+def _alike(shared: list[ShardedParameter], key: Callable[[ShardedParameter], Any]) -> Iterator[list[ShardedParameter]]:
     """By a key, in one order on all ranks."""
-    by_key: dict[Any, list[Shared]] = defaultdict(list)
+    by_key: dict[Any, list[ShardedParameter]] = defaultdict(list)
     for one in shared:
         by_key[key(one)].append(one)
     yield from by_key.values()

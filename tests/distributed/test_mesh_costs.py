@@ -29,7 +29,7 @@ def test_a_rank_sends_and_holds_what_the_formulas_say(measured, name):
 
 def test_a_gradient_that_each_layer_sums_shows(monkeypatch):
     monkeypatch.setattr(
-        linear.Inputs, "__call__", lambda inputs, value: linear._SumGradient.apply(value, inputs._group)
+        linear.SharedInputs, "__call__", lambda inputs, value: linear._SumGradient.apply(value, inputs._group)
     )
     [name] = [name for name in costs.CASES if "own plan" in name]
     assert costs.measure([name])[name].ratio > 1.3

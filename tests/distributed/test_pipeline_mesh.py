@@ -18,7 +18,7 @@ from hfdist.errors import ConfigError
 from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
-from hfdist.strategies.gradients import local
+from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
@@ -160,10 +160,10 @@ def compare_pieces(engine, expected):
     parameters = dict(engine.model.named_parameters())
     unused = {name for name, parameter in parameters.items() if parameter.grad is None}
     with torch.no_grad():
-        kept = [local(parameter).clone() for parameter in parameters.values()]
+        kept = [local_tensor(parameter).clone() for parameter in parameters.values()]
         for parameter in parameters.values():
             if parameter.grad is not None:
-                local(parameter).copy_(local(parameter.grad))
+                local_tensor(parameter).copy_(local_tensor(parameter.grad))
         # Differences count in proportion to the whole model's, of a rank that trains nothing, too.
         largest = max((gradient for gradient in expected.values() if gradient is not None), key=torch.norm)
         ours, theirs = {"": largest}, {"": largest}
@@ -173,7 +173,7 @@ def compare_pieces(engine, expected):
                 ours[name] = None if piece.name in unused else piece.view.clone()
                 theirs[name] = None if reference is None else piece.of_whole(reference)
         for parameter, value in zip(parameters.values(), kept, strict=True):
-            local(parameter).copy_(value)
+            local_tensor(parameter).copy_(value)
     return compare_gradients(ours, theirs)[0]
 
 

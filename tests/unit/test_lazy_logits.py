@@ -15,7 +15,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.model import Loss
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _loss_and_gradient
-from hfdist.models.loss.lazy_logits import Step, _DeferredLogits, cast, deferring
+from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring
 from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
 from tests.unit.tiny import llama
@@ -244,7 +244,7 @@ def test_the_type_is_known_without_logits():
     with torch.autocast("cpu", dtype=torch.bfloat16), deferring(head, VOCABULARY, ChunkedLoss(CPU)) as seen:
         logits = head(torch.randn(2, 3, WIDTH))
         assert (logits.dtype, logits.float().dtype, tuple(logits.shape)) == (torch.bfloat16, torch.float32, (2, 3, 40))
-        assert (logits * 0.5).float()._per_row == (Step(torch.mul, (0.5,)), cast(torch.float32))
+        assert (logits * 0.5).float()._per_row == (LogitsOperation(torch.mul, (0.5,)), cast(torch.float32))
     assert seen.made_whole == []
 
 

@@ -18,7 +18,7 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.loss import LossHead
 from hfdist.strategies.base import Strategy, TrainerHooks
-from hfdist.strategies.gradients import local
+from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model
@@ -106,7 +106,7 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
         # Into the parameters, whose pieces the engine knows; the data ranks have averaged, the whole model added up.
         for parameter in model.parameters():
             if parameter.grad is not None:
-                local(parameter).copy_(local(parameter.grad) * size)
+                local_tensor(parameter).copy_(local_tensor(parameter.grad) * size)
     gradients: Gradients = {}
     expected: Gradients = {}
     parts = engine._parts

@@ -18,8 +18,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.loss.chunked import ChunkedLoss, compute_dtype
-from hfdist.models.loss.lazy_logits import Head, Rows, Step, deferring
-from hfdist.models.loss.shared_vocabulary import shard_of
+from hfdist.models.loss.lazy_logits import Head, LogitsOperation, Rows, deferring
+from hfdist.models.loss.shared_vocabulary import vocabulary_shard_of
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
 
@@ -61,7 +61,7 @@ class LossHead:
     @contextmanager
     def _watched(self, module: nn.Module) -> Iterator[Head]:
         # Other packages' kernels need all rows of the head.
-        loss = self._by_chunks if shard_of(module) is not None else _FUSED.get(self.choice, self._by_chunks)
+        loss = self._by_chunks if vocabulary_shard_of(module) is not None else _FUSED.get(self.choice, self._by_chunks)
         with deferring(module, _vocabulary(module), loss) as head:
             yield head
         if head.made_whole:
@@ -238,6 +238,6 @@ def _softcap(rows: Rows) -> float | None:
     match [step for step in rows.per_row if step.function is not torch.Tensor.to]:
         case []:
             return 0.0
-        case [Step(torch.div, (cap,)), Step(torch.tanh, ()), Step(torch.mul, (same,))]:
+        case [LogitsOperation(torch.div, (cap,)), LogitsOperation(torch.tanh, ()), LogitsOperation(torch.mul, (same,))]:
             return float(cap) if isinstance(cap, (int, float)) and cap == same else None
     return None

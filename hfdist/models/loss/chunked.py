@@ -65,7 +65,7 @@ class ChunkedLoss:
             kept = targets != rows.ignore_index
             hidden, targets = hidden[kept], targets[kept]
         parameters = [p for p in module.parameters() if p.requires_grad]
-        shard = shared_vocabulary.shard_of(module)
+        shard = shared_vocabulary.vocabulary_shard_of(module)
         chunk_rows = self._chunk_rows(len(hidden), rows.head.vocabulary if shard is None else shard.most_rows)
         given = rows._replace(hidden=hidden.detach(), targets=targets)
         with torch.no_grad():
@@ -121,7 +121,7 @@ class ChunkedLoss:
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of losses, and its gradient by what the head gave, in that one's type."""
-        shard = shared_vocabulary.shard_of(rows.head.module)
+        shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
             return shared_vocabulary.loss_and_gradient(logits, rows, targets, shard)
         if rows.label_smoothing == 0.0 and all(step == cast(torch.float32) for step in rows.per_row):

@@ -18,7 +18,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitsOperation:
     """One operation of a model on its logits: a function of each row, and of values that all rows share."""
 
     function: Callable[..., torch.Tensor]
@@ -28,7 +28,7 @@ class Step:
         """Apply it to logits [rows, vocabulary]."""
         return self.function(rows, *self.others)
 
-    def of_columns(self, start: int, stop: int, vocabulary: int) -> Step:
+    def of_columns(self, start: int, stop: int, vocabulary: int) -> LogitsOperation:
         """Give the same for logits of the tokens from `start` to `stop` alone: each step is done element by element."""
         others = tuple(
             other[..., start:stop]
@@ -36,12 +36,12 @@ class Step:
             else other
             for other in self.others
         )
-        return Step(self.function, others)
+        return LogitsOperation(self.function, others)
 
 
-def cast(dtype: torch.dtype) -> Step:
+def cast(dtype: torch.dtype) -> LogitsOperation:
     """Give the step that changes the type."""
-    return Step(torch.Tensor.to, (dtype,))
+    return LogitsOperation(torch.Tensor.to, (dtype,))
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     """[rows, width]."""
     targets: torch.Tensor
     """[rows], class indices."""
-    per_row: tuple[Step, ...]
+    per_row: tuple[LogitsOperation, ...]
     """From the head's output to the logits."""
     ignore_index: int
     label_smoothing: float
@@ -132,7 +132,9 @@ class _Autocast(NamedTuple):
 class _DeferredLogits:
     """In the place of a tensor [..., vocabulary]. Not a tensor, but torch's functions take it."""
 
-    def __init__(self, head: Head, hidden: torch.Tensor, per_row: tuple[Step, ...], autocast: _Autocast) -> None:
+    def __init__(
+        self, head: Head, hidden: torch.Tensor, per_row: tuple[LogitsOperation, ...], autocast: _Autocast
+    ) -> None:
         self._head = head
         self._hidden = hidden
         self._per_row = per_row
@@ -152,7 +154,7 @@ class _DeferredLogits:
             self._whole = value
         return self._whole
 
-    def _then(self, step: Step) -> _DeferredLogits:
+    def _then(self, step: LogitsOperation) -> _DeferredLogits:
         return _DeferredLogits(self._head, self._hidden, (*self._per_row, step), self._autocast)
 
     def _with_rows(self, hidden: torch.Tensor) -> _DeferredLogits:
@@ -229,7 +231,7 @@ class _DeferredLogits:
     __rmul__, __radd__ = __mul__, __add__
 
     def tanh(self) -> Any:
-        return self._then(Step(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
+        return self._then(LogitsOperation(torch.tanh)) if self._is_deferred else self.whole("tanh").tanh()
 
     # ---- all else ----
 
@@ -291,7 +293,7 @@ def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, othe
         is_constant = all(size == 1 for size in other.shape[:-1])
         other = other.flatten() if other.ndim > 1 else other
     if logits._is_deferred and is_constant:
-        return logits._then(Step(function, (other,)))
+        return logits._then(LogitsOperation(function, (other,)))
     return function(logits.whole(function.__name__), other)
 
 

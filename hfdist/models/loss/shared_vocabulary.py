@@ -45,7 +45,7 @@ def mark_shared(head: nn.Module, shard: VocabularyShard) -> None:
     head.vocabulary_shard = shard  # type: ignore[assignment]  # no parameter, but a plain attribute
 
 
-def shard_of(head: nn.Module) -> VocabularyShard | None:
+def vocabulary_shard_of(head: nn.Module) -> VocabularyShard | None:
     """Give what `mark_shared` has noted; None: the head is whole."""
     return getattr(head, "vocabulary_shard", None)
 

@@ -63,7 +63,7 @@ def shard_range(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return rank * least + min(rank, more), (rank + 1) * least + min(rank + 1, more)
 
 
-class Inputs:
+class SharedInputs:
     """What layers of one model read. Those that read one tensor add up its gradient over the ranks once, together.
 
     So do the layers of queries, keys and values, and those of gate and up.
@@ -92,7 +92,7 @@ class Inputs:
             self._read = self._given = None
 
 
-def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: Inputs) -> None:
+def run_locally(module: Any, style: str, group: dist.ProcessGroup, inputs: SharedInputs) -> None:
     """Let a layer that has only its rank's part give what `style` says."""
 
     def colwise(value: torch.Tensor) -> torch.Tensor:

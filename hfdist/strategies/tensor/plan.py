@@ -32,15 +32,22 @@ from hfdist.models.loss.shared_vocabulary import VocabularyShard, mark_shared
 from hfdist.strategies.parameter_shards import (
     TENSOR,
     ParameterShard,
-    check_model,
+    check_is_of_transformers,
     keep_local,
+    not_divisible,
     rules_on_this_stage,
-    shard_of,
+    shard_of_dtensor,
     transformers_plan,
-    uneven,
 )
 from hfdist.strategies.tensor.layers import gather_blocks, is_lora, kept_whole, split_vocabulary
-from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, Inputs, run_locally, shard_range, split_dimensions
+from hfdist.strategies.tensor.linear import (
+    GATHERED,
+    LOOKED_UP,
+    SharedInputs,
+    run_locally,
+    shard_range,
+    split_dimensions,
+)
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """The style of a parameter that each rank has whole, and uses for its own heads only."""
@@ -87,7 +94,7 @@ def list_plans(model: PreTrainedModel, num_ranks: int) -> list[Plan]:
     Raises:
         ConfigError: there is none.
     """
-    check_model(model, TENSOR)
+    check_is_of_transformers(model, TENSOR)
     plans: list[Plan] = []
     problems: list[ConfigError] = []
     for kind in PLAN_KINDS:
@@ -181,7 +188,7 @@ def _check_sizes(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
     if common % num_ranks != 0:
         name, size = next((name, size) for name, size in sizes.items() if size % num_ranks != 0)
         what = "a size of the model is not a multiple of the number of tensor ranks"
-        raise uneven(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
+        raise not_divisible(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
 
 
 def _sizes_to_divide(
@@ -214,7 +221,9 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> dict[str, Para
         plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
     """
     apply_tensor_parallelism(model, mesh, rules_on_this_stage(model, plan.rules))
-    shards = {name: shard_of(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)}
+    shards = {
+        name: shard_of_dtensor(p) for name, p in model.named_parameters() if isinstance(p, DTensor) and _is_sharded(p)
+    }
     for module_name, module in model.named_modules():
         placed: dict[str, DTensor] = {
             name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
@@ -236,7 +245,7 @@ def _split_layers(model: Any, group: dist.ProcessGroup, layers: dict[str, str]) 
         for name, parameter in module.named_parameters(recurse=False):
             owners[parameter].append((module, name))
     shards: dict[nn.Parameter, ParameterShard] = {}
-    inputs = Inputs(group)
+    inputs = SharedInputs(group)
     # Another rank of a pipeline may have the others.
     here = {name: style for name, style in layers.items() if modules[name].weight is not None}
     for name, style in here.items():
