@@ -46,7 +46,7 @@ parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write
 mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 13 minutes).
 	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md
 
-layouts: $(READY)  ## Change the layout at a checkpoint in all 289 ways, and write docs/layout-changes.md.
+layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and write docs/layout-changes.md.
 	$(BIN)/python -m tests.distributed.layout_changes docs/layout-changes.md
 
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.

@@ -81,6 +81,29 @@ LAYOUTS = {
     "pp2 x fsdp2 x2 x tensor 2": Layout(8, ("strategy=3d",)),
 }
 SINGLE = "single"
+FURTHER = {
+    SINGLE: LAYOUTS[SINGLE],
+    "tensor 4": Layout(4, ("strategy=tensor", "strategy.tensor=4")),
+    "context 2": Layout(2, ("strategy=single", "strategy.context=2")),
+    "fsdp2 x2": LAYOUTS["fsdp2 x2"],
+}
+_MIXTRAL = (
+    "model.type=mixtral",
+    "+model.config.num_local_experts=4",
+    "+model.config.output_router_logits=true",
+    # transformers' kernel of experts takes rows of a multiple of 16 bytes.
+    "model.config.intermediate_size=76",
+)
+OF_EXPERTS = {
+    name: Layout(num_ranks, (*_MIXTRAL, *overrides))
+    for name, num_ranks, overrides in (
+        (SINGLE, 1, ("strategy=single",)),
+        ("fsdp2 x2", 2, ("strategy=fsdp2",)),
+        ("expert 2", 2, ("strategy=moe",)),
+        ("fsdp2 x4 with expert 2", 4, ("strategy=moe",)),
+        ("pp2 x expert 2", 4, ("strategy=moe", "strategy.pipeline=2")),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -103,10 +126,9 @@ def course_of(run_dir: Path) -> Course:
     return Course((*losses(run_dir), eval_losses(run_dir)[-1]))
 
 
-def run_through(folder: Path, name: str) -> Path:
+def run_through(folder: Path, layout: Layout) -> Path:
     """All steps in one layout, with a checkpoint in the middle."""
     saving = ("checkpoint=default", f"checkpoint.every={HALF}")
-    layout = LAYOUTS[name]
     return pretrain(folder, layout.num_ranks, *COMMON, *layout.overrides, *saving)
 
 
@@ -115,9 +137,8 @@ def middle(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / step_name(HALF)
 
 
-def go_on(folder: Path, name: str, checkpoint: Path) -> Path:
+def go_on(folder: Path, layout: Layout, checkpoint: Path) -> Path:
     """The other steps, in a layout that may be another."""
-    layout = LAYOUTS[name]
     return pretrain(folder, layout.num_ranks, *COMMON, *layout.overrides, f"checkpoint.resume={checkpoint}")
 
 
@@ -196,27 +217,37 @@ def write_tables(path: Path) -> None:
     """Run all pairs of layouts and the controls, and write what came out as Markdown."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = [*_head(), *_describe_pairs(folder), *_describe_controls(folder)]
+        lines = [*_head(), *_describe_pairs(folder / "all", LAYOUTS)]
+        lines += [
+            "",
+            "Four tensor ranks, which are more than there are heads; and ranks that share sequences.",
+            "",
+        ]
+        lines += _describe_pairs(folder / "further", FURTHER)
+        lines += ["", "A Mixtral of 4 experts, with the loss of its routers.", ""]
+        lines += [*_describe_pairs(folder / "experts", OF_EXPERTS), *_describe_controls(folder)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
-def _describe_pairs(folder: Path) -> list[str]:
-    runs = {name: run_through(folder / f"through-{name}", name) for name in LAYOUTS}
+def _describe_pairs(folder: Path, layouts: dict[str, Layout]) -> list[str]:
+    runs = {name: run_through(folder / f"through-{name}", layout) for name, layout in layouts.items()}
     whole = course_of(runs[SINGLE])
     through = {name: _cell(course_of(run).difference(whole)) for name, run in runs.items()}
     rows = [f"| (not interrupted) | {' | '.join(through.values())} |"]
     _say(rows[0])
     for source, run in runs.items():
         check_clipped(run)
-        courses = [course_of(go_on(folder / f"{source}-{target}", target, middle(run))) for target in LAYOUTS]
+        courses = [
+            course_of(go_on(folder / f"{source}-{target}", layout, middle(run))) for target, layout in layouts.items()
+        ]
         cells = [_cell(course.difference(whole.second_half())) for course in courses]
         rows.append(f"| {source} | {' | '.join(cells)} |")
         _say(rows[-1])
-    return [f"| saved in | {' | '.join(LAYOUTS)} |", "|---" * (1 + len(LAYOUTS)) + "|", *rows]
+    return [f"| saved in | {' | '.join(layouts)} |", "|---" * (1 + len(layouts)) + "|", *rows]
 
 
 def _describe_controls(folder: Path) -> list[str]:
-    single = folder / f"through-{SINGLE}"
+    single = run_through(folder / "controls", LAYOUTS[SINGLE])
     reference = course_of(single).second_half()
     lines = [
         "",
@@ -228,7 +259,7 @@ def _describe_controls(folder: Path) -> list[str]:
     ]
     for name, change in CONTROLS.items():
         changed = change_checkpoint(middle(single), folder / f"changed-{name}", change)
-        difference = course_of(go_on(folder / f"from-{name}", SINGLE, changed)).difference(reference)
+        difference = course_of(go_on(folder / f"from-{name}", LAYOUTS[SINGLE], changed)).difference(reference)
         assert difference > LEAST_OF_CONTROLS, name
         lines.append(f"| {name} | {difference:.1e} |")
     return lines

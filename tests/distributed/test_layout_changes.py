@@ -1,4 +1,4 @@
-"""A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 289 changes."""
+"""A run that changes its layout at every checkpoint, in a folder of its own. `make layouts` makes all 330 changes."""
 
 import pytest
 import torch
