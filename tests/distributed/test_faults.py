@@ -76,8 +76,7 @@ def test_a_run_that_is_killed_at_one_moment_after_the_other(references, tmp_path
 
 def test_the_ranks_of_a_killed_launcher_harm_nothing(references, tmp_path):
     case = Case("pipeline", Moment.weights, Victim.launcher, 4)
-    # At their end they wait so long for the launcher's store.
-    outcome = run_case(tmp_path, case, references("pipeline"), "watch.heartbeat_seconds=10")
+    outcome = run_case(tmp_path, case, references("pipeline"))
     assert outcome.is_equal
     # They went on, and the next start waited for them.
     assert outcome.resumed > 4
