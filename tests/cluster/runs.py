@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 
-from hfdist.records import EVENTS, read_lines
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.packages import install_package
 
@@ -63,17 +62,3 @@ def compare(run_dir: Path, other: Path) -> Difference:
         max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)),
         max(float((own[name] - others[name]).abs().max() / others[name].abs().max()) for name in own),
     )
-
-
-def starts(run_dir: Path) -> list[dict]:
-    """What events.jsonl says of each start: its layout, the step from which it went on, and its end."""
-    found: dict[int, dict] = {}
-    for event in read_lines(run_dir / EVENTS):
-        one = found.setdefault(event["start"], {"start": event["start"], "from_step": 0})
-        if event["event"] == "start":
-            one["processes"] = event["layout"]["replicate"] * event["layout"]["shard"]
-        elif event["event"] == "resume":
-            one["from_step"] = event["step"]
-        elif event["event"] == "end":
-            one |= {name: event[name] for name in ("step", "state", "exit_code")}
-    return list(found.values())

@@ -34,6 +34,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=30
 KillWait=20
+SchedulerParameters=bf_interval=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -74,11 +75,21 @@ class Slurm:
         """As `scancel`."""
         self.run("scancel", *words)
 
+    def give_power(self, machine: Machine) -> None:
+        """Connect it, and start SLURM's daemon on it."""
+        machine.set_link(up=True)
+        machine.start(["slurmd", "-D"], self.folder / f"slurmd-{machine.name}.log", **self.environment)
+
+    def cut_power(self, machine: Machine) -> None:
+        """End all that runs on it; it closes no connection."""
+        machine.set_link(up=False)
+        machine.kill_all()
+
     def wait_until(self, condition: Callable[[], object], what: str, most_seconds: float = 240) -> None:
         """Wait; AssertionError: it does not come true."""
         deadline = time.monotonic() + most_seconds
         while not condition():
-            assert time.monotonic() < deadline, f"not in {most_seconds:g} s: {what}\n{self.run('scontrol', 'show', 'job')}"
+            assert time.monotonic() < deadline, f"not in {most_seconds:g} s: {what}\n{self.run('squeue')}"
             time.sleep(0.5)
 
 
@@ -110,9 +121,14 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         first.start(["munged", "--foreground", "--force", *files], folder / "munged.out")
         first.start(["slurmctld", "-D"], folder / "slurmctld.log", **cluster.environment)
         for machine in machines:
-            machine.start(["slurmd", "-D"], folder / f"slurmd-{machine.name}.log", **cluster.environment)
+            cluster.give_power(machine)
         cluster.wait_until(lambda: _idle(cluster) == 2, "both machines idle", 60)
         yield cluster
+
+
+def version() -> str:
+    """Such as `slurm-wlm 22.05.8`."""
+    return subprocess.run(["slurmctld", "-V"], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _idle(cluster: Slurm) -> int:

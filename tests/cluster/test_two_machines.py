@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hfdist.records import METRICS, read_lines
+from tests.cluster.elastic import leave_and_come_back
 from tests.cluster.machines import INTERFACE
 from tests.cluster.runs import RECIPE, SETTINGS, compare, train_alone
 from tests.distributed.runs import losses
@@ -36,13 +37,12 @@ class Ranks:
         # As torchrun does. By its name: the first machine itself reaches that by its loopback.
         place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": machines[0].name,
                  "MASTER_PORT": PORT}  # fmt: skip
-        self.processes = [
-            start_forked(
-                on, machine, run, *arguments, *(() if run is not run_script else (f"run.dir={cwd / folder}",)),
-                cwd=cwd, said=(log, log), RANK=str(rank), **place, **environment,
-            )  # fmt: skip
-            for rank, (machine, log, folder) in enumerate(zip(machines, self.logs, folders, strict=True))
-        ]
+        self.processes = []
+        for rank, (machine, log, folder) in enumerate(zip(machines, self.logs, folders, strict=True)):
+            more = (f"run.dir={cwd / folder}",) if run is run_script else ()
+            said = (log, log)
+            variables = place | environment | {"RANK": str(rank)}
+            self.processes.append(start_forked(on, machine, run, *arguments, *more, cwd=cwd, said=said, **variables))
 
     @property
     def said(self):
@@ -133,3 +133,9 @@ def test_machines_leave_nothing_behind(machines):
     running = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert all(one.status() == psutil.STATUS_ZOMBIE for one in running)
     assert os.uname().nodename != machines[0].name
+
+
+@pytest.mark.timeout(280)
+def test_a_machine_that_leaves_and_comes_back_leaves_no_trace(tmp_path, cache_dir, machines, monkeypatch):
+    story = leave_and_come_back(machines, tmp_path, monkeypatch)
+    story.check((2, 6), (1, 75), (2, 0))
