@@ -13,7 +13,8 @@ from hfdist.records.lines import reporting_full_disk
 
 RUN_FILE = "run.json"
 SCHEMA = 1
-"""Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
+"""Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
+know."""
 
 
 class State(Enum):
