@@ -192,10 +192,13 @@ def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> No
         raise ConfigError(what, where="launch.processes", found=found, hint=hint)
     if is_offline:
         check_offline(config)
-    if cluster.same_files:
-        check_run(config, world_size=cluster.world_size)
-    else:
-        plan_run(config, world_size=cluster.world_size)
+    try:
+        (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
+    except ConfigError as error:
+        if error.where == "strategy.data":
+            # Its own hint says how processes are started by hand.
+            error.hint = "cluster.nodes=2 or cluster.processes=2, or another layout, such as strategy=single"
+        raise
     _check_grace(Path(config.run.dir), cluster)
 
 

@@ -161,7 +161,7 @@ def _pod_spec(job: Job) -> dict[str, Any]:
 
 def _as_it_stands(text: str) -> str:
     """Escape what Kubernetes would replace in a command before bash sees it: `$(NAME)`, and `$$`."""
-    return re.sub(r"\$(?=[$(])", "$$$$", text)
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _label(name: str) -> dict[str, Any]:

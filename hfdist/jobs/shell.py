@@ -82,7 +82,7 @@ while kill -0 "$ranks" 2>/dev/null; do
 done
 answer=$({python} -m hfdist.jobs.verdict "$run_dir" "$start" "$launcher" {max_restarts}) || exit 1
 read -r code next <<<"$answer"
-echo "hfdist: the run has ended with exit code $code (torchrun: $launcher)"
+echo "hfdist: the run has ended with exit code $code, $next (torchrun: $launcher)"
 """
 PORT = 29400
 """Of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
