@@ -75,6 +75,8 @@ def _complete(line: str, recipes: dict[str, Path]) -> None:
         sys.stdout.write(" ".join(recipes))
     elif words[0] == "audit":
         sys.stdout.write("run= step= text=short text=full")
+    elif words[0] == "job":
+        sys.stdout.write("to= cluster= recipe= run= out= cluster.")
     elif words[0] in recipes:
         os.environ["COMP_LINE"] = " ".join(["hfdist", *words[1:]])
         _call(words[0], ["--shell-completion", "query=bash"], recipes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def _word() -> Any:
     return _text(r"[A-Za-z0-9_][\w.,:@/+=-]*", "one word of letters, digits and _ . , : @ / + = -")
 
 
+def _dns_name() -> Any:
+    return _text(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", "a name of Kubernetes: small letters, digits, - and .")
+
+
 @dataclass(kw_only=True)
 class SlurmSection:
     """`cluster.slurm.*`."""
@@ -49,6 +54,63 @@ class SlurmSection:
     qos: str | None = _word()
     mounts: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
+
+
+class Kind(Enum):
+    """Which object of Kubernetes starts the machines' pods."""
+
+    jobset = "jobset"
+    trainjob = "trainjob"
+    """Of Kubeflow Trainer, with a runtime of its own."""
+
+
+@dataclass(kw_only=True)
+class KubernetesSection:
+    """`cluster.kubernetes.*`."""
+
+    kind: Kind = Kind.jobset
+    namespace: str | None = _dns_name()
+    queue: str | None = _dns_name()
+    claim: str | None = _dns_name()
+    mount: str = "/shared"
+    shared_memory_gib: int = limited(16, at_least=1)
+    node_selector: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class SkypilotSection:
+    """`cluster.skypilot.*`."""
+
+    infra: str | None = _word()
+    accelerator: str | None = _word()
+    spot: bool = False
+    volume: str | None = _word()
+    mount: str = "/shared"
+    install: list[str] = field(default_factory=list)
+
+
+class Capacity(Enum):
+    """How a queue of AWS ParallelCluster gets its machines."""
+
+    ONDEMAND = "ONDEMAND"
+    SPOT = "SPOT"
+    CAPACITY_BLOCK = "CAPACITY_BLOCK"
+
+
+@dataclass(kw_only=True)
+class AwsSection:
+    """`cluster.aws.*`."""
+
+    region: str | None = _word()
+    subnet: str | None = _word()
+    head_subnet: str | None = _word()
+    key_name: str | None = _word()
+    os: str = "ubuntu2404"
+    instance: str | None = _word()
+    head_instance: str = "m7i.xlarge"
+    capacity: Capacity = Capacity.ONDEMAND
+    efa: bool = False
+    shared_gib: int = limited(1200, at_least=1200)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +134,9 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)
     slurm: SlurmSection = field(default_factory=SlurmSection)
+    kubernetes: KubernetesSection = field(default_factory=KubernetesSection)
+    skypilot: SkypilotSection = field(default_factory=SkypilotSection)
+    aws: AwsSection = field(default_factory=AwsSection)
 
     @property
     def world_size(self) -> int:
@@ -154,13 +219,13 @@ def _merge(config: Any, key: str, value: Any, place: str) -> Any:
 def _members(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Give the keys that a value sets, each with its full name."""
     known = cluster_keys().get(key)
-    if isinstance(value, dict) and (known is None or known.type is not dict[str, str]):
+    if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
         for name, item in value.items():
             yield from _members(f"{key}.{name}", item)
     else:
-        # One variable of cluster.environment, as in cluster.environment.NCCL_DEBUG=INFO.
-        section = key.rpartition(".")[0]
-        yield (section if section == f"{_PREFIX}environment" else key), value
+        # One member of a free mapping, as in cluster.environment.NCCL_DEBUG=INFO.
+        section = cluster_keys().get(key.rpartition(".")[0])
+        yield (section.name if section is not None and section.type == dict[str, str] else key), value
 
 
 def _check(cluster: ClusterConfig) -> None:

@@ -15,13 +15,21 @@ from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError, nearest
-from hfdist.jobs.cluster import GROUP, ClusterConfig, compose_cluster
+from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.job import MARK, Job, JobFiles
+from hfdist.jobs.kubernetes import write_kubernetes
+from hfdist.jobs.parallelcluster import write_parallelcluster
+from hfdist.jobs.ray import write_ray
+from hfdist.jobs.skypilot import write_skypilot
 from hfdist.jobs.slurm import write_slurm
 from hfdist.records import EVENTS, METRICS, read_lines
 
 TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "slurm": ("sbatch", write_slurm),
+    "kubernetes": ("kubernetes.yaml", write_kubernetes),
+    "ray": ("ray.py", write_ray),
+    "skypilot": ("skypilot.yaml", write_skypilot),
+    "parallelcluster": ("sbatch", write_parallelcluster),
 }
 """The ending of each one's file, and what writes it."""
 RECIPES = ("pretrain", "finetune")
@@ -36,7 +44,7 @@ hfdist job to=slurm cluster=slurm_gpu_8 cluster.nodes=2 +experiment=demo strateg
 hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                           goes on with that run
 
 to=TARGET           {targets}
-cluster=NAME|FILE   a file of conf/cluster/, of DIR/cluster/ behind --config-dir DIR, or any other: {clusters}
+cluster=NAME|FILE   the machines: {clusters}; or a file of your own
 cluster.KEY=VALUE   a key of the cluster: conf/cluster/default.yaml lists them
 recipe=NAME         {recipes}; default: pretrain
 run=FOLDER          the run's config is that of this run's folder; default: the recipe's
@@ -122,6 +130,9 @@ def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
                 what = "this is given twice" if name in own else "a value is missing"
                 raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
             own[name] = value
+        elif f"{GROUP}.{name}" in cluster_keys():
+            what, hint = "keys of the cluster begin with its name", f"{GROUP}.{argument}"
+            raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=hint)
         else:
             (of_cluster if name.startswith(f"{GROUP}.") else of_run).append(argument)
     return own, of_cluster, of_run
@@ -181,10 +192,13 @@ def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> No
         raise ConfigError(what, where="launch.processes", found=found, hint=hint)
     if is_offline:
         check_offline(config)
-    if cluster.same_files:
-        check_run(config, world_size=cluster.world_size)
-    else:
-        plan_run(config, world_size=cluster.world_size)
+    try:
+        (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
+    except ConfigError as error:
+        if error.where == "strategy.data":
+            # Its own hint says how processes are started by hand.
+            error.hint = "cluster.nodes=2 or cluster.processes=2, or another layout, such as strategy=single"
+        raise
     _check_grace(Path(config.run.dir), cluster)
 
 

@@ -63,3 +63,42 @@ def node_function(job: Job) -> str:
     # Not indented by line: a value may have several.
     last = " \\\n        ".join(command)
     return "start_ranks() {\n" + textwrap.indent("\n".join(body), "    ") + f"\n    {last}\n}}\n"
+
+
+_ONE_MACHINE = """\
+{setup}
+{node_function}
+run_dir={run_dir}
+start=$({python} -m hfdist.jobs.verdict "$run_dir") || exit 1
+start_ranks "$FIRST" "$PEER" "$NODE_RANK" {nodes} "${{PORT:-{port}}}" "$ID" &
+ranks=$!
+# Whoever ends this shell tells only this shell. The ranks save, and torchrun waits for them.
+trap 'kill -TERM "$ranks" 2>/dev/null' TERM INT
+wait "$ranks"
+launcher=$?
+while kill -0 "$ranks" 2>/dev/null; do
+    wait "$ranks"
+    launcher=$?
+done
+answer=$({python} -m hfdist.jobs.verdict "$run_dir" "$start" "$launcher" {max_restarts}) || exit 1
+read -r code next <<<"$answer"
+echo "hfdist: the run has ended with exit code $code, $next (torchrun: $launcher)"
+"""
+PORT = 29400
+"""Of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
+
+
+def one_machine(job: Job) -> str:
+    """The script of one machine, which ends with `code` and `next` (`again` or `end`) set to the verdict.
+
+    FIRST, PEER, NODE_RANK and ID are to be set before it (see `node_function`), and PORT may be.
+    """
+    return _ONE_MACHINE.format(
+        setup=setup_lines(job),
+        node_function=node_function(job),
+        run_dir=shlex.quote(job.config.run.dir),
+        python=shlex.quote(job.cluster.python),
+        nodes=job.cluster.nodes,
+        port=PORT,
+        max_restarts=job.cluster.max_restarts,
+    )

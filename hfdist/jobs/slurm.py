@@ -42,7 +42,7 @@ srun {cpus}--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait} {container}\\
 launcher=$?
 answer=$(verdict "$start" "$launcher" {max_restarts}) || exit 1
 read -r code next <<<"$answer"
-echo "hfdist: the run has ended with exit code $code (srun: $launcher)"
+echo "hfdist: the run has ended with exit code $code, $next (srun: $launcher)"
 
 # A job that was cancelled, or that SLURM requeues by itself, is not running any more.
 if [ "$next" = again ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then

@@ -24,7 +24,7 @@ def call(monkeypatch, capsys, *arguments):
 
 
 def test_all_recipes_are_commands(monkeypatch, capsys):
-    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize"}
+    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize", "job"}
     code, out, _ = call(monkeypatch, capsys)
     assert code == 0
     assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == RECIPES
@@ -71,6 +71,7 @@ _hfdist; echo "${COMPREPLY[@]}"
     ("line", "choices"),
     [
         ("hfdist audit st", {"step="}),
+        ("hfdist job cl", {"cluster=", "cluster."}),
         ("hfdist pretrain model=tiny strategy=ze", {"strategy=zero1", "strategy=zero2", "strategy=zero3",
                                                     "strategy=zero3_offload"}),
     ],
