@@ -16,7 +16,7 @@ from hfdist.errors import ConfigError, PeerError, first_line, nearest
 from hfdist.optim.registry import name_for_arguments
 from hfdist.strategies.base import Strategy
 from hfdist.topology import read_launcher
-from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, check_gloo_interface
+from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
 from hfdist.trainer.fault_tolerance.process_group import start_group_under_torchrun
 from hfdist.watch.callback import is_broken_connection
 
@@ -25,7 +25,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
     """Give the Trainer's arguments. Starts the process group, and then the strategy."""
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     own = config.train.arguments
-    check_gloo_interface()
+    choose_gloo_interface()
     try:
         start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
         arguments = TrainingArguments(**fields, **own)
