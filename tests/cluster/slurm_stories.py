@@ -60,10 +60,19 @@ class Jobs:
 
         def holds() -> bool:
             record = read_run(self.run_dir(name))
-            assert self.cluster.state(self.numbers[name]) not in _OVER, self.said(name)
+            self._goes_on(name)
             return record is not None and bool(condition(record))
 
         self.cluster.wait_until(holds, what)
+
+    def wait_until_requeued(self, name: str) -> None:
+        """Wait until SLURM has the job in its queue again."""
+        self.cluster.wait_until(lambda: self._goes_on(name) == "PENDING", f"{name} is requeued")
+
+    def _goes_on(self, name: str) -> str:
+        state = self.cluster.state(self.numbers[name])
+        assert state not in _OVER, f"{state}\n{self.said(name)}"
+        return state
 
     def wait_for_end(self, name: str) -> dict[str, str]:
         """Wait until the job is over, and give what SLURM shows of it."""
@@ -81,11 +90,11 @@ def preempted_and_out_of_time(jobs: Jobs) -> Story:
     urgent = cluster.submit("--partition=high", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 100000")
     jobs.wait_for(name, lambda run: run.start == 2 and run.step >= 30, "a start on the machine that is left")
     cluster.cancel(urgent)
-    # SLURM looks at time limits every half minute, and counts them in minutes.
-    minutes = 1 + (int(cluster.run("squeue", "--noheader", "--format=%M", f"--jobs={number}").split(":")[-2]))
-    cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+    # SLURM counts time limits in minutes, looks at them every half minute, and signals a minute before (the grace).
+    hours_and_minutes = cluster.run("squeue", "--noheader", "--format=%M", f"--jobs={number}").split(":")[:-1]
+    cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={int(hours_and_minutes[-1]) + 2}")
     jobs.wait_for(name, lambda run: run.start == 2 and run.state is State.stopped, "the end of its time")
-    cluster.wait_until(lambda: cluster.state(number) == "PENDING", "the job waits again")
+    jobs.wait_until_requeued(name)
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     shown = jobs.wait_for_end(name)
     alone = train_alone(jobs.folder / "alone", *jobs.pausing, *arguments)
@@ -103,10 +112,10 @@ def lost_machine(jobs: Jobs) -> Story:
     """SLURM loses a machine, and gets it back."""
     cluster, name = jobs.cluster, "lost"
     arguments = ("train.max_steps=40", "checkpoint.every=5", "watch.heartbeat_seconds=5")
-    number = jobs.submit(jobs.write(name, *arguments))
+    jobs.submit(jobs.write(name, *arguments))
     jobs.wait_for(name, lambda run: run.step >= 12, "two checkpoints")
     cluster.cut_power(cluster.machines[1])
-    cluster.wait_until(lambda: cluster.state(number) == "PENDING", "the job waits for its machine")
+    jobs.wait_until_requeued(name)
     cluster.give_power(cluster.machines[1])
     shown = jobs.wait_for_end(name)
     return Story(
