@@ -118,8 +118,7 @@ def findings(run: RunFiles) -> str:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
     for name, words in (("skip", "skipped step"), ("rollback", "rollback"), ("lost_rank", "lost rank")):
         if own := events_of(run, name):
-            last = number(own[-1].get("step"))
-            texts.append(count(len(own), words) + ("" if last is None else f", the last at step {last:,.0f}"))
+            texts.append(f"{count(len(own), words)}; the last: {history.kind_of(own[-1]).words(own[-1])}")
     alerts = events_of(run, "alert")
     texts += [history.kind_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:

@@ -37,9 +37,10 @@
       // Curves that lie far away have no value here.
       if (Math.abs(found[i][0] - x) > 0.2 * box.width) return null;
       let value = found[i][1];
+      const isLowest = plot.dataset.log === "1" && value <= -box.y - box.height;
       if (plot.dataset.log === "1") value = 10 ** value;
       if (plot.dataset.stacked === "1" && i + 1 < curves.length) value -= found[i + 1][1];
-      return (path.dataset.label ? path.dataset.label + ": " : "") + form(value);
+      return (path.dataset.label ? path.dataset.label + ": " : "") + (isLowest ? "at most " : "") + form(value);
     });
     const name = plot.dataset.x.split(" ")[0];
     return { share: (place - box.x) / box.width, text: [name + " " + big(place), ...lines.filter(Boolean)].join("\n") };

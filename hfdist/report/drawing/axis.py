@@ -57,12 +57,14 @@ def _round_step(rough: float) -> float:
 
 
 def _label(value: float, step: float, decimals: int) -> str:
-    if value and (abs(value) >= 1e4 or step < 1e-3):
+    if abs(value) >= 1e4:
         return short(value)
+    if step < 1e-3:
+        return f"{round(value / step) * step:.3g}"
     # 2.5 and its kin need one digit more.
     decimals += int(round(step * 10**decimals, 6) % 1 != 0)
     return f"{value:,.{decimals}f}"
 
 
 def _power(power: int) -> str:
-    return f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}"
+    return f"{10.0**power:g}" if -3 <= power <= 3 else f"1e{power}"

@@ -12,12 +12,14 @@ from math import log10
 
 from hfdist.report.drawing.axis import Axis, linear, logarithmic
 from hfdist.report.reading.downsample import Point, keep_extremes, means
-from hfdist.report.text import escaped, short
+from hfdist.report.text import LONGEST, escaped, escaped_lines, short
 
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
 _MOST_POINTS = 640
 """Of all curves of a chart."""
+_MOST_MARKS, _MOST_TEXTS = 30, 4
+"""Of a chart, and of a mark that stands for several."""
 _LOG_RANGE = 40.0
 """Where the highest value is so many times the lowest, the axis is logarithmic."""
 
@@ -134,9 +136,11 @@ def path(points: Sequence[Point]) -> str:
 
 def _vertical(chart: Chart, values: list[float]) -> Axis:
     low, high = min(values), max(values)
-    if chart.may_be_log and low > 0 and high / low > _LOG_RANGE:
-        return logarithmic(low, high)
-    return linear(low, high, from_zero=chart.from_zero)
+    if chart.may_be_log and low >= 0 and high > 0:
+        low = min(value for value in values if value > 0)
+        if high / low > _LOG_RANGE:
+            return logarithmic(low, high)
+    return linear(min(values), high, from_zero=chart.from_zero)
 
 
 def _height(chart: Chart, up: Axis, value: float) -> float:
@@ -174,7 +178,10 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
         ends = [x for x, y in curve.points if y is not None]
         closed = f"V0H{_short(ends[0])}Z" if ends else ""
         return f'<path class="area {curve.colour}" {label} d="{top}{closed}"/>'
-    points = [(x, log10(y) if up.is_log and y is not None else y) for x, y in curve.points]
+    points: Sequence[Point] = curve.points
+    if up.is_log:
+        # A gradient may be 0: that lies at the lower edge.
+        points = [(x, None if y is None else log10(y) if y > 0 else up.low) for x, y in points]
     if curve.is_dotted:
         # A line without length has round ends: a dot that is not stretched.
         dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in keep_extremes(points, 200) if y is not None)
@@ -188,26 +195,29 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
 
 def _marks(chart: Chart, across: Axis) -> str:
     drawn = []
-    for mark, text in _merged(chart.marks, across):
+    for mark in _merged(chart.marks, across):
         bad = " bad" if mark.is_bad else ""
         x, bottom = across.place(mark.x), TOP + chart.height
         drawn.append(
-            f'<g class="mark{bad}" data-text="{escaped(text)}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
+            f'<g class="mark{bad}" data-text="{escaped_lines(mark.text, 2000)}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
             f'<text x="{x}" y="{TOP - 8}">{escaped(mark.letter)}</text></g>'
         )
     return "".join(drawn)
 
 
-def _merged(marks: Sequence[Mark], across: Axis) -> list[tuple[Mark, str]]:
-    """Marks of one kind that would lie on each other are one."""
-    groups: dict[tuple[str, int], list[Mark]] = {}
+def _merged(marks: Sequence[Mark], across: Axis) -> list[Mark]:
+    """Marks that would lie on each other are one."""
+    groups: dict[int, list[Mark]] = {}
     for mark in marks:
         if across.low <= mark.x <= across.high:
-            groups.setdefault((mark.letter, int(40 * (mark.x - across.low) / across.width)), []).append(mark)
-    return [
-        (own[0], own[0].text if len(own) == 1 else f"{own[0].text}; and {len(own) - 1} more near it")
-        for own in groups.values()
-    ]
+            groups.setdefault(int(_MOST_MARKS * (mark.x - across.low) / across.width), []).append(mark)
+    merged = []
+    for own in groups.values():
+        letters = "".join(dict.fromkeys(mark.letter for mark in own))
+        text = "\n".join(dict.fromkeys(mark.text[:LONGEST] for mark in own[:_MOST_TEXTS]))
+        more = f"\nand {len(own) - _MOST_TEXTS} more near it" if len(own) > _MOST_TEXTS else ""
+        merged.append(Mark(own[0].x, letters, text + more, any(mark.is_bad for mark in own)))
+    return merged
 
 
 def _legend(chart: Chart) -> str:

@@ -60,7 +60,7 @@ def draw(spans: Sequence[Span]) -> str:
             words=("Schedule of a step", f"{words}. {_busy_words(busy)}"),
             data={"form": "boxes"},
         )
-        + f'<p class="axis">ms; a row is a rank.{left_out} {_busy_words(busy)}</p></figure>'
+        + f'<p class="axis">ms; a row is a rank</p><p><small>{_busy_words(busy)}{left_out}</small></p></figure>'
     )
 
 
