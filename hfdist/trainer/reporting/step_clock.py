@@ -1,0 +1,101 @@
+"""Where the time of this rank's steps goes: into its loader, into computing, or into waiting for other ranks.
+
+A CPU computes a forward and a backward on the calling thread, and gloo communicates on threads of its own: a rank whose
+main thread is blocked waits. A GPU works behind its caller's back, and its kernels wait for other ranks by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, of one rank; None: not known, on a GPU."""
+
+    step: float
+    data: float
+    """In the loader, until it gave the batches."""
+    compute: float | None
+    """On a CPU core, or ready to run while there was none for it: a rank without a core is slow, too."""
+    wait: float | None
+    """Blocked outside the loader."""
+
+
+class _Mark(NamedTuple):
+    wall: float
+    busy: float
+
+
+class StepClock:
+    """Counts since the last reading, on the thread that trains; without what is `paused`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cpu = device.type == "cpu"
+        self._schedstat: BinaryIO | None = None
+        self._begin = self._mark()
+        self._data = _Mark(0.0, 0.0)
+
+    def restart(self) -> None:
+        """Count from now on, on the calling thread."""
+        self._schedstat = None
+        if self._is_cpu:
+            # Kept open: this costs a microsecond a reading. Not each system has it.
+            with suppress(OSError):
+                self._schedstat = _SCHEDSTAT.open("rb", buffering=0)
+        self._begin, self._data = self._mark(), _Mark(0.0, 0.0)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens meanwhile."""
+        before = self._mark()
+        try:
+            yield
+        finally:
+            after = self._mark()
+            wall, busy = self._begin
+            self._begin = _Mark(wall + after.wall - before.wall, busy + after.busy - before.busy)
+
+    def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches, and count the time that each takes to come."""
+        source = iter(batches)
+        while True:
+            before = self._mark()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            finally:
+                after = self._mark()
+                wall, busy = self._data
+                self._data = _Mark(wall + after.wall - before.wall, busy + after.busy - before.busy)
+            yield batch
+
+    def read(self, num_steps: int) -> StepTimes:
+        """Give the mean of so many steps since the last reading, and begin anew."""
+        now, steps = self._mark(), max(num_steps, 1)
+        step, data = max(now.wall - self._begin.wall, 1e-9), self._data.wall
+        compute = now.busy - self._begin.busy - self._data.busy
+        self._begin, self._data = now, _Mark(0.0, 0.0)
+        if not self._is_cpu:
+            return StepTimes(step / steps, data / steps, None, None)
+        return StepTimes(step / steps, data / steps, compute / steps, max(step - data - compute, 0.0) / steps)
+
+    def _mark(self) -> _Mark:
+        return _Mark(time.monotonic(), self._busy_seconds() if self._is_cpu else 0.0)
+
+    def _busy_seconds(self) -> float:
+        # This clock is exact, and the kernel's count in the file is one of its ticks behind.
+        on_core = time.thread_time()
+        if self._schedstat is None:
+            return on_core
+        _, in_queue_ns, *_ = os.pread(self._schedstat.fileno(), 64, 0).split()
+        return on_core + int(in_queue_ns) / 1e9
