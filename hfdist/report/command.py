@@ -94,7 +94,9 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
         raise ConfigError("this is no port", where=f"port ({COMMAND_LINE})", found=port, allowed="0 to 65535")
     out = Path(values.get("out", "report.html")).expanduser()
     if out.is_dir():
-        raise ConfigError("this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html")
+        raise ConfigError(
+            "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
+        )
     folders = tuple(_find_run(name) for name in dict.fromkeys(names))
     return ReportRequest(folders=folders, out=out, is_live=_LIVE in rest, port=int(port))
 
@@ -106,7 +108,9 @@ def _parse(argument: str) -> tuple[str, str]:
     what = "this is not an override" if not equals or name in _KEYS else f"there is no key `{name}`"
     allowed = "folders of runs, out=FILE, port=N, --live, --help"
     known = [*(f"{key}=..." for key in _KEYS), _LIVE]
-    raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=nearest(argument, known) or "--help")
+    raise ConfigError(
+        what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=nearest(argument, known) or "--help"
+    )
 
 
 def _find_run(name: str) -> Path:
@@ -114,6 +118,8 @@ def _find_run(name: str) -> Path:
     if any((folder / mark).is_file() for mark in MARKS):
         return folder
     others = sorted({path.parent.name for mark in MARKS for path in folder.parent.glob(f"*/{mark}")})
-    allowed = f"a folder with {' or '.join(MARKS)}" + (f": {', '.join(others[:20])} in {folder.parent}" if others else "")
+    allowed = f"a folder with {' or '.join(MARKS)}" + (
+        f": {', '.join(others[:20])} in {folder.parent}" if others else ""
+    )
     hint = nearest(folder.name, others, str(folder.parent / "{}"))
     raise ConfigError("there is no such run", where=COMMAND_LINE, found=name, allowed=allowed, hint=hint)

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hfdist.report.drawing.chart import Chart, Curve, Mark, draw
-from hfdist.report.history import marks
+from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, RankSteps
 from hfdist.report.reading.run_files import RunFiles
+from hfdist.report.text import escaped_lines
 
 COLOURS = 6
+_MOST_MARKS = 32
+"""Of all runs, in a chart."""
 LOSS, HELD_OUT = "loss", "eval_loss"
 _SMALL = (
     Chart(title="Learning rate", unit="", curves=(), from_zero=True),
@@ -87,12 +90,20 @@ def _named(runs: Sequence[RunFiles], points: Sequence[list[Point]], alone: str) 
 
 
 def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
-    several = len(runs) > 1
     return [
-        mark
-        for run, axis in zip(runs, axes, strict=True)
-        for mark in marks(run, axis, f"{run.name}, " if several else "")
+        Mark(run.place(axis, mark.step), mark.letters, f"mark-{number}-{place}", mark.is_bad)
+        for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
+        for place, mark in enumerate(marked(run, _MOST_MARKS // len(runs)))
     ]
+
+
+def texts_of_marks(runs: Sequence[RunFiles]) -> str:
+    """Give what the marks in all charts say, once."""
+    return "".join(
+        f'<p id="mark-{number}-{place}" hidden>{escaped_lines(f"{run.name}, " * (len(runs) > 1) + mark.text, 2000)}</p>'
+        for number, run in enumerate(runs)
+        for place, mark in enumerate(marked(run, _MOST_MARKS // len(runs)))
+    )
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

@@ -7,11 +7,15 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from hfdist.records import State
-from hfdist.report.drawing.chart import TOP, Mark, frame
+from hfdist.report.drawing.chart import TOP, frame
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import count, duration, escaped, instant, number, size
+from hfdist.report.text import LONGEST, count, duration, escaped, instant, number, size
 
 _MOST_ROWS = 60
+_MOST_TEXTS = 4
+"""Of a mark."""
+_MOST_TICKS = 60
+"""Of a row of the time line."""
 _MOST_STARTS = 40
 _LONGEST_PAUSE = 0.03
 """Share of the time line that stands for the time between two starts, however long that was."""
@@ -108,16 +112,40 @@ def events_of(run: RunFiles, name: str) -> list[dict[str, Any]]:
     return [event for event in run.events if event.get("event") == name]
 
 
-def marks(run: RunFiles, axis: list[float], prefix: str = "") -> list[Mark]:
-    """Give the marks of a run on an axis: its own steps, tokens or seconds. A good end has none."""
+class Marked(NamedTuple):
+    """Events at about one step, as one mark in all curves."""
+
+    step: float
+    letters: str
+    text: str
+    """May hold anything."""
+    is_bad: bool
+
+
+def marked(run: RunFiles, most: int) -> list[Marked]:
+    """Give at most about `most` marks; a good end has none. Events whose marks would lie on each other share one."""
     found = []
     for event, step in _with_steps(run):
         letter = kind_of(event).letter
-        if letter is None or (event.get("event") == "end" and not is_bad(event)):
-            continue
-        text = f"{prefix}step {step:,.0f}: {kind_of(event).words(event)}"
-        found.append(Mark(run.place(axis, step), letter, text, is_bad(event)))
-    return found
+        if letter is not None and (event.get("event") != "end" or is_bad(event)):
+            text = f"step {step:,.0f}: {kind_of(event).words(event)}"
+            found.append(Marked(step, letter, text[:LONGEST], is_bad(event)))
+    found.sort(key=lambda mark: mark.step)
+    groups: list[list[Marked]] = []
+    for mark in found:
+        if groups and mark.step - groups[-1][0].step < max(found[-1].step, *run.steps[-1:]) / most:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    return [_join(own) for own in groups]
+
+
+def _join(marks: list[Marked]) -> Marked:
+    letters = "".join(dict.fromkeys(mark.letters for mark in marks))
+    texts = list(dict.fromkeys(mark.text for mark in marks))
+    more = [f"and {len(texts) - _MOST_TEXTS} more near it"] if len(texts) > _MOST_TEXTS else []
+    text = "\n".join([*texts[:_MOST_TEXTS], *more])
+    return Marked(marks[0].step, letters, text, any(mark.is_bad for mark in marks))
 
 
 def _with_steps(run: RunFiles) -> Iterator[tuple[dict[str, Any], float]]:
@@ -186,16 +214,16 @@ def _placing(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> Cal
     return place
 
 
-def _bars(
-    timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Callable[[datetime], float]
-) -> str:
+def _bars(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Callable[[datetime], float]) -> str:
     drawn = []
     ends = {instant(event.get("time")): event for event, _ in timed if event.get("event") == "end"}
     for number_of, (first, last) in enumerate(_spans(timed, run), 1):
         event = ends.get(last)
         words = "running" if event is None else kind_of(event).words(event)
         kind = "bar bad" if event is not None and is_bad(event) else "bar"
-        text = escaped(f"start {number_of}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}")
+        text = escaped(
+            f"start {number_of}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}"
+        )
         x, width = 100 * place(first), 100 * max(place(last) - place(first), 0.003)
         drawn.append(
             f'<rect class="{kind}" data-text="{text}" x="{x:.2f}%" width="{width:.2f}%" y="{TOP + 3}" height="12"/>'
@@ -203,19 +231,19 @@ def _bars(
     return "".join(drawn)
 
 
-def _row(
-    timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, place: Callable[[datetime], float]
-) -> str:
+def _row(timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, place: Callable[[datetime], float]) -> str:
     groups: dict[int, list[tuple[dict[str, Any], datetime]]] = {}
     for event, when in timed:
         if kind_of(event).name == name:
-            groups.setdefault(int(150 * place(when)), []).append((event, when))
+            groups.setdefault(int(_MOST_TICKS * place(when)), []).append((event, when))
     drawn = []
     for own in groups.values():
         (event, when), more = own[-1], f"; and {len(own) - 1} more near it" if own[1:] else ""
         text = escaped(f"{when:%H:%M:%S}: {kind_of(event).words(event)}{more}")
         kind = "tick bad" if is_bad(event) else "tick"
-        drawn.append(f'<circle class="{kind}" data-text="{text}" cx="{100 * place(when):.2f}%" cy="{TOP + 18 * row + 9}" r="5"/>')
+        drawn.append(
+            f'<circle class="{kind}" data-text="{text}" cx="{100 * place(when):.2f}%" cy="{TOP + 18 * row + 9}" r="5"/>'
+        )
     return "".join(drawn)
 
 
@@ -231,4 +259,8 @@ def table(run: RunFiles) -> str:
         lines.append(f"<tr{bad}><td>{shown}</td><td>{escaped(event.get('start', ''), 12)}</td><td>{words}</td></tr>")
     left_out = f"<p>{len(rows) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if len(rows) > _MOST_ROWS else ""
     head = "<tr><th>time (UTC)</th><th>start</th><th>what</th></tr>"
-    return f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>{left_out}' if lines else ""
+    return (
+        f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>{left_out}'
+        if lines
+        else ""
+    )

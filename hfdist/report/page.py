@@ -26,6 +26,8 @@ _PARTS = (
     sections.samples,
     sections.details,
 )
+_MOST_CHARACTERS = 260_000
+"""Of all parts, so that the page stays below 300 KB with style and script."""
 _MARKS = (
     "<footer>Marks in the curves: R a resume, S a skipped step, B a rollback, A an alert, L a lost rank, $ a budget "
     "that is used up, E an end that is no good one. Of many points, the lowest and the highest of each stretch are "
@@ -42,12 +44,15 @@ def parts(runs: Sequence[RunFiles]) -> dict[str, str]:
         "differences": compare.differences(runs) if several else "",
         "losses": _grid("large", curves.loss_charts(runs)),
         "curves": _grid("small", curves.small_charts(runs)),
+        "marks": curves.texts_of_marks(runs),
     }
     for number, run in enumerate(runs):
         if several:
             found[f"run-{number}"] = _folded(run, number)
         else:
             found |= {part.__name__: part(run) for part in _PARTS}
+    if several:
+        _shorten(found, runs)
     return found
 
 
@@ -68,7 +73,7 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     names = ", ".join(run.name for run in runs[:4]) + (" ..." if len(runs) > 4 else "")
     body = "".join(f'<section id="{name}">{html}</section>' for name, html in html_of.items())
     live = "" if events is None else f' data-events="{escaped(events)}"'
-    written = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by hfdist report"
+    written = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     note = written if events is None else '<span id="live">connecting</span>'
     several = ' class="several"' if len(runs) > 1 else ""
     return (
@@ -76,9 +81,17 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">'
         f'<title>{escaped(names)} - hfdist</title><link rel="icon" href="data:,"><style>{style}</style></head>'
-        f'<body{live}{several}><h1>hfdist report <small>{note}</small></h1><main>{body}</main>{_MARKS}'
+        f"<body{live}{several}><h1>hfdist report <small>{note}</small></h1><main>{body}</main>{_MARKS}"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _shorten(html_of: dict[str, str], runs: Sequence[RunFiles]) -> None:
+    """Leave out what is of one run alone, of the last runs first, until the page is small enough."""
+    for number in reversed(range(len(runs))):
+        if sum(map(len, html_of.values())) > _MOST_CHARACTERS:
+            note = f"<p>What else there is of {escaped(runs[number].name)}, the report of that run alone has.</p>"
+            html_of[f"run-{number}"] = note
 
 
 def _grid(size: str, drawn: str) -> str:

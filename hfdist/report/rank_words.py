@@ -8,7 +8,7 @@ from statistics import median, median_low
 from hfdist.report.drawing.rank_map import ratios_of
 from hfdist.report.reading.rank_steps import PARTS, Stretch
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import duration, escaped, share, size
+from hfdist.report.text import duration, share, size, wide_table
 
 _SLOW = 1.2
 """A rank is slow that is busy so many times as long as the median."""
@@ -17,8 +17,6 @@ _SLOW_SHARE = 0.05
 _SLOW_FOR_A_TIME = 1.5
 _MOST_NAMED = 4
 _MOST_ROWS = 16
-
-
 
 
 def rank_names(run: RunFiles) -> list[str]:
@@ -93,20 +91,20 @@ def table(run: RunFiles) -> str:
         return ""
     columns = [total.means(part) for part in PARTS]
     busy = total.busy()
-    longest = max((sum(own[rank] or 0.0 for own in columns if rank < len(own)) for rank in range(len(names))), default=0)
+    longest = max(
+        (sum(own[rank] or 0.0 for own in columns if rank < len(own)) for rank in range(len(names))), default=0
+    )
     order = sorted(range(len(names)), key=lambda rank: -(busy[rank] or 0.0))[:_MOST_ROWS]
     rows = []
     for rank in sorted(order) if len(names) <= _MOST_ROWS else order:
         values = [own[rank] if rank < len(own) else None for own in columns]
         peak = total.peak_bytes[rank] if rank < len(total.peak_bytes) else 0.0
-        cells = "".join(f"<td>{'' if value is None else duration(value)}</td>" for value in values)
-        bar = _bar(values, longest)
-        rows.append(f"<tr><th>{escaped(names[rank], 60)}</th>{cells}<td>{size(peak) if peak else ''}</td><td>{bar}</td></tr>")
-    head = "".join(f"<th>{word}</th>" for word in ("", "compute", "data", "wait", "peak memory", "of a step"))
+        cells = ["" if value is None else duration(value) for value in values]
+        rows.append((names[rank], [*cells, size(peak) if peak else "", _bar(values, longest)]))
     note = f"<p>The {len(order)} busiest of {len(names):,} ranks.</p>" if len(order) < len(names) else ""
     if not any(value is not None for value in columns[2]):
         note += "<p>On these devices the wait for other ranks is not told apart from computing.</p>"
-    return f'<div class="scroll"><table class="ranks"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{note}'
+    return wide_table(("compute", "data", "wait", "peak memory", "of a step"), rows) + note
 
 
 def _bar(values: Sequence[float | None], longest: float) -> str:

@@ -10,7 +10,7 @@ from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import count, duration, escaped, escaped_lines, instant, number, share, short, size
+from hfdist.report.text import count, duration, escaped, escaped_lines, instant, number, share, short, size, wide_table
 
 _SILENT_SECONDS = 180.0
 _MOST_SAVES = 12
@@ -89,8 +89,18 @@ def _energy(run: RunFiles) -> list[tuple[str, str]]:
     record, found = run.record, []
     if record is not None:
         source = getattr(record, "energy_source", None)
-        note = " <small>an estimate</small>" if source == "estimate" else f" <small>{escaped(source, 20)}</small>" if source else ""
-        for key, name, unit in (("energy_kwh", "energy", " kWh"), ("gco2e", "emissions", " g CO2e"), ("cost", "cost", "")):
+        note = (
+            " <small>an estimate</small>"
+            if source == "estimate"
+            else f" <small>{escaped(source, 20)}</small>"
+            if source
+            else ""
+        )
+        for key, name, unit in (
+            ("energy_kwh", "energy", " kWh"),
+            ("gco2e", "emissions", " g CO2e"),
+            ("cost", "cost", ""),
+        ):
             own = [number(getattr(record, f"{which}{key}", None)) for which in ("", "earlier_")]
             if any(value is not None for value in own):
                 total = short(sum(value or 0.0 for value in own))
@@ -101,7 +111,9 @@ def _energy(run: RunFiles) -> list[tuple[str, str]]:
 def head(run: RunFiles, *, colour: str = "") -> str:
     """Give name, state, error and first figures of a run."""
     kind, words = state(run)
-    error = "" if run.record is None or not run.record.error else f'<p class="error">{escaped(run.record.error, 600)}</p>'
+    error = (
+        "" if run.record is None or not run.record.error else f'<p class="error">{escaped(run.record.error, 600)}</p>'
+    )
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(run))
     dot = f'<i class="{colour}"></i>' if colour else ""
     return (
@@ -142,8 +154,7 @@ def _stall_share(run: RunFiles) -> float:
 def ranks(run: RunFiles) -> str:
     """Give times and memory by rank."""
     parts = rank_words.table(run) + rank_map.draw(run.ranks.stretches, rank_words.rank_names(run))
-    words = "".join(f"<p>{escaped(text, 500)}.</p>" for text in rank_words.find_slow(run))
-    return f"<h2>Ranks</h2>{words}{parts}" if parts else ""
+    return f"<h2>Ranks</h2>{parts}" if parts else ""
 
 
 def pipeline(run: RunFiles) -> str:
@@ -170,7 +181,7 @@ def checkpoints(run: RunFiles) -> str:
     )
     titles = "".join(f"<th>{word}</th>" for word in ("step", "size", "time", "stood still"))
     more = f"<p>The last {_MOST_SAVES}.</p>" if len(saves) > _MOST_SAVES else ""
-    table = f'<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>'
+    table = f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
     return f"<h2>Checkpoints</h2><p>{words}</p>{table}{more}"
 
 
@@ -186,12 +197,12 @@ def data(run: RunFiles) -> str:
     rows = []
     for name, pool in list(run.shares.items())[:32]:
         of_all = pool.get("share", 0.0)
-        bar = f'<svg class="bar" height="10" aria-hidden="true"><rect class="fill c0" width="{100 * of_all:.1f}%" height="10"/></svg>'
-        cells = (share(of_all), short(pool.get("tokens", 0.0)), f"{pool.get('epochs', 0.0):.2f}", share(pool.get("filled", 0.0)))
-        rows.append(f"<tr><th>{escaped(name, 80)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}<td>{bar}</td></tr>")
-    titles = "".join(f"<th>{word}</th>" for word in ("", "sequences", "tokens", "epochs", "filled", ""))
-    table = f'<div class="scroll"><table class="ranks"><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f"<h2>Data</h2>{table}" if rows else ""
+        fill = f'<rect class="fill c0" width="{100 * of_all:.1f}%" height="10"/>'
+        cells = [share(of_all), short(pool.get("tokens", 0.0)), f"{pool.get('epochs', 0.0):.2f}"]
+        cells += [share(pool.get("filled", 0.0)), f'<svg class="bar" height="10" aria-hidden="true">{fill}</svg>']
+        rows.append((name, cells))
+    drawn = wide_table(("sequences", "tokens", "epochs", "filled", ""), rows)
+    return f"<h2>Data</h2>{drawn}" if rows else ""
 
 
 def samples(run: RunFiles) -> str:
@@ -204,7 +215,11 @@ def samples(run: RunFiles) -> str:
     if not last:
         return ""
     shown = "".join(map(_sample, last))
-    more = f'<details id="earlier"><summary>earlier ones</summary>{"".join(map(_sample, earlier))}</details>' if earlier else ""
+    more = (
+        f'<details id="earlier"><summary>earlier ones</summary>{"".join(map(_sample, earlier))}</details>'
+        if earlier
+        else ""
+    )
     return f"<h2>Samples</h2>{shown}{more}"
 
 

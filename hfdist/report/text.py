@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -91,6 +92,23 @@ def size(num_bytes: float) -> str:
 def share(value: float) -> str:
     """Give a share from 0 to 1 in percent."""
     return f"{100 * value:.{0 if value >= 0.1 or value == 0 else 1}f} %"
+
+
+def wide_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """Give a table as HTML; on a narrow screen each cell has its column's title.
+
+    Args:
+        titles: of all columns but the first, in the page's own words.
+        rows: a name of unknown origin, and cells of HTML.
+    """
+    heads = "".join(f"<th>{title}</th>" for title in ("", *titles))
+    lines = (
+        f"<tr><th>{escaped(name, 80)}</th>"
+        + "".join(f'<td data-title="{title}">{cell}</td>' for title, cell in zip(titles, cells, strict=True))
+        + "</tr>"
+        for name, cells in rows
+    )
+    return f'<table class="wide"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def count(number_of: int, word: str) -> str:

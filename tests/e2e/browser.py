@@ -77,7 +77,9 @@ class Browser:
 
     def open(self, url, *, width=1200, height=900, is_dark=False):
         """Open a page, as wide as asked."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
         value = "dark" if is_dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
         self.call("Page.navigate", url=url)
@@ -102,10 +104,22 @@ class Browser:
 
     def picture(self, path=None, *, is_whole=True):
         """Give a PNG of the page, or of what the window shows."""
-        content = base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole, **(
-            {"clip": self.ask("({x: 0, y: 0, width: innerWidth, height: document.documentElement.scrollHeight, scale: 1})")}
-            if is_whole else {}
-        ))["data"])
+        content = base64.b64decode(
+            self.call(
+                "Page.captureScreenshot",
+                format="png",
+                captureBeyondViewport=is_whole,
+                **(
+                    {
+                        "clip": self.ask(
+                            "({x: 0, y: 0, width: innerWidth, height: document.documentElement.scrollHeight, scale: 1})"
+                        )
+                    }
+                    if is_whole
+                    else {}
+                ),
+            )["data"]
+        )
         if path is not None:
             Path(path).write_bytes(content)
         return content

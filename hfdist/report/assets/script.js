@@ -120,9 +120,9 @@
   addEventListener("pointermove", point);
   addEventListener("pointerdown", point);
   function point(event) {
-    const named = event.target.closest?.("[data-text]");
+    const named = event.target.closest?.("[data-text], [data-from]");
     const plot = event.target.closest?.(".plot");
-    if (named) { hide(); say(named.dataset.text, event.clientX, event.clientY); }
+    if (named) { hide(); say(named.dataset.text ?? document.getElementById(named.dataset.from)?.textContent ?? "", event.clientX, event.clientY); }
     else if (plot) { const area = plot.getBoundingClientRect(); show(plot, (event.clientX - area.left) / area.width, event.clientX, event.clientY); }
     else hide();
   }

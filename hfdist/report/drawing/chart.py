@@ -12,14 +12,13 @@ from math import log10
 
 from hfdist.report.drawing.axis import Axis, linear, logarithmic
 from hfdist.report.reading.downsample import Point, keep_extremes, means
-from hfdist.report.text import LONGEST, escaped, escaped_lines, short
+from hfdist.report.text import escaped, short
 
 TOP, BOTTOM = 20, 22
 """Pixels above the curves, for letters of marks, and below them, for the labels of x."""
 _MOST_POINTS = 640
 """Of all curves of a chart."""
-_MOST_MARKS, _MOST_TEXTS = 30, 4
-"""Of a chart, and of a mark that stands for several."""
+_MOST_DOTS = 60
 _LOG_RANGE = 40.0
 """Where the highest value is so many times the lowest, the axis is logarithmic."""
 
@@ -43,12 +42,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x: a line with a letter; `text` says what."""
+    """Something that happened at an x: a line with a letter. The element of the page with the id has its text."""
 
     x: float
     letter: str
-    text: str
-    is_bad: bool = False
+    text_id: str
+    is_bad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ def draw(chart: Chart) -> str:
     across = linear(min(places), max(places), from_zero=begins, num_ticks=4, fits=False)
     up = _vertical(chart, values)
     words = _describe(chart)
-    head = f'<h3>{escaped(chart.title)}{f" <small>{escaped(chart.unit)}</small>" if chart.unit else ""}</h3>'
+    head = f"<h3>{escaped(chart.title)}{f' <small>{escaped(chart.unit)}</small>' if chart.unit else ''}</h3>"
     body = frame(
         labels=[(_height(chart, up, value), label) for value, label in up.ticks],
         inner="".join((_grid(chart, up), _ticks(chart, across), _plot(chart, across, up), _marks(chart, across))),
@@ -184,8 +183,9 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
         points = [(x, None if y is None else log10(y) if y > 0 else up.low) for x, y in points]
     if curve.is_dotted:
         # A line without length has round ends: a dot that is not stretched.
-        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in keep_extremes(points, 200) if y is not None)
-        line = path(keep_extremes(points, most))
+        kept = keep_extremes(points, most)
+        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in kept if y is not None and len(kept) <= _MOST_DOTS)
+        line = path(kept)
         return f'<path class="line {curve.colour}" {label} d="{line}"/><path class="dots {curve.colour}" d="{dots}"/>'
     is_noisy = len(points) > most // 2
     drawn = f'<path class="{"faint" if is_noisy else "line"} {curve.colour}" {label} d="{path(keep_extremes(points, most))}"/>'
@@ -194,30 +194,15 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
 
 
 def _marks(chart: Chart, across: Axis) -> str:
-    drawn = []
-    for mark in _merged(chart.marks, across):
-        bad = " bad" if mark.is_bad else ""
-        x, bottom = across.place(mark.x), TOP + chart.height
-        drawn.append(
-            f'<g class="mark{bad}" data-text="{escaped_lines(mark.text, 2000)}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
-            f'<text x="{x}" y="{TOP - 8}">{escaped(mark.letter)}</text></g>'
-        )
-    return "".join(drawn)
-
-
-def _merged(marks: Sequence[Mark], across: Axis) -> list[Mark]:
-    """Marks that would lie on each other are one."""
-    groups: dict[int, list[Mark]] = {}
-    for mark in marks:
+    bottom, drawn = TOP + chart.height, []
+    for mark in chart.marks:
         if across.low <= mark.x <= across.high:
-            groups.setdefault(int(_MOST_MARKS * (mark.x - across.low) / across.width), []).append(mark)
-    merged = []
-    for own in groups.values():
-        letters = "".join(dict.fromkeys(mark.letter for mark in own))
-        text = "\n".join(dict.fromkeys(mark.text[:LONGEST] for mark in own[:_MOST_TEXTS]))
-        more = f"\nand {len(own) - _MOST_TEXTS} more near it" if len(own) > _MOST_TEXTS else ""
-        merged.append(Mark(own[0].x, letters, text + more, any(mark.is_bad for mark in own)))
-    return merged
+            x, kind = across.place(mark.x), "mark bad" if mark.is_bad else "mark"
+            drawn.append(
+                f'<g class="{kind}" data-from="{mark.text_id}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
+                f'<text x="{x}" y="{TOP - 8}">{mark.letter}</text></g>'
+            )
+    return "".join(drawn)
 
 
 def _legend(chart: Chart) -> str:
@@ -232,7 +217,9 @@ def _describe(chart: Chart) -> str:
     for curve in chart.curves:
         known = [y for _, y in curve.points if y is not None]
         if known:
-            words = f"from {short(known[0])} to {short(known[-1])}; lowest {short(min(known))}, highest {short(max(known))}"
+            words = (
+                f"from {short(known[0])} to {short(known[-1])}; lowest {short(min(known))}, highest {short(max(known))}"
+            )
             parts.append(f"{curve.label}: {words}")
     return f"{'; '.join(parts)}. On the x axis: {chart.x}."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import median
 
 from hfdist.report.drawing.chart import TOP, frame
@@ -30,9 +31,7 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
     a_row = -(-num_ranks // _MOST_ROWS)
     rows = [range(first, min(first + a_row, num_ranks)) for first in range(0, num_ranks, a_row)]
     cells = [[_highest(ratios, ranks) for ratios in columns] for ranks in rows]
-    names = [
-        labels[ranks[0]] if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}, the slowest" for ranks in rows
-    ]
+    names = [labels[ranks[0]] if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}, the slowest" for ranks in rows]
     height = max(10, min(18, 320 // len(rows)))
     shown = range(0, len(rows), -(-len(rows) // 16))
     data = {
@@ -42,12 +41,12 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
         "steps": f"{stretches[0].first_step:.0f},{stretches[-1].last_step:.0f}",
         "size": f"{len(columns)},{len(rows)}",
     }
-    words = "A row is a rank, a column some steps. A darker cell is a rank that is busy for longer than the others."
+    words = "A row is a rank, a column some steps. A stronger colour is a rank that is busy for longer than the others."
     return (
         f'<figure class="chart"><h3>Busy time beside the median of all ranks</h3>{_legend()}'
         + frame(
             labels=[(TOP + height * (row + 0.5), f"{rows[row][0]}") for row in shown],
-            inner=_squares(cells) .replace("HEIGHT", str(height * len(rows))),
+            inner=_squares(cells).replace("HEIGHT", str(height * len(rows))),
             height=height * len(rows),
             words=("Busy time of ranks", words),
             data=data,
@@ -82,12 +81,16 @@ def _highest(ratios: Sequence[float | None], ranks: range) -> float | None:
 
 
 def _squares(cells: Sequence[Sequence[float | None]]) -> str:
-    """One path a colour: so that 1,000 cells take 10 bytes each."""
+    """One path a colour, in which cells of one colour that lie side by side are one."""
     paths: dict[int, list[str]] = {}
     for row, own in enumerate(cells):
-        for column, cell in enumerate(own):
-            if cell is not None:
-                paths.setdefault(sum(cell > level for level in _LEVELS), []).append(f"M{column} {row}h1v1h-1z")
+        column = 0
+        levels = [None if cell is None else sum(cell > level for level in _LEVELS) for cell in own]
+        for level, same in groupby(levels):
+            width = len(list(same))
+            if level is not None:
+                paths.setdefault(level, []).append(f"M{column} {row}h{width}v1h-{width}z")
+            column += width
     drawn = "".join(f'<path class="heat h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
     box = f"0 0 {len(cells[0])} {len(cells)}"
     return f'<svg class="data" y="{TOP}" width="100%" height="HEIGHT" viewBox="{box}" preserveAspectRatio="none">{drawn}</svg>'

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+from hfdist.records import RankColumn
 from hfdist.report.text import number, numbers
 
-RANKS = "ranks.jsonl"
-PARTS = ("compute_seconds", "data_seconds", "wait_seconds")
+PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
+_SECONDS = (RankColumn.step_seconds.value, *PARTS)
 _MOST_STRETCHES = 96
 """Where there are more, two and two become one."""
 
@@ -29,17 +32,16 @@ class Stretch:
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
         self.num_lines += 1
-        for name in ("step_seconds", *PARTS):
-            for rank, value in enumerate(numbers(line.get(name))):
-                self._add(name, rank, value or 0.0, value is not None)
-        self._raise_peaks([value or 0.0 for value in numbers(line.get("peak_bytes"))])
+        for name in _SECONDS:
+            values = numbers(line.get(name))
+            self._add(name, [value or 0.0 for value in values], [int(value is not None) for value in values])
+        self._raise_peaks([value or 0.0 for value in numbers(line.get(RankColumn.peak_bytes.value))])
 
     def join(self, other: Stretch) -> None:
         """Add the lines of the next one."""
         self.last_step, self.num_lines = other.last_step, self.num_lines + other.num_lines
         for name, sums in other.sums.items():
-            for rank, (value, number_of) in enumerate(zip(sums, other.counts[name], strict=True)):
-                self._add(name, rank, value, number_of)
+            self._add(name, sums, other.counts[name])
         self._raise_peaks(other.peak_bytes)
 
     def means(self, name: str) -> list[float | None]:
@@ -53,18 +55,18 @@ class Stretch:
         data += [None] * (len(compute) - len(data))
         return [None if own is None else own + (of_data or 0.0) for own, of_data in zip(compute, data, strict=False)]
 
-    def _add(self, name: str, rank: int, value: float, number_of: int) -> None:
-        sums, counts = self.sums.setdefault(name, []), self.counts.setdefault(name, [])
-        while len(sums) <= rank:
-            sums.append(0.0)
-            counts.append(0)
-        sums[rank] += value
-        counts[rank] += number_of
+    def _add(self, name: str, values: list[float], counts: list[int]) -> None:
+        if values:
+            self.sums[name] = _each(operator.add, self.sums.get(name, []), values)
+            self.counts[name] = _each(operator.add, self.counts.get(name, []), counts)
 
     def _raise_peaks(self, peaks: list[float]) -> None:
-        self.peak_bytes += [0.0] * (len(peaks) - len(self.peak_bytes))
-        for rank, value in enumerate(peaks):
-            self.peak_bytes[rank] = max(self.peak_bytes[rank], value)
+        self.peak_bytes = _each(max, self.peak_bytes, peaks)
+
+
+def _each(join: Callable[[Any, Any], Any], first: list[Any], second: list[Any]) -> list[Any]:
+    """Join values of the same rank; a rank that one of them lacks counts as 0 there."""
+    return [join(a, b) for a, b in zip_longest(first, second, fillvalue=0)]
 
 
 class RankSteps:

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hfdist.records import EVENTS, METRICS, RUN_FILE, RunRecord, read_run
+from hfdist.records import EVENTS, METRICS, RANKS, RUN_FILE, RunRecord, read_run
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.follow import Follower
-from hfdist.report.reading.rank_steps import RANKS, RankSteps
+from hfdist.report.reading.rank_steps import RankSteps
 from hfdist.report.text import number
 
 CONFIG = "config.yaml"
@@ -125,7 +125,7 @@ class RunFiles:
             self.tokens.append(max(number(line.get("tokens")) or 0.0, before[1]))
             a_step = number(line.get("step_seconds")) or 0.0
             # How many steps lie before the first line is not known where a run goes on from another one's checkpoint.
-            self.seconds.append(before[2] + max(a_step, 0.0) * (step - before[0] if self.steps[1:] else 1.0))
+            self.seconds.append(before[2] + max(a_step, 0.0) * (step - before[0] if len(self.steps) > 1 else 1.0))
             for key in {*line, *self.columns} - {"step"}:
                 column = self.columns.setdefault(key, [])
                 column += [None] * (len(self.steps) - 1 - len(column))
