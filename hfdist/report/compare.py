@@ -43,7 +43,7 @@ def differences(runs: Sequence[RunFiles]) -> str:
     )
     note += f"<p>{len(table) - _MOST_KEYS} more keys differ.</p>" if len(table) > _MOST_KEYS else ""
     return (
-        f'<h2>What differs</h2><div class="scroll"><table class="words differs"><thead><tr><th></th>{heads}</tr></thead>'
+        f'<h2>What differs</h2><div class="scroll"><table class="words"><thead><tr><th></th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{note}"
     )
 

@@ -11,7 +11,8 @@ from hfdist.report.drawing.chart import TOP, frame
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import LONGEST, count, duration, escaped, instant, number, size
 
-_MOST_ROWS = 60
+_MOST_OPEN, _MOST_ROWS = 12, 60
+"""Of the table: those that are seen at once, and all."""
 _MOST_TEXTS = 4
 """Of a mark."""
 _MOST_TICKS = 60
@@ -249,18 +250,20 @@ def _row(timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, plac
 
 def table(run: RunFiles) -> str:
     """Give the events in words, the newest first, without saves, which have a table of their own."""
-    rows = [event for event in run.events if event.get("event") != "save"]
+    events = [event for event in reversed(run.events) if event.get("event") != "save"]
+    left_out = f"<p>{len(events) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if events[_MOST_ROWS:] else ""
+    more = _rows(events[_MOST_OPEN:_MOST_ROWS])
+    folded = f'<details id="events-more"><summary>earlier events</summary>{more}{left_out}</details>' if more else ""
+    return _rows(events[:_MOST_OPEN]) + folded
+
+
+def _rows(events: list[dict[str, Any]]) -> str:
     lines = []
-    for event in reversed(rows[-_MOST_ROWS:]):
+    for event in events:
         when = instant(event.get("time"))
         shown = "" if when is None else f"{when:%Y-%m-%d %H:%M:%S}"
         bad = ' class="bad"' if is_bad(event) else ""
         words = escaped(kind_of(event).words(event), 500)
         lines.append(f"<tr{bad}><td>{shown}</td><td>{escaped(event.get('start', ''), 12)}</td><td>{words}</td></tr>")
-    left_out = f"<p>{len(rows) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if len(rows) > _MOST_ROWS else ""
     head = "<tr><th>time (UTC)</th><th>start</th><th>what</th></tr>"
-    return (
-        f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>{left_out}'
-        if lines
-        else ""
-    )
+    return f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>' if lines else ""

@@ -79,7 +79,8 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="referrer" content="no-referrer">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
         f'<title>{escaped(names)} - hfdist</title><link rel="icon" href="data:,"><style>{style}</style></head>'
         f"<body{live}{several}><h1>hfdist report <small>{note}</small></h1><main>{body}</main>{_MARKS}"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'

@@ -1,4 +1,4 @@
-"""Which ranks are slow, in words and as a table: who computes for longer, who waits for data, whom the others wait for."""
+"""Which ranks are slow, in words and as a table: who computes for longer, who waits for data, and who for others."""
 
 from __future__ import annotations
 

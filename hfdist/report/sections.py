@@ -174,10 +174,10 @@ def checkpoints(run: RunFiles) -> str:
         f"{duration(max(totals['seconds']))}. Training stood still for {duration(sum(totals['stall_seconds']))} in "
         f"all, {share(_stall_share(run))} of its time."
     )
+    columns = (("step", "{:,.0f}".format), ("bytes", size), ("seconds", duration), ("stall_seconds", duration))
     rows = "".join(
-        f"<tr><td>{number(e.get('step')) or 0:,.0f}</td><td>{size(number(e.get('bytes')) or 0.0)}</td>"
-        f"<td>{duration(number(e.get('seconds')) or 0.0)}</td><td>{duration(number(e.get('stall_seconds')) or 0.0)}</td></tr>"
-        for e in saves[: -_MOST_SAVES - 1 : -1]
+        f"<tr>{''.join(f'<td>{show(number(event.get(key)) or 0.0)}</td>' for key, show in columns)}</tr>"
+        for event in saves[: -_MOST_SAVES - 1 : -1]
     )
     titles = "".join(f"<th>{word}</th>" for word in ("step", "size", "time", "stood still"))
     more = f"<p>The last {_MOST_SAVES}.</p>" if len(saves) > _MOST_SAVES else ""

@@ -91,7 +91,9 @@ def draw(chart: Chart) -> str:
     head = f"<h3>{escaped(chart.title)}{f' <small>{escaped(chart.unit)}</small>' if chart.unit else ''}</h3>"
     body = frame(
         labels=[(_height(chart, up, value), label) for value, label in up.ticks],
-        inner="".join((_grid(chart, up), _ticks(chart, across), _plot(chart, across, up), _marks(chart, across))),
+        inner="".join(
+            (_grid(chart, up), labels_below(across, chart.height), _plot(chart, across, up), _marks(chart, across))
+        ),
         height=chart.height,
         words=(chart.title, words),
         data={"x": chart.x, "form": chart.form, "log": str(int(up.is_log)), "stacked": str(int(chart.is_stacked))},
@@ -123,6 +125,16 @@ def frame(
     )
 
 
+def labels_below(across: Axis, height: float) -> str:
+    """Give the labels of an x axis below a part of that height in pixels; those at its ends stay inside."""
+    texts = []
+    for value, label in across.ticks:
+        share = (value - across.low) / across.width
+        side = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+        texts.append(f'<text class="{side}" x="{across.place(value)}" y="{height + TOP + 16:.0f}">{label}</text>')
+    return "".join(texts)
+
+
 def path(points: Sequence[Point]) -> str:
     """Give the `d` of a line through points, with a gap where there is no y."""
     parts, is_drawing = [], False
@@ -149,15 +161,6 @@ def _height(chart: Chart, up: Axis, value: float) -> float:
 def _grid(chart: Chart, up: Axis) -> str:
     heights = (f"{_height(chart, up, value):.1f}" for value, _ in up.ticks)
     return '<g class="grid">' + "".join(f'<line x2="100%" y1="{y}" y2="{y}"/>' for y in heights) + "</g>"
-
-
-def _ticks(chart: Chart, across: Axis) -> str:
-    y, texts = chart.height + TOP + 16, []
-    for value, label in across.ticks:
-        share = (value - across.low) / across.width
-        side = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
-        texts.append(f'<text class="{side}" x="{across.place(value)}" y="{y}">{label}</text>')
-    return "".join(texts)
 
 
 def _plot(chart: Chart, across: Axis, up: Axis) -> str:
@@ -188,7 +191,8 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
         line = path(kept)
         return f'<path class="line {curve.colour}" {label} d="{line}"/><path class="dots {curve.colour}" d="{dots}"/>'
     is_noisy = len(points) > most // 2
-    drawn = f'<path class="{"faint" if is_noisy else "line"} {curve.colour}" {label} d="{path(keep_extremes(points, most))}"/>'
+    kind = "faint" if is_noisy else "line"
+    drawn = f'<path class="{kind} {curve.colour}" {label} d="{path(keep_extremes(points, most))}"/>'
     # Of many points the eye sees a band; its mean tells how it goes.
     return drawn + (f'<path class="line {curve.colour}" d="{path(means(points, most // 6))}"/>' if is_noisy else "")
 

@@ -46,7 +46,7 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
         f'<figure class="chart"><h3>Busy time beside the median of all ranks</h3>{_legend()}'
         + frame(
             labels=[(TOP + height * (row + 0.5), f"{rows[row][0]}") for row in shown],
-            inner=_squares(cells).replace("HEIGHT", str(height * len(rows))),
+            inner=_squares(cells, height * len(rows)),
             height=height * len(rows),
             words=("Busy time of ranks", words),
             data=data,
@@ -80,7 +80,7 @@ def _highest(ratios: Sequence[float | None], ranks: range) -> float | None:
     return max(known, default=None)
 
 
-def _squares(cells: Sequence[Sequence[float | None]]) -> str:
+def _squares(cells: Sequence[Sequence[float | None]], height: int) -> str:
     """One path a colour, in which cells of one colour that lie side by side are one."""
     paths: dict[int, list[str]] = {}
     for row, own in enumerate(cells):
@@ -93,7 +93,8 @@ def _squares(cells: Sequence[Sequence[float | None]]) -> str:
             column += width
     drawn = "".join(f'<path class="heat h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
     box = f"0 0 {len(cells[0])} {len(cells)}"
-    return f'<svg class="data" y="{TOP}" width="100%" height="HEIGHT" viewBox="{box}" preserveAspectRatio="none">{drawn}</svg>'
+    shape = f'y="{TOP}" width="100%" height="{height}" viewBox="{box}" preserveAspectRatio="none"'
+    return f'<svg class="data" {shape}>{drawn}</svg>'
 
 
 def _legend() -> str:

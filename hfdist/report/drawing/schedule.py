@@ -1,11 +1,11 @@
-"""The recorded step of a pipeline: a row a rank, a box for each action, as Python code and words have them."""
+"""The recorded step of a pipeline: a row a rank, a box for each action."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from hfdist.report.drawing.axis import linear
-from hfdist.report.drawing.chart import TOP, frame
+from hfdist.report.drawing.chart import TOP, frame, labels_below
 from hfdist.report.reading.run_files import Span
 from hfdist.report.text import count, share
 
@@ -40,14 +40,10 @@ def draw(spans: Sequence[Span]) -> str:
     words = f"{count(len(busy), 'rank')}, {last:.1f} ms, {share(idle)} idle"
     kinds = [kind for kind in _WORDS if any(span.kind == kind for span in shown)]
     across = linear(0, last, from_zero=True, fits=False)
-    ticks = "".join(
-        f'<text class="{"start" if value == 0 else "middle"}" x="{across.place(value)}" y="{height + TOP + 16}">{label}</text>'
-        for value, label in across.ticks
-    )
     boxes = "".join(_boxes([span for span in shown if span.kind == kind], kind, row) for kind in kinds)
     inner = (
         f'<svg class="data" y="{TOP}" width="100%" height="{height}" viewBox="0 0 {last:.4f} {len(ranks)}" '
-        f'preserveAspectRatio="none">{boxes}</svg>{_numbers(shown, row, last)}{ticks}'
+        f'preserveAspectRatio="none">{boxes}</svg>{_numbers(shown, row, last)}{labels_below(across, height)}'
     )
     left_out = "" if len(shown) == len(spans) else f" {len(spans) - len(shown):,} actions are not drawn."
     legend = "".join(f'<li class="a-{kind}"><i></i>{_WORDS[kind]}</li>' for kind in kinds)
@@ -68,7 +64,8 @@ def busy_share(spans: Sequence[Span]) -> dict[int, float]:
     """Give the share of the schedule in which each rank computes, from 0 to 1; what overlaps counts once."""
     first = min(span.start_ms for span in spans)
     last = max(span.start_ms + span.length_ms for span in spans)
-    busy, reached = dict.fromkeys(sorted({span.rank for span in spans}), 0.0), {}
+    busy = dict.fromkeys(sorted({span.rank for span in spans}), 0.0)
+    reached: dict[int, float] = {}
     for span in sorted(spans, key=lambda span: span.start_ms):
         if span.kind in COMPUTE:
             stop = span.start_ms + span.length_ms

@@ -67,7 +67,9 @@ class RunFiles:
     def read(self) -> bool:
         """Read what is new; whether there was anything."""
         self.read_at = datetime.now(UTC)
-        is_new = any([follower.read() for follower in self._followers])
+        is_new = False
+        for follower in self._followers:
+            is_new = follower.read() or is_new
         if self._has_changed(RUN_FILE):
             self.record, is_new = read_run(self.folder) or self.record, True
         if self._has_changed(TIMELINE):
