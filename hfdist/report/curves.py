@@ -9,14 +9,14 @@ from hfdist.report.drawing.chart import Chart, Curve, Mark, draw
 from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, RankSteps
-from hfdist.report.reading.run_files import RunFiles
+from hfdist.report.reading.run_files import CURVES, RunFiles
 from hfdist.report.text import escaped_lines
 
 COLOURS = 6
 _MOST_MARKS = 32
 """Of all runs, in a chart."""
 LOSS, HELD_OUT = "loss", "eval_loss"
-_SMALL = (
+_SMALL = (  # in the order of CURVES, behind the loss
     Chart(title="Learning rate", unit="", curves=(), from_zero=True),
     Chart(title="Gradient norm", unit="before clipping", curves=(), may_be_log=True),
     Chart(title="Throughput", unit="tokens a second, all ranks", curves=(), from_zero=True),
@@ -26,9 +26,6 @@ _SMALL = (
     Chart(title="Energy", unit="kWh, all starts", curves=(), from_zero=True),
     Chart(title="Cost", unit="all starts", curves=(), from_zero=True),
 )
-_KEYS = (
-    "learning_rate", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "expert_load_max", "energy_kwh", "cost",
-)  # fmt: skip
 _TIMES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
@@ -68,7 +65,7 @@ def loss_charts(runs: Sequence[RunFiles]) -> str:
 def small_charts(runs: Sequence[RunFiles]) -> str:
     """Give all other figures of training lines by step, those that some run has."""
     drawn = []
-    for key, base in zip(_KEYS, _SMALL, strict=True):
+    for key, base in zip(CURVES[1:], _SMALL, strict=True):
         points = [run.curve(key) for run in runs]
         marked = _marks(runs, [run.steps for run in runs])
         drawn.append(draw(replace(base, curves=_named(runs, points, base.title), marks=marked)))

@@ -134,7 +134,7 @@ def marked(run: RunFiles, most: int) -> list[Marked]:
     found.sort(key=lambda mark: mark.step)
     groups: list[list[Marked]] = []
     for mark in found:
-        if groups and mark.step - groups[-1][0].step < max(found[-1].step, *run.steps[-1:]) / most:
+        if groups and mark.step - groups[-1][0].step < max([found[-1].step, *run.steps[-1:]]) / most:
             groups[-1].append(mark)
         else:
             groups.append([mark])

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 from hfdist.errors import ConfigError
 from hfdist.report.page import page, parts
@@ -138,16 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Give the page, or its events as they come."""
-        address = urlsplit(self.path)
-        folder, _, name = address.path.removeprefix("/").partition("/")
-        if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in _NAMES:
+        path, _, query = self.path.partition("?")
+        folder, _, name = path.removeprefix("/").partition("/")
+        if self.headers.get("Host", "").partition(":")[0].lower() not in _NAMES:
             self._refuse(HTTPStatus.FORBIDDEN, "this page is for this machine: 127.0.0.1 or localhost")
         elif not hmac.compare_digest(folder.encode(), self.server.secret.encode()) or name not in ("", "events"):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page: the command has written its address")
         elif name == "":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", self.server.live.html("events").encode())
         else:
-            self._stream(self.headers.get("Last-Event-ID") or address.query)
+            self._stream(self.headers.get("Last-Event-ID") or query)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of requests."""

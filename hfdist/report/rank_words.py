@@ -110,7 +110,7 @@ def table(run: RunFiles) -> str:
 def _bar(values: Sequence[float | None], longest: float) -> str:
     drawn, left = [], 0.0
     for number, value in enumerate(values):
-        width = 100 * (value or 0.0) / longest if longest > 0 else 0.0
+        width = 100 * max(value or 0.0, 0.0) / longest if longest > 0 else 0.0
         drawn.append(f'<rect class="fill c{number}" x="{left:.1f}%" width="{width:.1f}%" height="10"/>')
         left += width
     return f'<svg class="bar" height="10" aria-hidden="true">{"".join(drawn)}</svg>'

@@ -67,7 +67,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
 
 def _losses(run: RunFiles) -> list[tuple[str, str]]:
     found = []
-    losses = [value for value in run.columns.get(LOSS, ()) if value is not None]
+    losses = [value for value in run.columns[LOSS] if value is not None]
     if losses:
         found.append(("loss", f"{losses[-1]:.4g}"))
     held_out = [value for _, value in run.held_out.get(HELD_OUT, []) if value is not None]
@@ -197,7 +197,7 @@ def data(run: RunFiles) -> str:
     rows = []
     for name, pool in list(run.shares.items())[:32]:
         of_all = pool.get("share", 0.0)
-        fill = f'<rect class="fill c0" width="{100 * of_all:.1f}%" height="10"/>'
+        fill = f'<rect class="fill c0" width="{100 * min(max(of_all, 0.0), 1.0):.1f}%" height="10"/>'
         cells = [share(of_all), short(pool.get("tokens", 0.0)), f"{pool.get('epochs', 0.0):.2f}"]
         cells += [share(pool.get("filled", 0.0)), f'<svg class="bar" height="10" aria-hidden="true">{fill}</svg>']
         rows.append((name, cells))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,6 +11,7 @@ from hfdist.errors import printable
 
 LONGEST = 300
 """Characters of a text in a line."""
+_LARGEST = 1e100
 
 
 def escaped(value: object, longest: int = LONGEST) -> str:
@@ -27,13 +27,10 @@ def escaped_lines(value: object, longest: int) -> str:
 
 
 def number(value: Any) -> float | None:
-    """Give a finite number of a file; None: it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """Give a number of a file; None: it is none, or not finite, or so large that sums of it might not be."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if abs(value) >= 1 / _LARGEST else 0.0
 
 
 def numbers(value: Any) -> list[float | None]:

@@ -59,7 +59,7 @@ def _round_step(rough: float) -> float:
 def _label(value: float, step: float, decimals: int) -> str:
     if abs(value) >= 1e4:
         return short(value)
-    if step < 1e-3:
+    if step < 1e-3 and abs(value) < 0.1:
         return f"{round(value / step) * step:.3g}"
     # 2.5 and its kin need one digit more.
     decimals += int(round(step * 10**decimals, 6) % 1 != 0)

@@ -77,9 +77,9 @@ class RankSteps:
         self._lines_a_stretch = 1
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line; one without a step counts for nothing."""
+        """Add a line; one whose step is not a later one counts for nothing."""
         step = number(line.get("step"))
-        if step is None:
+        if step is None or (self.stretches and step <= self.stretches[-1].last_step):
             return
         if not self.stretches or self.stretches[-1].num_lines >= self._lines_a_stretch:
             if len(self.stretches) == _MOST_STRETCHES:

@@ -22,6 +22,11 @@ TIMELINE = "timeline.json"
 MARKS = (CONFIG, RUN_FILE, METRICS)
 """One of them makes a folder a run's."""
 
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "expert_load_max", "energy_kwh",
+    "cost",
+)  # fmt: skip
+"""Keys of training lines that are kept."""
 _MOST_BYTES = 1 << 26
 """Of a file that is read whole."""
 _MOST_SAMPLES = 1000
@@ -77,8 +82,8 @@ class RunFiles:
         return is_new
 
     def curve(self, key: str) -> list[Point]:
-        """Give the values of a key by step, of training lines that have it; a value that is not finite is a gap."""
-        return [(step, value) for step, value in zip(self.steps, self.columns.get(key, ()), strict=False)]
+        """Give the values of one of CURVES by step; one that is not there, or not finite, is a gap."""
+        return list(zip(self.steps, self.columns[key], strict=True))
 
     def on(self, axis: list[float], points: list[Point]) -> list[Point]:
         """Give points by step as points by `tokens` or `seconds`, which lie on a line between two steps."""
@@ -101,8 +106,8 @@ class RunFiles:
         self.tokens: list[float] = []
         self.seconds: list[float] = []
         """Of the steps up to each line, without loading, evaluations and saves."""
-        self.columns: dict[str, list[float | None]] = {}
-        """Of training lines: as long as `steps`, or shorter."""
+        self.columns: dict[str, list[float | None]] = {key: [] for key in CURVES}
+        """Of training lines, each as long as `steps`."""
         self.held_out: dict[str, list[Point]] = {}
         """Held-out losses, by key."""
         self.shares: dict[str, dict[str, float]] = {}
@@ -128,10 +133,8 @@ class RunFiles:
             a_step = number(line.get("step_seconds")) or 0.0
             # How many steps lie before the first line is not known where a run goes on from another one's checkpoint.
             self.seconds.append(before[2] + max(a_step, 0.0) * (step - before[0] if len(self.steps) > 1 else 1.0))
-            for key in {*line, *self.columns} - {"step"}:
-                column = self.columns.setdefault(key, [])
-                column += [None] * (len(self.steps) - 1 - len(column))
-                column.append(number(line.get(key)))
+            for key in CURVES:
+                self.columns[key].append(number(line.get(key)))
         for key, value in line.items():
             if _EVALUATION.fullmatch(key):
                 own = self.held_out.setdefault(key, [])
