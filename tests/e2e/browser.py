@@ -86,8 +86,8 @@ class Browser:
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def ask(self, expression):
-        """Give the value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Give the value of a JavaScript expression; of a promise, once it is kept."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 

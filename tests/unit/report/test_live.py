@@ -1,4 +1,4 @@
-"""The page over real HTTP on the loopback interface: events follow what is added to the files, and strangers are refused."""
+"""The page over real HTTP on the loopback interface: events follow what is added, and strangers are refused."""
 
 import http.client
 import json

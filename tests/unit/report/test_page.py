@@ -76,8 +76,10 @@ def test_texts_of_a_run_are_text_alone(tmp_path):
     for name, note in ((folder, config), (tmp_path / "other", "run: {name: y}\nnote: other\n")):
         write_run(
             name,
-            lines=[*(training_line(step) for step in range(1, 9)), {"step": 8, f"data/{HOSTILE}/share": 1.0}]
-            + [{"step": 8, f"eval_{HOSTILE}_loss": 2.0}],
+            lines=[
+                *(training_line(step) for step in range(1, 9)),
+                {"step": 8, f"data/{HOSTILE}/share": 1.0, f"eval_{HOSTILE}_loss": 2.0},
+            ],
             events=[
                 event("start", 1, host=HOSTILE, layout={HOSTILE: 2, "sharding": HOSTILE}),
                 event("alert", 2, step=3, kind=HOSTILE, text=HOSTILE),
