@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ _KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "js
 
 def _examine(arguments: list[str]) -> None:
     """Examine, and end with exit code 7 where there is an error."""
+    # Before torch is loaded: it would say of each dead link what a finding says.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     request, is_launched = parse_request([one for one in arguments if one != OFFLINE_FLAG])
     if OFFLINE_FLAG in arguments:
         go_offline()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,24 +106,54 @@ def try_pairs(
     for number, pairs in enumerate(rounds(ranks)):
         for ab in (pair for pair in pairs if meeting.rank in pair):
             pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
-            name = f"{backend}-{ab[0]}-{ab[1]}"
-            meeting.tell(name, True)
-            # A dead pair has kept the other one for its time in each round before.
-            if meeting.hear(name, ab[1] if meeting.rank == ab[0] else ab[0], (number + 2) * seconds) is None:
-                pair.error = "one of them has ended or hangs"
-            else:
-                _try(meeting, pair, name, seconds)
+            # A dead pair may have kept the other one in each round before.
+            pair.error = _connect(meeting, pair, seconds, patience_seconds=3 * seconds * (number + 1))
+            if pair.error is None:
+                _try(meeting, pair, seconds)
             found.append(pair)
     return found
 
 
-def _try(meeting: Meeting, pair: Pair, name: str, seconds: float) -> None:
+def _connect(meeting: Meeting, pair: Pair, seconds: float, patience_seconds: float) -> str | None:
+    """Connect both ranks to each other, and give what failed; None: nothing.
+
+    By own sockets first: gloo takes several times its time limit (torch 2.13), and does not say which way is closed.
+    """
+    name = f"{pair.backend}-{pair.ranks[0]}-{pair.ranks[1]}"
+    other = pair.ranks[1] if meeting.rank == pair.ranks[0] else pair.ranks[0]
+    own_address = gloo_address()
     try:
-        with meeting.group(name, pair.backend, pair.ranks, seconds):
+        listener = socket.create_server((own_address, 0))
+    except OSError as error:
+        return f"{own_address} cannot be listened on: {error.strerror}"
+    with listener:
+        meeting.tell(f"{name}/at", listener.getsockname()[:2])
+        at = meeting.hear(f"{name}/at", other, patience_seconds)
+        if at is None:
+            return f"rank {other} has ended or hangs"
+        problem = None
+        try:
+            socket.create_connection(tuple(at), timeout=seconds).close()
+        except OSError as error:
+            problem = f"{error.strerror or error} when {platform.node()} connects to {at[0]}"
+        meeting.tell(f"{name}/problem", [problem])
+        # Until then the listener must stay.
+        told = meeting.hear(f"{name}/problem", other, 2 * seconds)
+    return problem or (f"rank {other} hangs" if told is None else told[0])
+
+
+def _try(meeting: Meeting, pair: Pair, seconds: float) -> None:
+    try:
+        with meeting.group(f"{pair.backend}-{pair.ranks[0]}-{pair.ranks[1]}", pair.backend, pair.ranks, seconds):
             _measure(pair)
     except Exception as error:
         # Whatever a backend raises: that is the finding.
-        pair.error = printable(first_line(error), 160)
+        pair.error = _what_failed(error)
+
+
+def _what_failed(error: Exception) -> str:
+    """Give a backend's words without the place in its source, where it fails."""
+    return printable(re.sub(r"\[/[^\]]*\] ?", "", first_line(error)), 160)
 
 
 def _measure(pair: Pair) -> None:
@@ -194,7 +226,7 @@ def measure_all(meeting: Meeting, backend: str, ranks: Sequence[int], seconds: f
                 factor = 2 * (len(ranks) - 1) / len(ranks)
                 own.all_reduce_gbs[str(mib)] = factor * tensor.numel() * tensor.element_size() / best / 1e9
     except Exception as error:
-        return printable(first_line(error), 160)
+        return _what_failed(error)
     return own.all_reduce_gbs
 
 
@@ -213,17 +245,26 @@ def _end_group(backend: str) -> None:
         dist.destroy_process_group()
 
 
+def gloo_address() -> str:
+    """Give the address that gloo tells the other ranks: that of GLOO_SOCKET_IFNAME, or else of the host's name."""
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        for found in psutil.net_if_addrs().get(name, []):
+            if found.family == socket.AF_INET:
+                return str(found.address)
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
 def link_gbs() -> float | None:
     """Give the speed of the interface that gloo uses, in 10^9 bytes a second; None: not known, as of a virtual one."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if names == [""]:
-        with suppress(OSError):
-            address = socket.gethostbyname(socket.gethostname())
-            names = [n for n, found in psutil.net_if_addrs().items() if address in {one.address for one in found}]
-    folder = Path("/sys/class/net") / (names[0] if names else "none")
-    with suppress(OSError, ValueError):
-        megabits = int((folder / "speed").read_text())
+    address = gloo_address()
+    for name, found in psutil.net_if_addrs().items():
+        folder = Path("/sys/class/net") / name
         # A virtual one names a speed that nothing keeps.
-        if (folder / "device").exists() and megabits > 0:
-            return megabits / 8000
+        if address in {one.address for one in found} and (folder / "device").exists():
+            with suppress(OSError, ValueError):
+                megabits = int((folder / "speed").read_text())
+                return megabits / 8000 if megabits > 0 else None
     return None
