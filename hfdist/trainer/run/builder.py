@@ -79,7 +79,7 @@ from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
-from hfdist.watch import Watch
+from hfdist.watch.callback import Watch
 
 logger = logging.getLogger(__name__)
 
