@@ -21,8 +21,9 @@ _SPIKE_NOISE, _SPIKE_SHARE = 8.0, 0.1
 
 _PLATEAU_SHARE, _PLATEAU_LINES = 0.3, 300
 """The newest part of the run, and the fewest lines in it."""
-_PLATEAU_GAIN, _PLATEAU_ERRORS = 0.005, 3.0
+_PLATEAU_GAIN, _PLATEAU_ERRORS = 0.005, 4.0
 """Between the halves of that part: so much less than this share, by so many standard errors, is no gain."""
+_PLATEAU_PARTS = 8
 _MOST_MEANS = 512
 
 _DRIFT_LINES, _DRIFT_TIMES = 16, 5.0
@@ -55,7 +56,9 @@ class LossSpike:
         finding = None
         if len(self._before) >= _LEAST_LINES:
             before = list(self._before)
-            level, usual = median(before), noise(before)
+            level = median(before)
+            # Around the level, or around a trend.
+            usual = max(noise(before), _NORMAL * median(abs(value - level) for value in before))
             self._are_high.append(loss - level > max(_SPIKE_NOISE * usual, _SPIKE_SHARE * abs(level)))
             if self._are_high[-1] and sum(self._are_high) >= 2:
                 finding = Finding(
@@ -93,10 +96,12 @@ class Plateau:
         num_lines = num_means * self._losses_in_mean
         if num_lines < _PLATEAU_LINES:
             return None
-        newest, half = self._means[-num_means:], num_means // 2
-        earlier, later = median(newest[:half]), median(newest[half:])
-        # Of the difference of two medians.
-        error = 1.2533 * noise(newest) * (2 / half) ** 0.5
+        # Of parts: losses that follow each other may be alike, which hides noise from its neighbours.
+        size, half = num_means // _PLATEAU_PARTS, _PLATEAU_PARTS // 2
+        newest = self._means[-size * _PLATEAU_PARTS :]
+        parts = [median(newest[begin : begin + size]) for begin in range(0, len(newest), size)]
+        earlier, later = fmean(parts[:half]), fmean(parts[half:])
+        error = noise(parts) * (2 / half) ** 0.5
         if earlier - later + _PLATEAU_ERRORS * error >= _PLATEAU_GAIN * abs(later):
             return None
         return Finding(
