@@ -30,7 +30,7 @@ class Event(Enum):
     """step, state, exit_code, error"""
 
 
-def now() -> str:
+def utc_now() -> str:
     """Give the time as ISO 8601, in UTC, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -41,4 +41,4 @@ def add_event(run_dir: Path, event: Event, *, start: int, **fields: object) -> N
     Raises:
         ResourceError: the disk is full.
     """
-    append_line(run_dir / EVENTS, {"time": now(), "start": start, "event": event.value} | fields)
+    append_line(run_dir / EVENTS, {"time": utc_now(), "start": start, "event": event.value} | fields)

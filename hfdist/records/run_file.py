@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfdist.records.lines import writing
+from hfdist.atomic_write import write_atomically
+from hfdist.records.lines import reporting_full_disk
 
 RUN_FILE = "run.json"
 SCHEMA = 1
-"""Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
-
-_UNFINISHED = ".tmp"
+"""Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
+know."""
 
 
 class State(Enum):
@@ -96,18 +95,5 @@ def write_run(run_dir: Path, record: RunRecord, *, is_durable: bool) -> None:
         ResourceError: the disk is full.
     """
     path = run_dir / RUN_FILE
-    # Of this process: what started it may write, too, when it has ended.
-    unfinished = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
-    with writing(path):
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record.to_json(), indent=1) + "\n")
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        unfinished.replace(path)
-
-
-def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a process has left that was killed in `write_run`."""
-    for path in run_dir.glob(f"{Path(RUN_FILE).stem}.*{_UNFINISHED}"):
-        path.unlink(missing_ok=True)
+    with reporting_full_disk(path):
+        write_atomically(path, (json.dumps(record.to_json(), indent=1) + "\n").encode(), is_durable=is_durable)
