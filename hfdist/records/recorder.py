@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
 from hfdist.records.events import Event, add_event, utc_now
-from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run, write_run
+from hfdist.records.run_file import RUN_FILE, SUMMED, RunRecord, State, read_run, write_run
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class RunRecorder:
         self.record = RunRecord(
             start=1 if before is None else before.start + 1,
             earlier_seconds=0.0 if before is None else before.earlier_seconds + before.seconds,
+            **{f"earlier_{name}": None if before is None else before.total(name) for name in SUMMED},
             started=utc_now(),
             host=platform.node(),
             pid=os.getpid(),
@@ -105,9 +106,14 @@ class RunRecorder:
                 _close(self.run_dir, self.record, exit_code, error)
         RunRecorder.of_process = None
 
+    @property
+    def seconds(self) -> float:
+        """Since this start."""
+        return time.monotonic() - self._begun_seconds
+
     def _count_seconds(self) -> None:
         self._written_seconds = time.monotonic()
-        self.record.seconds = round(self._written_seconds - self._begun_seconds, 3)
+        self.record.seconds = round(self.seconds, 3)
 
 
 def record_end(exit_code: int, error: str | None = None) -> None:
