@@ -9,17 +9,16 @@ from contextlib import suppress
 
 import psutil
 
-from hfdist.energy.meter import Source
+from hfdist.energy.meter import Meter, Source
 
 WATTS_PER_CORE = 5.0
 """Of a host under full load for each core that the system counts, where nobody says its watts."""
 
 
-class DeviceAtFullLoad:
+class DeviceAtFullLoad(Meter):
     """A device that takes its watts all the time."""
 
     source = Source.estimate
-    sample_seconds = None
 
     def __init__(self, watts: float) -> None:
         self._watts, self._begin_seconds = watts, time.monotonic()
@@ -29,12 +28,10 @@ class DeviceAtFullLoad:
         return self._watts * (time.monotonic() - self._begin_seconds)
 
 
-class ProcessLoad:
+class ProcessLoad(Meter):
     """This process's share of its host: CPU seconds of it and of its loaders, of so many watts for all cores."""
 
     source = Source.estimate
-    # The seconds of a loader that has been killed are lost.
-    sample_seconds = None
 
     def __init__(self, host_watts: float | None) -> None:
         self._watts_per_core = WATTS_PER_CORE if host_watts is None else host_watts / (os.cpu_count() or 1)

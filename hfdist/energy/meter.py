@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar
 
 
 class Source(Enum):
@@ -17,12 +18,13 @@ class Source(Enum):
     """Load times watts: nothing was measured."""
 
 
-class Meter(Protocol):
+class Meter(ABC):
     """Counts energy from its making on."""
 
-    source: Source
-    sample_seconds: float | None
+    source: ClassVar[Source]
+    sample_seconds: ClassVar[float | None] = None
     """How often `joules` must be called at least; None: it does not matter."""
 
+    @abstractmethod
     def joules(self) -> float:
         """Give the energy since the meter was made."""

@@ -31,11 +31,10 @@ def open_device(uuid: str) -> Meter | None:
         return None
 
 
-class EnergyCounter:
+class EnergyCounter(Meter):
     """The driver's counter, in mJ since the driver was loaded."""
 
     source = Source.nvml
-    sample_seconds = None
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -58,7 +57,7 @@ class EnergyCounter:
         return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
 
 
-class PowerOverTime:
+class PowerOverTime(Meter):
     """The device's power in mW, taken as constant from one reading to the next."""
 
     source = Source.nvml

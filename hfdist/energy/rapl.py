@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hfdist.energy.meter import Source
+from hfdist.energy.meter import Meter, Source
 
 POWERCAP = Path("/sys/class/powercap")
 # A counter goes round after a quarter of an hour under full load.
 _SAMPLE_SECONDS = 30.0
 
 
-class Rapl:
+class Rapl(Meter):
     """The sum over all packages, which hold the cores, and over memory where it has a counter of its own.
 
     `psys`, the whole board, is left out: it holds the packages.

@@ -58,7 +58,6 @@ class RunRecorder:
         self.record = RunRecord(
             start=1 if before is None else before.start + 1,
             earlier_seconds=0.0 if before is None else before.earlier_seconds + before.seconds,
-            **{f"earlier_{name}": None if before is None else before.total(name) for name in SUMMED},
             started=utc_now(),
             host=platform.node(),
             pid=os.getpid(),
@@ -67,6 +66,9 @@ class RunRecorder:
             layout=dict(layout),
             versions=find_versions(),
         )
+        if before is not None:
+            for name in SUMMED:
+                setattr(self.record, f"earlier_{name}", before.total(name))
         self._begun_seconds = self._written_seconds = time.monotonic()
         # The watch may end the run from a thread of its own, and a signal in the middle of a write.
         self._lock = threading.RLock()

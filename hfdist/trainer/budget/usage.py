@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, rank, world_size
+from hfdist.config.checks.budgets import find_used
 from hfdist.config.run import CostConfig
 from hfdist.energy import Place, RankMeter, describe_sources, name_sources
 from hfdist.energy.rank_meter import is_known, num_devices
-from hfdist.records import RunRecorder
+from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class Usage(TrainerCallback):
         self._group: dist.ProcessGroup | None = None
         self._places: list[Place] = []
         self._begin_seconds = self._read_seconds = time.monotonic()
-        self._joules, self._watts = 0.0, 0.0
+        self._joules: float | None = None
+        self._watts = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tell each other what can be measured, and share it out. A collective."""
@@ -67,7 +69,8 @@ class Usage(TrainerCallback):
 
     def flag(self) -> int:
         """1, of rank 0: it is time to sum again."""
-        return int(self._recorder is not None and time.monotonic() - self._read_seconds > _READ_SECONDS)
+        is_due = self._joules is None or time.monotonic() - self._read_seconds > _READ_SECONDS
+        return int(self._recorder is not None and is_due)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
         """Sum. A collective."""
@@ -77,32 +80,42 @@ class Usage(TrainerCallback):
         """Sum the energy of all ranks, and note it. A collective."""
         joules = sum(gather_json(self._meter.joules(), self._group))
         now = time.monotonic()
-        seconds = max(now - self._read_seconds, 1e-3)
-        # The highest power counts for what is to come: loading takes less than training.
-        self._watts = max((joules - self._joules) / seconds, joules / max(now - self._begin_seconds, 1e-3))
+        of_late = (joules - (self._joules or 0.0)) / max(now - self._read_seconds, 1e-3)
+        # The higher power counts for what is to come: waiting takes less than training.
+        self._watts = max(of_late, joules / max(now - self._begin_seconds, 1e-3))
         self._joules, self._read_seconds = joules, now
         if self._recorder is not None:
             self.note()
 
     def note(self) -> None:
-        """Write the figures of this moment into the record; on rank 0. What was used since the last sum is added."""
+        """Write the figures of this moment into the record; on rank 0. Energy is that of the last sum."""
         assert self._recorder is not None
         record, cost = self._recorder.record, self._cost
-        kwh = (self._joules + self._watts * (time.monotonic() - self._read_seconds)) / _JOULES_PER_KWH
-        record.energy_kwh = kwh if self.is_known and self._joules > 0 else None
-        hours = self._recorder.seconds / _SECONDS_PER_HOUR
-        of_devices = None if cost.price_per_hour is None else cost.price_per_hour * hours * num_devices(self._places)
-        of_energy = _times(cost.price_per_kwh, record.energy_kwh)
-        parts = [
-            part
-            for price, part in ((cost.price_per_hour, of_devices), (cost.price_per_kwh, of_energy))
-            if price is not None
-        ]
-        record.cost = None if not parts or None in parts else sum(part for part in parts if part is not None)
+        if self.is_known and self._joules is not None:
+            record.energy_kwh = self._joules / _JOULES_PER_KWH
+        device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._places)
+        prices = {cost.price_per_hour: device_hours, cost.price_per_kwh: record.energy_kwh}
+        parts = [_times(price, amount) for price, amount in prices.items() if price is not None]
+        known = [part for part in parts if part is not None]
+        # A part of the sum would pass for the whole.
+        record.cost = sum(known) if parts and len(known) == len(parts) else None
         record.gco2e = _times(cost.gco2e_per_kwh, record.energy_kwh)
 
-    def rates(self) -> dict[str, float]:
-        """Give what a second uses of each budget, by the power of late and the prices."""
+    def find_used(self) -> dict[str, float | None]:
+        """Give what the run has used by now of each budget; since the last sum, by the power of late."""
+        used, since_seconds = find_used(self.totals()), time.monotonic() - self._read_seconds
+        of_energy = {"max_kwh": 1.0, "max_cost": self._cost.price_per_kwh or 0.0}
+        more = {name: price * self._watts * since_seconds / _JOULES_PER_KWH for name, price in of_energy.items()}
+        return {name: None if value is None else value + more.get(name, 0.0) for name, value in used.items()}
+
+    def totals(self) -> RunRecord:
+        """Give the record with the figures of this moment; on rank 0."""
+        assert self._recorder is not None
+        self.note()
+        return replace(self._recorder.record, seconds=self._recorder.seconds)
+
+    def find_rates(self) -> dict[str, float]:
+        """Give what a second uses of each budget."""
         kwh = self._watts / _JOULES_PER_KWH
         cost = (self._cost.price_per_hour or 0.0) * num_devices(self._places) / _SECONDS_PER_HOUR
         cost += (self._cost.price_per_kwh or 0.0) * kwh
@@ -112,8 +125,8 @@ class Usage(TrainerCallback):
         """Give what a training line says: totals over all starts, as far as they are known; {} on all but rank 0."""
         if self._recorder is None:
             return {}
-        self.note()
-        totals = {name: self._recorder.record.total(name) for name in SUMMED}
+        record = self.totals()
+        totals = {name: record.total(name) for name in SUMMED}
         return {name: total for name, total in totals.items() if total is not None}
 
     def close(self) -> None:
@@ -121,6 +134,16 @@ class Usage(TrainerCallback):
         if self._recorder is not None and self._places:
             self.note()
         self._meter.close()
+
+
+def describe_usage(record: RunRecord, cost: CostConfig) -> str:
+    """Say in one line what all starts have used, as far as it is known."""
+    kwh, money, grams = (record.total(name) for name in SUMMED)
+    parts = [f"{(record.earlier_seconds + record.seconds) / _SECONDS_PER_HOUR:.4g} h"]
+    parts += [] if kwh is None else [f"{kwh:.4g} kWh ({record.energy_source or 'of earlier starts'})"]
+    parts += [] if grams is None else [f"{grams:.4g} g CO2e"]
+    parts += [] if money is None else [f"{money:.4g} {cost.currency}"]
+    return ", ".join(parts) + (f", in {record.start} starts" if record.start > 1 else "")
 
 
 def _times(price: float | None, amount: float | None) -> float | None:
