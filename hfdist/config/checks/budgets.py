@@ -77,13 +77,13 @@ def describe(name: str, value: float | None, config: RunConfig) -> str:
     if value is None:
         return "an unknown part"
     if name == "deadline":
-        return to_iso(value)
+        return to_iso(value, "seconds")
     return f"{value:.4g} {({'max_hours': 'h', 'max_kwh': 'kWh', 'max_cost': config.cost.currency})[name]}"
 
 
-def to_iso(seconds: float) -> str:
+def to_iso(seconds: float, timespec: str = "auto") -> str:
     """Give a time since 1970 as ISO 8601, in this machine's time zone."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec=timespec)
 
 
 def _find_earlier_stops(run_dir: Path) -> Mapping[str, float]:

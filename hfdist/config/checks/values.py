@@ -65,7 +65,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key, value in flatten(plain(config), ""):
         known = find_key(key)
         if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
-            raise ConfigError("the number is out of range", where=key, found=value, allowed=known.allowed)
+            what = "the number is out of range" if "number" in known.allowed else "the value is of another kind"
+            raise ConfigError(what, where=key, found=value, allowed=known.allowed)
 
 
 def _check_run(config: RunConfig) -> None:

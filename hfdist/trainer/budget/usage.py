@@ -94,8 +94,8 @@ class Usage(TrainerCallback):
         if self.is_known and self._joules is not None:
             record.energy_kwh = self._joules / _JOULES_PER_KWH
         device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._places)
-        prices = {cost.price_per_hour: device_hours, cost.price_per_kwh: record.energy_kwh}
-        parts = [_times(price, amount) for price, amount in prices.items() if price is not None]
+        amounts = [(cost.price_per_hour, device_hours), (cost.price_per_kwh, record.energy_kwh)]
+        parts = [_times(price, amount) for price, amount in amounts if price is not None]
         known = [part for part in parts if part is not None]
         # A part of the sum would pass for the whole.
         record.cost = sum(known) if parts and len(known) == len(parts) else None

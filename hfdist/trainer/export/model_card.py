@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import ModelCardData
 
+from hfdist.config.checks.budgets import BUDGETS
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceKind
@@ -139,9 +140,9 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> 
 
 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
-    # To whoever reads this, the same start, and none of the writer's repositories.
+    # To whoever reads this, the same start, and none of the writer's repositories and budgets.
     model = replace(config.model, revision=commit or config.model.revision)
-    config = replace(config, model=model, export=ExportConfig())
+    config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **dict.fromkeys(BUDGETS)))
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
