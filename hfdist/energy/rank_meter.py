@@ -138,11 +138,15 @@ def describe_sources(places: Iterable[Place], *, device_watts: float | None, hos
         "estimate": f"estimated at {device_watts:g} W" if device_watts is not None else "",
         None: "not known (cost.device_watts estimates it)",
     }
-    parts = [f"{number} GPU(s) {words[source]}" for source, number in Counter(devices.values()).items()]
+    parts = [f"{_count(number, 'GPU')} {words[source]}" for source, number in Counter(devices.values()).items()]
     load = f"{WATTS_PER_CORE:g} W a core" if host_watts is None else f"{host_watts:g} W a host"
     ways = {True: "measured by RAPL (processors and memory)", False: f"estimated from CPU time at {load}"}
-    parts += [f"{number} host(s) {ways[way]}" for way, number in Counter(_has_rapl(places).values()).items()]
+    parts += [f"{_count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(places).values()).items()]
     return ", ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _has_rapl(places: Iterable[Place]) -> dict[str, bool]:

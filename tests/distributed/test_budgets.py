@@ -1,4 +1,4 @@
-"""Runs that stop at one budget after the other go on as if nothing had been, in layouts that share batches and blocks."""
+"""Runs that stop at one budget after the other go on as if nothing had been, data parallel and in a pipeline."""
 
 import hashlib
 import sys
@@ -41,10 +41,8 @@ def start(folder, layout, *overrides):
 
 
 def is_used_up(said, key):
-    return all(
-        f"rank {rank}: Budget used up: the budget of the run is used up\n  where:   train.{key}" in said
-        for rank in (0, 1)
-    )
+    words = f"Budget used up: the budget of the run is used up\n  where:   train.{key}"
+    return all(f"rank {rank}: {words}" in said for rank in (0, 1))
 
 
 def stop(folder, layout, key, limit):

@@ -26,18 +26,18 @@ class Nvml:
     def __init__(self, millijoules, milliwatts):
         self.millijoules, self.milliwatts, self.is_up = millijoules, milliwatts, False
 
-    def nvmlInit(self):  # noqa: N802
+    def nvmlInit(self):
         self.is_up = True
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         if not self.is_up or uuid != UUID:
             raise self.NVMLError("Not Found")
         return "a handle"
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         return self._of(handle, self.millijoules)
 
-    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+    def nvmlDeviceGetPowerUsage(self, handle):
         return self._of(handle, self.milliwatts)
 
     def _of(self, handle, value):
@@ -224,12 +224,12 @@ def test_a_device_without_a_meter_is_estimated_where_its_watts_are_given(clock, 
 @pytest.mark.parametrize(
     ("places", "name", "said", "devices"),
     [
-        ([ON_CPU, ON_CPU], "estimate", "1 host(s) estimated from CPU time at 5 W a core", 1),
+        ([ON_CPU, ON_CPU], "estimate", "1 host estimated from CPU time at 5 W a core", 1),
         ([ON_GPU, replace(ON_GPU, device="GPU-1")], "nvml+rapl",
-         "2 GPU(s) measured by NVML, 1 host(s) measured by RAPL (processors and memory)", 2),
+         "2 GPUs measured by NVML, 1 host measured by RAPL (processors and memory)", 2),
         ([ON_GPU, replace(ON_CPU, host="b")], "nvml+rapl+estimate",
-         "1 GPU(s) measured by NVML, 1 host(s) measured by RAPL (processors and memory), "
-         "1 host(s) estimated from CPU time at 5 W a core", 1),
+         "1 GPU measured by NVML, 1 host measured by RAPL (processors and memory), "
+         "1 host estimated from CPU time at 5 W a core", 1),
     ],
 )  # fmt: skip
 def test_what_is_counted_is_said(places, name, said, devices):

@@ -142,7 +142,8 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
     # To whoever reads this, the same start, and none of the writer's repositories and budgets.
     model = replace(config.model, revision=commit or config.model.revision)
-    config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **dict.fromkeys(BUDGETS)))
+    no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
+    config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
