@@ -15,7 +15,8 @@ RUN_FILE = "run.json"
 SUMMED = ("energy_kwh", "cost", "gco2e")
 """Figures that are not always known, each with an `earlier_` one."""
 SCHEMA = 1
-"""Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
+"""Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
+know."""
 
 
 class State(Enum):

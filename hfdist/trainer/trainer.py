@@ -365,6 +365,8 @@ class DistributedTrainerMixin(_Trainer):
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
         for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
+        if self.engine is not None:
+            epoch_iterator = self.throughput.clock.loading(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
         samples, num_items = read()
         if self.engine is None or self.strategy is None:

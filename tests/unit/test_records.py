@@ -17,6 +17,7 @@ from hfdist.records import (
     EVENTS,
     RUN_FILE,
     Event,
+    RankColumn,
     RunRecord,
     RunRecorder,
     State,
@@ -238,5 +239,5 @@ def test_events_have_a_time_and_their_fields(tmp_path):
 
 def test_the_page_names_each_field_and_each_event():
     page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
-    names = [field.name for field in fields(RunRecord)] + [one.value for one in (*State, *Event)]
+    names = [field.name for field in fields(RunRecord)] + [one.value for one in (*State, *Event, *RankColumn)]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from hfdist.collectives import gather_json, rank, world_size
+from hfdist.collectives import control_group, gather_json, rank
 from hfdist.config.checks.budgets import find_used
 from hfdist.config.run import CostConfig
 from hfdist.energy import Place, RankMeter, describe_sources, name_sources
@@ -51,9 +51,7 @@ class Usage(TrainerCallback):
         """Tell each other what can be measured, and share it out. A collective."""
         if self._places:
             return
-        if world_size() > 1:
-            # On the CPU: a GPU is not waited for.
-            self._group = dist.new_group(backend="gloo")
+        self._group = control_group()
         self._places = [Place(**place) for place in gather_json(asdict(self._meter.place), self._group)]
         self._meter.begin(rank(), self._places)
         if self._recorder is not None:

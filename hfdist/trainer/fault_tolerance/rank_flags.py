@@ -1,6 +1,6 @@
 """Once a step the ranks tell each other whether one of them wants something of all: a signal, a failed save.
 
-This is one reduction of a few numbers that runs beside the step, in a group of its own on the CPU: nobody waits for it,
+This is one reduction of a few numbers that runs beside the step, in the control group, on the CPU: nobody waits for it,
 and the GPU is not synchronised.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.collectives import control_group
 from hfdist.errors import PreemptedError
 from hfdist.records.recorder import end_by_signal
 
@@ -55,8 +56,7 @@ class RankFlags(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the flags, and make the group. A collective."""
         self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
-        if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        self._group = control_group()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the reduction."""

@@ -57,7 +57,7 @@ from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
-from hfdist.records import METRICS, RunRecorder
+from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
@@ -72,6 +72,7 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
+from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.run_lock import RunLock
@@ -232,6 +233,7 @@ class Run:
         assert trainer.engine is not None
         if config.report.timeline:
             trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
+        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
         # The progress bar and metrics.jsonl say the same, and are easier to read.
         trainer.remove_callback(PrinterCallback)
         self.trainer = trainer
@@ -346,7 +348,7 @@ class _Beginning(TrainerCallback):
         run_dir = Path(self._config.run.dir)
         (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         if self._checkpoint is None or not _lies_in(Path(self._checkpoint), run_dir / CHECKPOINTS):
-            for name in (METRICS, SAMPLES):
+            for name in (METRICS, RANKS, SAMPLES):
                 set_aside(run_dir / name)
 
 

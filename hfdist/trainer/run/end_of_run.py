@@ -6,8 +6,6 @@ import copy
 import json
 import logging
 import re
-import resource
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +30,7 @@ from hfdist.trainer.export.merge import write_merged
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
 from hfdist.trainer.reporting.callbacks import plot_losses
+from hfdist.trainer.reporting.peak_memory import largest_peaks
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -119,11 +118,7 @@ def describe_peak_memory(device: torch.device) -> str:
 
     Host memory is the process's largest resident size, pages of mapped files included.
     """
-    # In KiB, but in bytes on macOS.
-    unit_bytes = 1 if sys.platform == "darwin" else 2**10
-    peaks_bytes = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes}
-    if device.type == "cuda":
-        peaks_bytes["GPU"] = torch.cuda.max_memory_allocated(device)
+    peaks_bytes = largest_peaks(device)
     every = gather_json(peaks_bytes)
     parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
     return f"{'; '.join(parts)} MiB by rank"
