@@ -14,7 +14,8 @@ from hfdist.config.run import CostConfig
 from hfdist.config.train import parse_time
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import EVENTS, Event, RunRecorder, State, add_event, read_lines, read_run
+from hfdist.records import EVENTS, METRICS, Event, RunRecorder, State, add_event, read_lines, read_run
+from hfdist.records.lines import append_line
 from hfdist.records.run_file import write_run
 from hfdist.trainer.budget.budget import Budget, Pace, find_reached
 from hfdist.trainer.budget.usage import Usage, describe_usage
@@ -54,6 +55,8 @@ def test_a_budget_is_reached_in_time_for_what_is_still_to_be_done(used, reserve_
 def test_what_is_kept_for_the_end_is_the_longest_of_each_part():
     pace = Pace(save_seconds=5.0, evaluation_in_steps=4)
     assert pace.reserve_seconds == 10, "before the first step: a save and an export"
+    pace.step_seconds = 2
+    assert pace.reserve_seconds == 2 * 2 + 10 + 4 * 2, "as in the start before"
     pace.stepped(60)
     assert pace.reserve_seconds == 2 * 60 + 2 * 5 + 4 * 60
     for seconds in (1, 3, 2):
@@ -239,9 +242,17 @@ def test_a_first_save_that_will_take_long_is_allowed_for(tmp_path):
     assert Run(tmp_path / "large", "train.max_hours=0.4", num_parameters=7_000_000_000).step()
 
 
-def test_how_long_earlier_starts_have_saved_is_allowed_for(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        (EVENTS, {"start": 1, "event": "save", "step": 3, "bytes": 1, "seconds": 7200.0, "stall_seconds": 1.0}),
+        (METRICS, {"step": 3, "loss": 2.0, "step_seconds": 7200.0}),
+        (METRICS, {"step": 3, "eval_loss": 2.0, "eval_runtime": 7200.0}),
+    ],
+)
+def test_what_took_long_in_earlier_starts_is_allowed_for(tmp_path, file, line):
     start(tmp_path)
-    add_event(tmp_path, Event.save, start=1, step=3, bytes=1, seconds=7200.0, stall_seconds=1.0)
+    append_line(tmp_path / file, line)
     in_an_hour = datetime.fromtimestamp(time.time() + 3600, UTC).isoformat()
     assert Run(tmp_path, f"train.deadline={in_an_hour}").step()
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -14,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso, used_up
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
-from hfdist.records import EVENTS, Event, RunRecorder, read_lines
+from hfdist.records import EVENTS, METRICS, Event, RunRecorder, read_lines
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
@@ -35,6 +36,8 @@ class Pace:
     evaluation_in_steps: float
     """How many steps take as long as an evaluation, before one was measured."""
     evaluation_seconds: float | None = None
+    step_seconds: float = 0.0
+    """Assumed before the first step."""
     is_saving: bool = False
     """Whether a save is under way, for which the next one waits."""
     _is_save_measured: bool = False
@@ -60,7 +63,7 @@ class Pace:
 
         An export is taken to last as long as a save: it writes less.
         """
-        step = self._steps[-1] if self._steps else 0.0
+        step = self._steps[-1] if self._steps else self.step_seconds
         evaluation = self.evaluation_in_steps * step if self.evaluation_seconds is None else self.evaluation_seconds
         return 2 * step + (2 + self.is_saving) * self.save_seconds + evaluation
 
@@ -112,7 +115,7 @@ class Budget(TrainerCallback):
         self._end_seconds = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Look at the limits, behind `Usage`; and at how long earlier starts have saved.
+        """Look at the limits, behind `Usage`; and at how long things have taken in earlier starts.
 
         Raises:
             ConfigError: `train.max_kwh` where the energy is not known.
@@ -126,9 +129,16 @@ class Budget(TrainerCallback):
         if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
             logger.warning("train.max_kwh limits what is partly an estimate: docs/cost.md")
         if self._limits:
-            for event in read_lines(self._recorder.run_dir / EVENTS):
-                if event.get("event") == Event.save.value:
-                    self._pace.saved(float(event["seconds"]))
+            self._learn(self._recorder.run_dir)
+
+    def _learn(self, run_dir: Path) -> None:
+        for event in read_lines(run_dir / EVENTS):
+            if event.get("event") == Event.save.value:
+                self._pace.saved(float(event["seconds"]))
+        for line in read_lines(run_dir / METRICS):
+            self._pace.step_seconds = line.get("step_seconds") or self._pace.step_seconds
+            if line.get("eval_runtime") is not None:
+                self._pace.evaluated(line["eval_runtime"])
 
     def flag(self) -> int:
         """Number of the budget that ends the run with the step that begins; 0: none, and on all but rank 0."""

@@ -22,7 +22,9 @@ from hfdist.records.run_file import SUMMED
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 10.0
-"""Between two sums over the ranks: each gathers about 1 KB a rank."""
+"""Between two sums over the ranks, at the most: each gathers about 1 KB a rank."""
+_READ_SHARE = 0.05
+"""Of the time so far, after which the ranks sum again: the power of the first steps says little of the later ones."""
 _JOULES_PER_KWH = 3.6e6
 _SECONDS_PER_HOUR = 3600
 
@@ -67,7 +69,9 @@ class Usage(TrainerCallback):
 
     def flag(self) -> int:
         """1, of rank 0: it is time to sum again."""
-        is_due = self._joules is None or time.monotonic() - self._read_seconds > _READ_SECONDS
+        now = time.monotonic()
+        interval = min(_READ_SECONDS, _READ_SHARE * (now - self._begin_seconds))
+        is_due = self._joules is None or now - self._read_seconds > interval
         return int(self._recorder is not None and is_due)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
