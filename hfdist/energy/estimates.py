@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import time
@@ -46,8 +47,8 @@ class ProcessLoad(Meter):
 def _cpu_seconds() -> float:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = time.process_time() + ended.ru_utime + ended.ru_stime
-    for child in psutil.Process().children(recursive=True):
+    for child in multiprocessing.active_children():
         with suppress(psutil.Error):
-            times = child.cpu_times()
+            times = psutil.Process(child.pid).cpu_times()
             seconds += times.user + times.system
     return seconds

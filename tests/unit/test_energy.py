@@ -1,6 +1,8 @@
 """Energy: counters that go round, devices without one, and each device and host counted once."""
 
 import importlib.util
+import multiprocessing
+import os
 import sys
 import time
 from dataclasses import replace
@@ -171,10 +173,32 @@ def test_an_estimate_is_cpu_time_of_so_many_watts(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     by_default, given = ProcessLoad(None), ProcessLoad(400.0)
     begin = time.process_time()
-    while time.process_time() < begin + 0.1:
-        pass
+    burn(0.1)
     assert by_default.joules() == pytest.approx(5 * (time.process_time() - begin), rel=0.3)
     assert given.joules() == pytest.approx(100 * (time.process_time() - begin), rel=0.3)
+
+
+def burn(seconds, is_done=None, may_end=None):
+    begin = time.process_time()
+    while time.process_time() < begin + seconds:
+        pass
+    if is_done is not None:
+        is_done.set()
+        may_end.wait(60)
+
+
+def test_an_estimate_counts_loader_processes_once():
+    context = multiprocessing.get_context("fork")
+    is_done, may_end = context.Event(), context.Event()
+    meter = ProcessLoad(5.0 * os.cpu_count())
+    loader = context.Process(target=burn, args=(0.3, is_done, may_end))
+    loader.start()
+    assert is_done.wait(60)
+    alive = meter.joules()
+    assert alive >= 1.4
+    may_end.set()
+    loader.join()
+    assert alive - 0.1 <= meter.joules() < alive + 1
 
 
 ON_CPU = Place(host="a", has_rapl=False, device=None, device_source=None)
