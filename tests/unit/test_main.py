@@ -24,7 +24,7 @@ def call(monkeypatch, capsys, *arguments):
 
 
 def test_all_recipes_are_commands(monkeypatch, capsys):
-    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize"}
+    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize", "report"}
     code, out, _ = call(monkeypatch, capsys)
     assert code == 0
     assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == RECIPES
