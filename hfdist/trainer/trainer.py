@@ -41,7 +41,7 @@ from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
-from hfdist.watch import watches_among
+from hfdist.watch.callback import watches_among
 
 if TYPE_CHECKING:
     # For mypy: the class after the mixin is a Trainer.
