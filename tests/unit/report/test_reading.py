@@ -119,7 +119,7 @@ def test_ranks_of_a_long_run_stay_few():
         steps.add(rank_line(step, slow={2} if step == 1500 else ()))
     assert len(steps.stretches) <= 96
     assert sum(stretch.num_lines for stretch in steps.stretches) == 2000
-    assert [stretch.first_step for stretch in steps.stretches][0] == 1
+    assert steps.stretches[0].first_step == 1
     total = steps.total()
     assert total.means("compute_seconds")[0] == pytest.approx(0.05)
     assert total.means("compute_seconds")[2] == pytest.approx(0.05 + 0.2 / 2000)
