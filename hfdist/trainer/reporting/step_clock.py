@@ -30,19 +30,13 @@ class StepTimes(NamedTuple):
     """Blocked outside the loader."""
 
 
-class _Mark(NamedTuple):
-    wall: float
-    busy: float
-
-
 class StepClock:
     """Counts since the last reading, on the thread that trains; without what is `paused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
         self._schedstat: BinaryIO | None = None
-        self._begin = self._mark()
-        self._data = _Mark(0.0, 0.0)
+        self.restart()
 
     def restart(self) -> None:
         """Count from now on, on the calling thread."""
@@ -51,46 +45,47 @@ class StepClock:
             # Kept open: this costs a microsecond a reading. Not each system has it.
             with suppress(OSError):
                 self._schedstat = _SCHEDSTAT.open("rb", buffering=0)
-        self._begin, self._data = self._mark(), _Mark(0.0, 0.0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begin_seconds, self._begin_busy_seconds = time.monotonic(), self._busy_seconds()
+        self._data_seconds = self._data_core_seconds = 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out what happens meanwhile."""
-        before = self._mark()
+        begin, busy_begin = time.monotonic(), self._busy_seconds()
         try:
             yield
         finally:
-            after = self._mark()
-            wall, busy = self._begin
-            self._begin = _Mark(wall + after.wall - before.wall, busy + after.busy - before.busy)
+            self._begin_seconds += time.monotonic() - begin
+            self._begin_busy_seconds += self._busy_seconds() - busy_begin
 
     def loading(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Give the batches, and count the time that each takes to come."""
         source = iter(batches)
         while True:
-            before = self._mark()
+            begin, core_begin = time.monotonic(), time.thread_time()
             try:
                 batch = next(source)
             except StopIteration:
                 return
             finally:
-                after = self._mark()
-                wall, busy = self._data
-                self._data = _Mark(wall + after.wall - before.wall, busy + after.busy - before.busy)
+                self._data_seconds += time.monotonic() - begin
+                self._data_core_seconds += time.thread_time() - core_begin
             yield batch
 
     def read(self, num_steps: int) -> StepTimes:
         """Give the mean of so many steps since the last reading, and begin anew."""
-        now, steps = self._mark(), max(num_steps, 1)
-        step, data = max(now.wall - self._begin.wall, 1e-9), self._data.wall
-        compute = now.busy - self._begin.busy - self._data.busy
-        self._begin, self._data = now, _Mark(0.0, 0.0)
+        steps, data = max(num_steps, 1), self._data_seconds
+        step = max(time.monotonic() - self._begin_seconds, 1e-9)
+        busy = self._busy_seconds() - self._begin_busy_seconds - self._data_core_seconds
+        self._begin()
         if not self._is_cpu:
             return StepTimes(step / steps, data / steps, None, None)
+        # A loader may have been ready to run as well.
+        compute = min(busy, max(step - data, 0.0))
         return StepTimes(step / steps, data / steps, compute / steps, max(step - data - compute, 0.0) / steps)
-
-    def _mark(self) -> _Mark:
-        return _Mark(time.monotonic(), self._busy_seconds() if self._is_cpu else 0.0)
 
     def _busy_seconds(self) -> float:
         # This clock is exact, and the kernel's count in the file is one of its ticks behind.

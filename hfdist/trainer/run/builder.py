@@ -72,6 +72,8 @@ from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, Timel
 from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
+from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
+from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
@@ -195,6 +197,8 @@ class Run:
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
         )
         bar = [ProgressBar()] if config.report.progress else []
+        # They report on rank 0, but one or another on the first rank of each machine.
+        trackers = [Trackers(config)] if config.report.to and arguments.local_process_index == 0 else []
         trainer = Trainer(
             model,
             arguments,
@@ -203,7 +207,7 @@ class Run:
             eval_dataset=data.held_out,
             processing_class=data.tokenizer,
             data_collator=default_data_collator,
-            callbacks=[MetricsWriter(run_dir), *bar, *evaluators],
+            callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators],
             optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
             options=RunOptions(
                 run_values=to_values(config),
@@ -243,7 +247,7 @@ class Run:
             ResourceError: the model is trained and saved, but could not be uploaded.
         """
         config, trainer = self.config, self.trainer
-        with Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+        with ending_trackers(trainer), Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
             preemption = Preemption()
             # Without checkpoints, a run that is stopped saves nothing.
             if config.checkpoint.every is not None:
@@ -334,6 +338,8 @@ class _Beginning(TrainerCallback):
         if self._checkpoint is None or not _lies_in(Path(self._checkpoint), run_dir / CHECKPOINTS):
             for name in (METRICS, RANKS, SAMPLES):
                 set_aside(run_dir / name)
+            # Trackers begin a new run, too.
+            (run_dir / TRACKERS_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
