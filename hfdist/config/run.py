@@ -137,6 +137,9 @@ class ReportConfig:
     preview: int = limited(0, at_least=0)
     plot: bool = True
     timeline: bool = True
+    alerts: bool = True
+    alert_command: str | None = None
+    """Split into words as a shell does, and started without one. It gets the alert as JSON on its standard input."""
     sample_prompt: str | None = None
     sample_tokens: int = limited(64, at_least=1)
 

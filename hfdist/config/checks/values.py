@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import shlex
+import shutil
 from functools import reduce
 from pathlib import Path
 
@@ -35,6 +38,7 @@ def check_config(config: RunConfig) -> None:
     _check_held_out(config)
     _check_evaluation(config)
     _check_lm_eval(config)
+    _check_alert_command(config)
     _check_checkpoints(config)
 
 
@@ -383,6 +387,24 @@ def _check_lm_eval(config: RunConfig) -> None:
     if folder is not None and not Path(folder).is_dir():
         allowed = "a folder of YAML files"
         raise _conflict(config, "evaluate.lm_eval_include", "there is no such folder", allowed=allowed)
+
+
+def _check_alert_command(config: RunConfig) -> None:
+    command = config.report.alert_command
+    if command is None:
+        return
+    where = "report.alert_command"
+    if not config.report.alerts:
+        what, hint = "no alert is looked for, so a command for alerts has no meaning", "report.alerts=true"
+        raise _conflict(config, f"{where} report.alerts", what, hint=hint)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        what = f"the command cannot be split into words: {error}"
+        raise ConfigError(what, where=where, found=command, allowed="words, quoted as in a shell") from error
+    if not words or shutil.which(os.path.expanduser(words[0])) is None:
+        what, hint = "there is no such program", "chmod +x FILE, if it is a script of yours"
+        raise ConfigError(what, where=where, found=words[0] if words else command, allowed="a program", hint=hint)
 
 
 def _check_checkpoints(config: RunConfig) -> None:

@@ -68,6 +68,7 @@ from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.reporting.rank_times import RankTimes
@@ -233,7 +234,12 @@ class Run:
         assert trainer.engine is not None
         if config.report.timeline:
             trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
-        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+        if self._recorder is not None and config.report.alerts:
+            alerts = Alerts(self._recorder, checkpoint, config.report.alert_command, trainer.log)
+            trainer.add_callback(RankTimes(run_dir, trainer.throughput, alerts.see_ranks))
+            trainer.add_callback(alerts)
+        else:
+            trainer.add_callback(RankTimes(run_dir, trainer.throughput))
         # The progress bar and metrics.jsonl say the same, and are easier to read.
         trainer.remove_callback(PrinterCallback)
         self.trainer = trainer
