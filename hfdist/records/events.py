@@ -28,6 +28,8 @@ class Event(Enum):
     """found: what the watch over the ranks has found"""
     alert = "alert"
     """step, kind, text, and the figures of the text"""
+    budget = "budget"
+    """step, which: `max_hours`, `max_cost`, `max_kwh` or `deadline`, used, limit"""
     end = "end"
     """step, state, exit_code, error"""
 

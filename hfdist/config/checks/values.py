@@ -11,6 +11,7 @@ from functools import reduce
 from pathlib import Path
 
 from hfdist.config.batch import num_warmup_steps
+from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
@@ -40,6 +41,7 @@ def check_config(config: RunConfig) -> None:
     _check_lm_eval(config)
     _check_alert_command(config)
     _check_checkpoints(config)
+    _check_budgets(config)
 
 
 def _conflict(
@@ -67,7 +69,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key, value in flatten(plain(config), ""):
         known = find_key(key)
         if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
-            raise ConfigError("the number is out of range", where=key, found=value, allowed=known.allowed)
+            what = "the number is out of range" if "number" in known.allowed else "the value is of another kind"
+            raise ConfigError(what, where=key, found=value, allowed=known.allowed)
 
 
 def _check_run(config: RunConfig) -> None:
@@ -324,6 +327,20 @@ def _check_train(config: RunConfig) -> None:
         what = "what is offloaded are the inputs of blocks, which gradient checkpointing keeps"
         keys, hint = "train.activation_offload train.gradient_checkpointing", "train.gradient_checkpointing=true"
         raise _conflict(config, keys, what, allowed="false", hint=hint)
+
+
+def _check_budgets(config: RunConfig) -> None:
+    """A budget stops a run, which must be able to go on; and what it limits must be known."""
+    limits, cost = find_limits(config), config.cost
+    for name in limits:
+        if config.checkpoint.every is None:
+            what = "a run whose budget is used up goes on from its checkpoint, and none is written"
+            keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
+            raise _conflict(config, keys, what, allowed="null", hint=hint)
+    if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
+        what = "nothing is known of what the run costs"
+        keys, hint = "train.max_cost cost.price_per_hour cost.price_per_kwh", "cost.price_per_hour=2.5 (of one GPU)"
+        raise _conflict(config, keys, what, allowed="null without a price", hint=hint)
 
 
 def _check_held_out(config: RunConfig) -> None:
