@@ -162,7 +162,7 @@ def shown_commands():
                 yield pytest.param(shlex.split(found[1], comments=True), id=f"{path.name}: {found[1]}")
 
 
-@pytest.mark.parametrize("words", shown_commands())
+@pytest.mark.parametrize("words", list(shown_commands()))
 def test_a_shown_command_writes_its_files(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     write_job(*parse_job(words))
