@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak jobs mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -63,6 +63,11 @@ faults: $(READY)  ## Kill, stop, starve and damage runs and checkpoints in all w
 MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
 	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
+
+jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCluster, and run one on two nodes of Ray.
+	$(PYTHON) -m venv build/jobs
+	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
+	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
 
 mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
 	$(BIN)/python -m tests.mutations
