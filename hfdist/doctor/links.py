@@ -27,6 +27,8 @@ from hfdist.topology import LauncherPlace
 
 JOIN_SECONDS = 60.0
 """For all ranks to come."""
+_LATE_SECONDS = 30.0
+"""What a rank may need for its other checks."""
 _LATENCY_ROUNDS = 10
 _REPEATS = 3
 _LONG_SECONDS = 0.1
@@ -106,8 +108,8 @@ def try_pairs(
     for number, pairs in enumerate(rounds(ranks)):
         for ab in (pair for pair in pairs if meeting.rank in pair):
             pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
-            # A dead pair may have kept the other one in each round before.
-            pair.error = _connect(meeting, pair, seconds, patience_seconds=3 * seconds * (number + 1))
+            # A dead pair may have kept the other one in each round before, and a slow disk or the Hub before them.
+            pair.error = _connect(meeting, pair, seconds, patience_seconds=_LATE_SECONDS + 3 * seconds * (number + 1))
             if pair.error is None:
                 _try(meeting, pair, seconds)
             found.append(pair)

@@ -76,20 +76,22 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
 
 
 def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
-    """Compare the clocks of hosts, as each pair has seen them."""
-    worst: dict[tuple[str, str], float] = {}
-    for pair in pairs:
-        if pair.error is None and not pair.is_local and abs(pair.offset_seconds) >= abs(worst.get(pair.hosts, 0.0)):
-            worst[pair.hosts] = pair.offset_seconds
-    far = {hosts: seconds for hosts, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
-    hint = "start NTP there, as chronyd: records and logs of both are compared by time"
+    """Compare the clocks of hosts with that of the first, as each pair has seen them."""
+    alive = [pair for pair in pairs if pair.error is None and not pair.is_local]
+    worst: dict[str, float] = {}
+    for pair in alive:
+        if pair.hosts[0] == alive[0].hosts[0]:
+            worst[pair.hosts[1]] = max(worst.get(pair.hosts[1], 0.0), pair.offset_seconds, key=abs)
+    far = {host: seconds for host, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
+    hint = "start NTP there, as chronyd: records and logs of machines are compared by time"
     found = []
-    for (a, b), seconds in far.items():
-        text = f"{b}'s clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {a}'s"
+    for host, seconds in far.items():
+        side = "ahead of" if seconds > 0 else "behind"
+        text = f"{host}'s clock is {abs(seconds):.1f} s {side} {alive[0].hosts[0]}'s"
         found.append(Finding("clocks", WARNING, text, hint))
     if worst and not far:
-        text = f"{len(worst)} pairs of machines agree within {1000 * max(map(abs, worst.values())):.0f} ms"
-        found.append(Finding.of("clocks", text))
+        most = 1000 * max(map(abs, worst.values()))
+        found.append(Finding.of("clocks", f"{len(worst) + 1} machines agree within {most:.0f} ms"))
     return found
 
 
