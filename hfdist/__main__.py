@@ -23,6 +23,8 @@ _WORDS = {
     "audit": "run= step= text=short text=full",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
+    "job": "to= cluster= recipe= run= out= cluster.",
+    "report": "out= port= --live",
 }
 """What may follow a command that has no config."""
 _USAGE = """\

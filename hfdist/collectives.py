@@ -20,6 +20,9 @@ _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
 """Of a text, that travel with its length."""
 
+_control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+"""By the default group."""
+
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, NumericsError, ResourceError)}
 
@@ -39,6 +42,19 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Give the group of all ranks for small values of the CPU that travel beside the training; None: one process.
+
+    The first call is a collective, which makes the group. Only the thread that trains speaks in it.
+    """
+    default = dist.group.WORLD if dist.is_initialized() else None
+    if default is None:
+        return None
+    if default not in _control_groups:
+        _control_groups[default] = dist.new_group(backend="gloo")
+    return _control_groups[default]
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

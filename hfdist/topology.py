@@ -143,7 +143,7 @@ class Topology:
 
     def describe(self) -> str:
         """One line for people, for example `8 processes: pipeline 2 x data 4`."""
-        shape = {axis: size for axis, size in self.degrees.items() if axis != "expert"}
+        shape = {axis: getattr(self, axis) for axis in self.AXES}
         if self.replicate == 1:
             shape = {"data" if axis == "shard" else axis: size for axis, size in shape.items()}
         axes = [f"{axis} {size}" for axis, size in shape.items() if size > 1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +13,8 @@ import numpy as np
 import xxhash
 from filelock import FileLock
 from numpy.typing import NDArray
+
+from hfdist.atomic_write import write_atomically
 
 _HASH_BYTES = 16
 # Larger ones are mapped: a corpus may have more files than a process may have mappings.
@@ -27,25 +27,6 @@ _HEADER = threading.Lock()
 def digest_of(values: Sequence[Any]) -> str:
     """Hash of what JSON can hold, for names in caches and for identities."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
-
-
-def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write bytes, or let a function fill the file; it takes its name when it is whole, and all users may read it."""
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                content(file)
-            # Its name must not reach the disk before its bytes: a machine that stops would leave an empty file.
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def write_once(path: Path, write: Callable[[BinaryIO], None]) -> None:

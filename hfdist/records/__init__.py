@@ -5,6 +5,7 @@ Loads no torch, so that a tool may read them anywhere.
 
 from hfdist.records.events import EVENTS, Event, add_event
 from hfdist.records.lines import read_lines
+from hfdist.records.rank_lines import RANKS, RankColumn
 from hfdist.records.recorder import PACKAGES, RunRecorder, find_versions, record_ranks, recording_end
 from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run
 
@@ -15,8 +16,10 @@ __all__ = [
     "EVENTS",
     "METRICS",
     "PACKAGES",
+    "RANKS",
     "RUN_FILE",
     "Event",
+    "RankColumn",
     "RunRecord",
     "RunRecorder",
     "State",

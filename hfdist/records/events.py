@@ -26,11 +26,15 @@ class Event(Enum):
     """step: where the run was, to_step: where it went back to"""
     lost_rank = "lost_rank"
     """found: what the watch over the ranks has found"""
+    alert = "alert"
+    """step, kind, text, and the figures of the text"""
+    budget = "budget"
+    """step, which: `max_hours`, `max_cost`, `max_kwh` or `deadline`, used, limit"""
     end = "end"
     """step, state, exit_code, error"""
 
 
-def now() -> str:
+def utc_now() -> str:
     """Give the time as ISO 8601, in UTC, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -41,4 +45,4 @@ def add_event(run_dir: Path, event: Event, *, start: int, **fields: object) -> N
     Raises:
         ResourceError: the disk is full.
     """
-    append_line(run_dir / EVENTS, {"time": now(), "start": start, "event": event.value} | fields)
+    append_line(run_dir / EVENTS, {"time": utc_now(), "start": start, "event": event.value} | fields)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.errors import ResourceError
 
 
@@ -27,7 +28,7 @@ def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
 
 def append_line(path: Path, content: Mapping[str, Any]) -> None:
     """Add a line to a file that is not open, behind one that a kill or a full disk may have cut off."""
-    with writing(path), path.open("ab+") as file:
+    with reporting_full_disk(path), path.open("ab+") as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write(("\n" * is_cut + _to_line(content)).encode())
 
@@ -54,20 +55,15 @@ def set_aside(path: Path, step: int = -1) -> None:
         number = -1 if content is None else content.get("step")
         (kept if isinstance(number, (int, float)) and 0 <= number <= step else moved).append(line)
     if moved:
+        # First where they go: a run that is killed in between must find the lines again.
         _replace(earlier(path), [*_lines_of(earlier(path)), *moved])
         _replace(path, kept)
 
 
 def _replace(path: Path, lines: list[str]) -> None:
-    # Beside the old file first: a run that is killed in between must find the lines again.
-    unfinished = path.with_suffix(".tmp")
-    with writing(path):
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(line.rstrip("\n") + "\n" for line in lines)
-            # Its name must not reach the disk before its lines: a machine that stops would leave an empty file.
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+    with reporting_full_disk(path):
+        remove_unfinished(path)
+        write_atomically(path, "".join(line.rstrip("\n") + "\n" for line in lines).encode())
 
 
 def _lines_of(path: Path) -> list[str]:
@@ -83,7 +79,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def reporting_full_disk(path: Path) -> Iterator[None]:
     """Turn an OSError into a ResourceError that names the file."""
     try:
         yield

@@ -14,9 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
-from hfdist.records.events import Event, add_event, now
-from hfdist.records.run_file import RunRecord, State, read_run, remove_unfinished, write_run
+from hfdist.records.events import Event, add_event, utc_now
+from hfdist.records.run_file import RUN_FILE, SUMMED, RunRecord, State, read_run, write_run
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,14 @@ class RunRecorder:
             last.end(0)
         # The working directory may change.
         self.run_dir = run_dir.absolute()
-        remove_unfinished(self.run_dir)
+        remove_unfinished(self.run_dir / RUN_FILE)
         before = read_run(self.run_dir)
         if before is not None and before.state is State.running:
             _close(self.run_dir, before, None, "it ended without a word")
         self.record = RunRecord(
             start=1 if before is None else before.start + 1,
             earlier_seconds=0.0 if before is None else before.earlier_seconds + before.seconds,
-            started=now(),
+            started=utc_now(),
             host=platform.node(),
             pid=os.getpid(),
             launcher_pid=os.getppid(),
@@ -65,6 +66,9 @@ class RunRecorder:
             layout=dict(layout),
             versions=find_versions(),
         )
+        if before is not None:
+            for name in SUMMED:
+                setattr(self.record, f"earlier_{name}", before.total(name))
         self._begun_seconds = self._written_seconds = time.monotonic()
         # The watch may end the run from a thread of its own, and a signal in the middle of a write.
         self._lock = threading.RLock()
@@ -82,7 +86,7 @@ class RunRecorder:
         with self._lock:
             if self.record.state is State.running:
                 self._count_seconds()
-                self.record.updated = now()
+                self.record.updated = utc_now()
                 write_run(self.run_dir, self.record, is_durable=is_durable)
 
     def step_done(self, step: int) -> None:
@@ -104,12 +108,17 @@ class RunRecorder:
                 _close(self.run_dir, self.record, exit_code, error)
         RunRecorder.of_process = None
 
+    @property
+    def seconds(self) -> float:
+        """Since this start."""
+        return time.monotonic() - self._begun_seconds
+
     def _count_seconds(self) -> None:
         self._written_seconds = time.monotonic()
-        self.record.seconds = round(self._written_seconds - self._begun_seconds, 3)
+        self.record.seconds = round(self.seconds, 3)
 
 
-def end_here(exit_code: int, error: str | None = None) -> None:
+def record_end(exit_code: int, error: str | None = None) -> None:
     """Write how this process ends into the record of its run, if it has one."""
     recorder = RunRecorder.of_process
     if recorder is not None:
@@ -118,15 +127,23 @@ def end_here(exit_code: int, error: str | None = None) -> None:
 
 def end_by_signal(number: int) -> None:
     """Write that a signal ends this process, before it does."""
-    end_here(_SIGNALLED + number, f"ended by {signal.Signals(number).name}")
+    record_end(_SIGNALLED + number, f"ended by {signal.Signals(number).name}")
 
 
-def end_elsewhere(run_dir: Path, start: int, exit_code: int, error: str | None) -> None:
-    """Write how a start has ended whose rank 0 is another process, unless it has said so or another start runs."""
+def record_end_of_peer(run_dir: Path, start: int, exit_code: int, error: str | None) -> None:
+    """Write how a start ends whose rank 0 is another process, unless it has said so or another start runs."""
     record = read_run(run_dir)
     if record is not None and record.start == start and record.state is State.running:
         with suppress(HfdistError, OSError):
             _close(run_dir, record, exit_code, error)
+
+
+def record_end_of_run(run_dir: Path, start: int, exit_code: int, error: str | None) -> None:
+    """Write how a start ends, on any of its ranks."""
+    if RunRecorder.of_process is not None:
+        record_end(exit_code, error)
+    else:
+        record_end_of_peer(run_dir, start, exit_code, error)
 
 
 @contextmanager
@@ -135,9 +152,9 @@ def recording_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        end_here(*_describe(error))
+        record_end(*_describe(error))
         raise
-    end_here(0)
+    record_end(0)
 
 
 def record_ranks(run_dir: Path, do_run: Callable[[], int]) -> int:
@@ -174,7 +191,7 @@ def _name(exit_code: int) -> str | None:
 
 
 def _close(run_dir: Path, record: RunRecord, exit_code: int | None, error: str | None) -> None:
-    record.state, record.exit_code, record.updated = State.of(exit_code), exit_code, now()
+    record.state, record.exit_code, record.updated = State.of(exit_code), exit_code, utc_now()
     record.error = None if error is None else printable(error, LONGEST_TEXT)
     write_run(run_dir, record, is_durable=True)
     ended = {"state": record.state.value, "exit_code": exit_code, "error": record.error}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfdist.records.lines import writing
+from hfdist.atomic_write import write_atomically
+from hfdist.records.lines import reporting_full_disk
 
 RUN_FILE = "run.json"
+SUMMED = ("energy_kwh", "cost", "gco2e")
+"""Figures that are not always known, each with an `earlier_` one."""
 SCHEMA = 1
-"""Grows when a field changes its meaning or goes; readers pass over fields that they do not know."""
-
-_UNFINISHED = ".tmp"
+"""Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
+know."""
 
 
 class State(Enum):
@@ -25,7 +26,7 @@ class State(Enum):
     finished = "finished"
     """Exit code 0."""
     stopped = "stopped"
-    """It was told to stop, has saved, and can go on: exit code 75."""
+    """It has saved, and can go on: told to stop (exit code 75), or a budget is used up (8)."""
     failed = "failed"
     """Any other exit code."""
     lost = "lost"
@@ -34,7 +35,8 @@ class State(Enum):
     @classmethod
     def of(cls, exit_code: int | None) -> State:
         """Give the state behind an exit code; None: nobody knows it."""
-        return cls.lost if exit_code is None else {0: cls.finished, 75: cls.stopped}.get(exit_code, cls.failed)
+        known = {None: cls.lost, 0: cls.finished, 8: cls.stopped, 75: cls.stopped}
+        return known.get(exit_code, cls.failed)
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,17 @@ class RunRecord:
     """Since this start, loading included."""
     earlier_seconds: float = 0.0
     """Of all starts before this one."""
+    energy_kwh: float | None = None
+    """Of this start; None: not known, as in all figures below."""
+    earlier_energy_kwh: float | None = None
+    """Of all starts before this one, as far as it is known."""
+    energy_source: str | None = None
+    """What this start's figure comes from: `nvml`, `rapl`, `estimate`, or several with + between."""
+    cost: float | None = None
+    earlier_cost: float | None = None
+    gco2e: float | None = None
+    """Grams."""
+    earlier_gco2e: float | None = None
     started: str = ""
     updated: str = ""
     """When this file was last written: about once a second while the run logs steps."""
@@ -71,6 +84,11 @@ class RunRecord:
     """By rank; empty before training."""
     versions: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    def total(self, name: str) -> float | None:
+        """Give `seconds` or one of `SUMMED` over all starts, as far as it is known; None: of none."""
+        known = [value for value in (getattr(self, f"earlier_{name}"), getattr(self, name)) if value is not None]
+        return sum(known) if known else None
 
     def to_json(self) -> dict[str, Any]:
         """Give it as JSON values."""
@@ -96,18 +114,5 @@ def write_run(run_dir: Path, record: RunRecord, *, is_durable: bool) -> None:
         ResourceError: the disk is full.
     """
     path = run_dir / RUN_FILE
-    # Of this process: what started it may write, too, when it has ended.
-    unfinished = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
-    with writing(path):
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record.to_json(), indent=1) + "\n")
-            if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        unfinished.replace(path)
-
-
-def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a process has left that was killed in `write_run`."""
-    for path in run_dir.glob(f"{Path(RUN_FILE).stem}.*{_UNFINISHED}"):
-        path.unlink(missing_ok=True)
+    with reporting_full_disk(path):
+        write_atomically(path, (json.dumps(record.to_json(), indent=1) + "\n").encode(), is_durable=is_durable)

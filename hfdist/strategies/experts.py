@@ -18,8 +18,8 @@ from hfdist.strategies.parameter_shards import (
     EXPERT,
     ParameterShard,
     check_is_of_transformers,
+    indivisible_error,
     keep_local,
-    not_divisible,
     rules_on_this_stage,
     shard_of_dtensor,
     transformers_plan,
@@ -51,7 +51,7 @@ def make_expert_plan(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
         if num_experts % num_ranks != 0:
             what = "the number of experts is not a multiple of the number of ranks that share them"
             found = f"{num_experts} experts in {name.rpartition('.')[0]}"
-            raise not_divisible(EXPERT, num_ranks, num_experts, what=what, found=found)
+            raise indivisible_error(EXPERT, num_ranks, num_experts, what=what, found=found)
     return rules
 
 

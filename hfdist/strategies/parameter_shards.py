@@ -93,7 +93,7 @@ def transformers_plan(model: PreTrainedModel, axis: str, num_ranks: int) -> dict
     return of_tensor if is_tensor else of_experts
 
 
-def not_divisible(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
+def indivisible_error(axis: str, num_ranks: int, size: int, *, what: str, found: str) -> ConfigError:
     """Give the error for a size that the number of ranks does not divide."""
     fitting = [n for n in range(1, size + 1) if size % n == 0]
     return ConfigError(

@@ -66,6 +66,8 @@ class RunOptions:
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()
     """What each evaluation measures besides the loss."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What each training line says besides; called on all ranks together."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -363,6 +365,8 @@ class DistributedTrainerMixin(_Trainer):
         """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
         for watch in watches_among(self.callback_handler.callbacks):
             epoch_iterator = watch.progress.marking(epoch_iterator)
+        if self.engine is not None:
+            epoch_iterator = self.throughput.clock.loading(epoch_iterator)
         read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
         samples, num_items = read()
         if self.engine is None or self.strategy is None:
@@ -422,8 +426,8 @@ class DistributedTrainerMixin(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def read_figures(self) -> None:
-        """Read what the next training line says of tokens, seconds, MFU and routers. A collective."""
-        self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read()
+        """Read what the next training line says of speed, routers and what the run adds. A collective."""
+        self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import HfdistError, PeerError
 from hfdist.records import Event, RunRecorder, add_event
-from hfdist.records.recorder import end_elsewhere, end_here
+from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
 from hfdist.watch.snapshot import FOLDER
 from hfdist.watch.store import open_store
@@ -157,10 +157,7 @@ class Watch(TrainerCallback):
         if verdict.is_alarm:
             with suppress(HfdistError, OSError):
                 add_event(self._run_dir, Event.lost_rank, start=self._start_number, found=verdict.line)
-        if RunRecorder.of_process is not None:
-            end_here(verdict.exit_code, verdict.line)
-        else:
-            end_elsewhere(self._run_dir, self._start_number, verdict.exit_code, verdict.line)
+        record_end_of_run(self._run_dir, self._start_number, verdict.exit_code, verdict.line)
 
     def _leave(self, exit_code: int) -> None:
         if self._watcher is not None:

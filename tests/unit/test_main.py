@@ -25,7 +25,7 @@ def call(monkeypatch, capsys, *arguments):
 
 def test_all_recipes_are_commands(monkeypatch, capsys):
     assert set(command.find_recipes()) == RECIPES
-    assert {"pretrain", "finetune", "prove", "audit", "pretokenize", "doctor", "explain-hang"} <= RECIPES
+    assert {"pretrain", "finetune", "prove", "doctor", "explain-hang", "job", "report"} <= RECIPES
     code, out, _ = call(monkeypatch, capsys)
     assert code == 0
     assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == RECIPES
@@ -73,6 +73,7 @@ _hfdist; echo "${COMPREPLY[@]}"
     [
         ("hfdist audit st", {"step="}),
         ("hfdist exp", {"explain-hang"}),
+        ("hfdist job cl", {"cluster=", "cluster."}),
         ("hfdist pretrain model=tiny strategy=ze", {"strategy=zero1", "strategy=zero2", "strategy=zero3",
                                                     "strategy=zero3_offload"}),
     ],

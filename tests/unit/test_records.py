@@ -17,6 +17,7 @@ from hfdist.records import (
     EVENTS,
     RUN_FILE,
     Event,
+    RankColumn,
     RunRecord,
     RunRecorder,
     State,
@@ -25,7 +26,7 @@ from hfdist.records import (
     record_ranks,
     recording_end,
 )
-from hfdist.records.recorder import end_elsewhere
+from hfdist.records.recorder import record_end_of_peer
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 
 
@@ -66,14 +67,14 @@ def test_the_end_of_a_run(tmp_path, error, state, exit_code, said):
     assert events(tmp_path) == [(1, "start", None), (1, "end", state.value)]
     # What sees the end later changes nothing.
     recorder.end(6)
-    end_elsewhere(tmp_path, 1, 6, "late")
+    record_end_of_peer(tmp_path, 1, 6, "late")
     assert read_run(tmp_path) == record
 
 
 def test_a_second_start_goes_on_and_tells_how_the_first_was_lost(tmp_path):
     first = begin(tmp_path)
     RunRecorder.of_process = None  # killed
-    (tmp_path / "run.1.tmp").touch()
+    (tmp_path / "run.json.a1b2c3d4.tmp").touch()
     first._begun_seconds -= 10
     first.step_done(3)
     first.record.tokens = 30
@@ -113,9 +114,9 @@ def test_steps_are_written_now_and_then(tmp_path, monkeypatch):
 
 def test_another_rank_writes_the_end_of_its_own_start_alone(tmp_path):
     begin(tmp_path)
-    end_elsewhere(tmp_path, 2, 6, "it was killed")
+    record_end_of_peer(tmp_path, 2, 6, "it was killed")
     assert read_run(tmp_path).state is State.running
-    end_elsewhere(tmp_path, 1, 6, "it was killed")
+    record_end_of_peer(tmp_path, 1, 6, "it was killed")
     assert (read_run(tmp_path).exit_code, read_run(tmp_path).error) == (6, "it was killed")
 
 
@@ -196,6 +197,7 @@ def test_a_full_disk_ends_no_step_and_is_no_second_error_at_the_end(tmp_path, mo
     recorder = begin(tmp_path)
     monkeypatch.setattr("hfdist.records.recorder._WRITE_SECONDS", 0.0)
     monkeypatch.setattr("pathlib.Path.open", full)
+    monkeypatch.setattr("tempfile.mkstemp", full)
     for step in (1, 2):
         recorder.step_done(step)
     assert caplog.text.count("run.json is not up to date") == 1
@@ -237,5 +239,5 @@ def test_events_have_a_time_and_their_fields(tmp_path):
 
 def test_the_page_names_each_field_and_each_event():
     page = (Path(__file__).parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
-    names = [field.name for field in fields(RunRecord)] + [one.value for one in (*State, *Event)]
+    names = [field.name for field in fields(RunRecord)] + [one.value for one in (*State, *Event, *RankColumn)]
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.run import TRACKERS, RunConfig
@@ -22,7 +23,13 @@ from hfdist.errors import ConfigError, nearest
 from hfdist.topology import Topology
 
 OFFLINE_FLAG = "--offline"
-_LOCAL_TRACKERS = ("tensorboard", "wandb")
+_LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": (),
+    "wandb": (),
+    "trackio": ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+}
+"""They write to a folder, but where one of these variables names another machine."""
 _OTHER_LAYOUTS = {
     "ACCELERATE_USE_FSDP": "strategy=fsdp2",
     "ACCELERATE_USE_MEGATRON_LM": "strategy=pipeline",
@@ -47,6 +54,7 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
+    check_budgets(config)
     if config.train.precision is Precision.fp8 and importlib.util.find_spec("torchao") is None:
         what = "float8 needs a package that is not installed"
         hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"
@@ -80,6 +88,12 @@ def check_offline(config: RunConfig) -> None:
         if name not in _LOCAL_TRACKERS:
             what = f"this tracker needs a connection, which {OFFLINE_FLAG} rules out"
             raise ConfigError(what, where="report.to", found=name, allowed=", ".join(_LOCAL_TRACKERS))
+        for variable in _LOCAL_TRACKERS[name]:
+            value = os.environ.get(variable, "")
+            if value and not value.startswith(("file:", "sqlite:", "/", ".")):
+                what = f"this tracker is told to report to another machine, which {OFFLINE_FLAG} rules out"
+                found, hint = f"{variable}={redact(value)}", f"unset {variable}"
+                raise ConfigError(what, where="report.to", found=found, hint=hint)
     if config.export.push_to is not None:
         what = f"an upload needs the Hub, which {OFFLINE_FLAG} rules out"
         hint = "export.push_to=null; the model's folder can be uploaded later with `hf upload`"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hfdist.data.cache import digest_of, write_atomically
+from hfdist.atomic_write import remove_unfinished, write_atomically
+from hfdist.data.cache import digest_of
 from hfdist.data.sources.base import Shard
 from hfdist.data.storage.files import Contents
 from hfdist.errors import CheckpointError
@@ -68,8 +69,7 @@ class Inventory:
 
     def clear_unfinished(self, folder: Path) -> None:
         """Delete from a ledger's folder what a killed `write` has left. No rank may be writing."""
-        for path in folder.glob(f"{_path(folder, self.digest).name}.*"):
-            path.unlink(missing_ok=True)
+        remove_unfinished(_path(folder, self.digest))
 
     def check(self, digest: str, folder: Path | None, *, may_change: bool) -> None:
         """Compare with what a checkpoint counts on, and say what cannot be compared.

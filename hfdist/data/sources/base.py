@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.data.cache import cached_array, write_atomically
+from hfdist.atomic_write import write_atomically
+from hfdist.data.cache import cached_array
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import DataFile, digests_of, is_in_identity, part_bytes
 from hfdist.errors import DataError, ResourceError, first_line, nearest

@@ -24,8 +24,9 @@ import xxhash
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from numpy.typing import NDArray
 
+from hfdist.atomic_write import write_atomically
 from hfdist.config.checks.urls import check_address, redact, scheme_of, without_query
-from hfdist.data.cache import cached_array, write_atomically
+from hfdist.data.cache import cached_array
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.network import Details, RangeError, details_in
 from hfdist.errors import ConfigError, DataError

@@ -33,8 +33,8 @@ from hfdist.strategies.parameter_shards import (
     TENSOR,
     ParameterShard,
     check_is_of_transformers,
+    indivisible_error,
     keep_local,
-    not_divisible,
     rules_on_this_stage,
     shard_of_dtensor,
     transformers_plan,
@@ -188,7 +188,7 @@ def _check_sizes(model: PreTrainedModel, layers: dict[str, str], rules: dict[str
     if common % num_ranks != 0:
         name, size = next((name, size) for name, size in sizes.items() if size % num_ranks != 0)
         what = "a size of the model is not a multiple of the number of tensor ranks"
-        raise not_divisible(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
+        raise indivisible_error(TENSOR, num_ranks, common, what=what, found=f"{name}: {size}")
 
 
 def _sizes_to_divide(

@@ -1,6 +1,6 @@
 """Once a step the ranks tell each other whether one of them wants something of all: a signal, a failed save.
 
-This is one reduction of a few numbers that runs beside the step, in a group of its own on the CPU: nobody waits for it,
+This is one reduction of a few numbers that runs beside the step, in the control group, on the CPU: nobody waits for it,
 and the GPU is not synchronised.
 """
 
@@ -12,12 +12,13 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.collectives import control_group
 from hfdist.errors import PreemptedError
 from hfdist.records.recorder import end_by_signal
 
@@ -28,6 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 2.0
 
 
+@runtime_checkable
 class RankFlag(Protocol):
     """Something that one rank notices and that concerns all ranks."""
 
@@ -41,7 +43,7 @@ class RankFlag(Protocol):
 class RankFlags(TrainerCallback):
     """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags.
 
-    They are `flags`, and a `Preemption` among a Trainer's `callbacks`.
+    They are `flags`, and each `RankFlag` among a Trainer's `callbacks`.
     """
 
     def __init__(self, flags: Sequence[RankFlag], callbacks: Sequence[object] = ()) -> None:
@@ -53,9 +55,8 @@ class RankFlags(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the flags, and make the group. A collective."""
-        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, Preemption))]
-        if dist.is_initialized() and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
+        self._group = control_group()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the reduction."""
@@ -70,6 +71,14 @@ class RankFlags(TrainerCallback):
         for flag, value in zip(self._flags, self._values.tolist(), strict=True):
             if value:
                 flag.on_flag(value, state, control)
+
+
+def stop_after_step(state: TrainerState, control: TrainerControl) -> bool:
+    """Let a run save and stop; False: it ends anyhow."""
+    if control.should_training_stop or state.global_step >= state.max_steps:
+        return False
+    control.should_save = control.should_training_stop = True
+    return True
 
 
 class Preemption(TrainerCallback):
@@ -95,11 +104,9 @@ class Preemption(TrainerCallback):
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
         """Save and stop."""
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            return
-        self.stopped_by = signal.Signals(flag).name
-        logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
-        control.should_save = control.should_training_stop = True
+        if stop_after_step(state, control):
+            self.stopped_by = signal.Signals(flag).name
+            logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Listen no more."""

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.pipeline.timeline import bubble_fraction, write_chrome_trace
 from hfdist.records import METRICS, read_lines
-from hfdist.records.lines import add_line, set_aside, writing
+from hfdist.records.lines import add_line, reporting_full_disk, set_aside
 from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class StepLines(TrainerCallback):
         if self._file is not None:
             self._file.close()
         set_aside(self._path, state.global_step if state.global_step > 0 else -1)
-        with writing(self._path):
+        with reporting_full_disk(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
 
@@ -66,7 +66,7 @@ class StepLines(TrainerCallback):
         """Add a line, where the file is open."""
         if self._file is None:
             return
-        with writing(self._path):
+        with reporting_full_disk(self._path):
             add_line(self._file, line)
 
 

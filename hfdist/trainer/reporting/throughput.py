@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +9,7 @@ from functools import cache
 import torch
 
 from hfdist.models.flops import peak_flops
+from hfdist.trainer.reporting.step_clock import StepClock, StepTimes
 
 
 class Throughput:
@@ -22,23 +22,22 @@ class Throughput:
         self._num_devices = 1
         self._flops: Callable[[int], float] = float
         self._sequence_length = self._last_step = self._last_tokens = 0
-        self._last_seconds = 0.0
+        self.clock = StepClock(device)
+        self.of_rank = StepTimes(0.0, 0.0, None, None)
+        """This rank's own times of the steps of the last reading."""
 
     def start(self, step: int, tokens: int, flops_per_token: Callable[[int], float], *, num_devices: int) -> None:
         """Start the clock behind so many steps and tokens; FLOPs of a token go by the length of its sequence."""
         self.tokens = self._last_tokens = tokens
         self._last_step = step
         self._flops, self._num_devices = cache(flops_per_token), num_devices
-        self._last_seconds = time.monotonic()
+        self.clock.restart()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock: an evaluation or a save is not training."""
-        begin = time.monotonic()
-        try:
+        with self.clock.paused():
             yield
-        finally:
-            self._last_seconds += time.monotonic() - begin
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Operations of one token; the model is counted once for each length."""
@@ -47,16 +46,16 @@ class Throughput:
 
     def read(self, step: int) -> dict[str, float]:
         """Give the figures since the last reading, for a line of metrics."""
-        now = time.monotonic()
-        seconds = max(now - self._last_seconds, 1e-9)
-        tokens_per_second = (self.tokens - self._last_tokens) / seconds
+        num_steps = max(step - self._last_step, 1)
+        self.of_rank = self.clock.read(num_steps)
+        tokens_per_second = (self.tokens - self._last_tokens) / (self.of_rank.step * num_steps)
         figures: dict[str, float] = {
             "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
-            "step_seconds": seconds / max(step - self._last_step, 1),
+            "step_seconds": self.of_rank.step,
         }
         if self._peak_flops is not None and self._sequence_length:
             used = tokens_per_second * self.flops_per_token(self._sequence_length)
             figures["mfu"] = used / (self._peak_flops * self._num_devices)
-        self._last_step, self._last_tokens, self._last_seconds = step, self.tokens, now
+        self._last_step, self._last_tokens = step, self.tokens
         return figures

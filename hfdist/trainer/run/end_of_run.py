@@ -6,8 +6,6 @@ import copy
 import json
 import logging
 import re
-import resource
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,12 +23,14 @@ from hfdist.config.run import Export, RunConfig
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
+from hfdist.trainer.budget.usage import Usage, describe_usage
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.loop import perplexity
 from hfdist.trainer.export.merge import write_merged
 from hfdist.trainer.export.model_card import Exported, write_card
 from hfdist.trainer.export.push_to_hub import push
 from hfdist.trainer.reporting.callbacks import plot_losses
+from hfdist.trainer.reporting.peak_memory import largest_peaks
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,13 @@ _LONGEST_WAIT = timedelta(days=7)
 """Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
 
 
-def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> HfdistError | None:
-    """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it."""
+def finish(
+    trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig, usage: Usage, *, is_over: bool
+) -> HfdistError | None:
+    """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it.
+
+    A run that is not over, since a budget has stopped it, neither samples nor runs the harness: that takes long.
+    """
     run_dir = Path(run.run.dir)
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
     reports = trainer.checkpointer.data_reports()
@@ -66,13 +71,14 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
     folder, not_uploaded = _deliver(trainer, run, patient), None
+    usage.read()
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
             baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
             words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
             logger.info(words, baseline, perplexity(baseline))
-        if (prompt := run.report.sample_prompt) is not None:
+        if is_over and (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
@@ -82,10 +88,11 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name
             commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
-            write_card(folder, run, reports, Exported(step, loss, commit), ranks=world_size())
+            write_card(folder, run, reports, Exported(step, loss, commit, usage.totals()), ranks=world_size())
+        logger.info("used: %s", describe_usage(usage.totals(), run.cost))
         logger.info("model: %s", folder)
         not_uploaded = push(folder, run.export)
-        if run.evaluate.lm_eval:
+        if is_over and run.evaluate.lm_eval:
             _report_tasks(trainer, folder, run, step)
     if patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.
@@ -111,11 +118,7 @@ def describe_peak_memory(device: torch.device) -> str:
 
     Host memory is the process's largest resident size, pages of mapped files included.
     """
-    # In KiB, but in bytes on macOS.
-    unit_bytes = 1 if sys.platform == "darwin" else 2**10
-    peaks_bytes = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes}
-    if device.type == "cuda":
-        peaks_bytes["GPU"] = torch.cuda.max_memory_allocated(device)
+    peaks_bytes = largest_peaks(device)
     every = gather_json(peaks_bytes)
     parts = [f"{kind} {', '.join(f'{peaks[kind] / 2**20:,.0f}' for peaks in every)}" for kind in peaks_bytes]
     return f"{'; '.join(parts)} MiB by rank"

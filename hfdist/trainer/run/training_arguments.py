@@ -28,7 +28,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(
             f"transformers refuses the arguments: {str(error).splitlines()[0]}",
-            where="train.arguments, report.to, optimizer.* or train.*",
+            where="train.arguments, optimizer.* or train.*",
         ) from error
     strategy.start()
     return arguments
@@ -57,7 +57,8 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "logging_steps": config.report.log_every,
         # A loss that is not finite must be seen, not replaced by the average of the others.
         "logging_nan_inf_filter": False,
-        "report_to": config.report.to or "none",
+        # The run makes its trackers itself.
+        "report_to": "none",
         # The bar is ours: it shows tokens/s.
         "disable_tqdm": True,
         "log_level": "warning",

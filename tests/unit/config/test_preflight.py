@@ -73,6 +73,23 @@ def test_what_needs_a_connection_is_refused(key, value):
     assert caught.value.where == key
 
 
+def test_trackers_that_write_to_a_folder_are_not_unless_they_are_told_otherwise(monkeypatch):
+    named = {"MLFLOW_TRACKING_URI": "mlflow", "TRACKIO_SPACE_ID": "trackio", "TRACKIO_SERVER_URL": "trackio"}
+    for variable in named:
+        monkeypatch.delenv(variable, raising=False)
+    check_offline(compose_config(["model=tiny", "report.to=[tensorboard,wandb,trackio,mlflow]"]))
+    with pytest.raises(ConfigError, match="needs a connection"):
+        check_offline(compose_config(["model=tiny", "report.to=comet_ml"]))
+    for variable, name in named.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "https://user:secret@host/x")
+            with pytest.raises(ConfigError, match="another machine") as caught:
+                check_offline(compose_config(["model=tiny", f"report.to={name}"]))
+            assert caught.value.found == f"{variable}=https://host/x"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////here/mlflow.db")
+    check_offline(compose_config(["model=tiny", "report.to=mlflow"]))
+
+
 @pytest.mark.parametrize("path", ["/texts/*.parquet", "file:///texts/a.jsonl", "texts"])
 def test_what_is_here_is_not(path):
     check_offline(compose_config(["model=tiny", "data=files", f"data.sources.files.path={path}"]))

@@ -1,0 +1,205 @@
+"""A tracker's own run, which goes on where a run of hfdist does: TensorBoard, Weights & Biases, Trackio, MLflow.
+
+`trackers.json` in the run folder has the name of the run there, and the last step of each figure that was sent. All is
+kept in the run folder, unless the tracker's own variables say otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import (
+    MLflowCallback,
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+)
+
+from hfdist.config.composition.compose import to_values, to_yaml
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import flatten
+from hfdist.records import METRICS, read_lines
+
+TRACKERS_FILE = "trackers.json"
+PROJECT = "hfdist"
+"""What these trackers call a project or an experiment, where their variables name none."""
+
+if TYPE_CHECKING:
+    # For mypy: the class after the mixin is a callback.
+    _Callback = TrainerCallback
+else:
+    _Callback = object
+
+
+class TensorBoardRun(TensorBoardCallback):
+    """Writes into `tensorboard/`; its reader drops what was written of steps that are done again."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.logging_dir = self.logging_dir or str(Path(config.run.dir).absolute() / "tensorboard")
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Open the writer, and write the config."""
+        self.on_rollback(state)
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.tb_writer is not None:
+            self.tb_writer.add_text("config", f"```yaml\n{to_yaml(self._config)}\n```")
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Go on behind the present step, in a file of its own."""
+        if not state.is_world_process_zero:
+            return
+        if self.tb_writer is not None:
+            self.tb_writer.close()
+        first = state.global_step + 1 if state.global_step > 0 else 0
+        self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, purge_step=first)
+
+
+class _GoesOn(_Callback):
+    """For a tracker that takes nothing back: a figure of a step that is done again is not sent a second time."""
+
+    tracker: ClassVar[str]
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._folder = config, Path(config.run.dir).absolute()
+        self._run: str | None = None
+        """The tracker's run, as the tracker names it; None: a new one begins."""
+        self._sent: dict[str, int] = {}
+        """Last step of each figure that was sent before the run came to the present step by a resume or a rollback."""
+        self._seen: dict[str, int] = {}
+        """Of each figure, as of now."""
+        super().__init__()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
+        """Open the tracker's run. Must come before what moves lines of later steps out of metrics.jsonl."""
+        if state.is_world_process_zero and (known := _read(self._folder).get(self.tracker)) is not None:
+            self._run, self._seen = known["run"], known["sent"]
+            for line in read_lines(self._folder / METRICS):
+                self._see(line, int(line.get("step", -1)))
+        super().on_train_begin(args, state, *rest, **named)
+        self.on_rollback(state)
+
+    def on_rollback(self, state: TrainerState) -> None:
+        """Keep which steps have been sent."""
+        if state.is_world_process_zero:
+            self._sent = dict(self._seen)
+            _write(self._folder, self.tracker, {"run": self._run, "sent": self._sent})
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
+        """Send the figures that are new."""
+        step, logs = state.global_step, named.pop("logs", None) or {}
+        new = {key: value for key, value in logs.items() if step > self._sent.get(key, -1)}
+        self._see(new, step)
+        if new:
+            super().on_log(args, state, *rest, logs=new, **named)
+
+    def _see(self, logs: dict[str, Any], step: int) -> None:
+        self._seen |= {key: step for key in logs if step > self._seen.get(key, -1)}
+
+
+class WandbRun(_GoesOn, WandbCallback):
+    """Weights & Biases."""
+
+    tracker = "wandb"
+
+    def __init__(self, config: RunConfig) -> None:
+        # A process that is killed leaves behind only what is in its file; by itself wandb writes four times a minute.
+        os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+        super().__init__(config)
+
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Begin the run or go on in it, unless the program has begun one."""
+        if state.is_world_process_zero and self._wandb.run is None:
+            self._run = self._run or secrets.token_hex(4)
+            ours = {
+                "project": ("WANDB_PROJECT", PROJECT),
+                "name": ("WANDB_NAME", self._config.run.name),
+                "id": ("WANDB_RUN_ID", self._run),
+                "resume": ("WANDB_RESUME", "allow"),
+                "dir": ("WANDB_DIR", str(self._folder)),
+            }
+            self._wandb.init(**{key: value for key, (name, value) in ours.items() if name not in os.environ})
+            self._wandb.config.update(to_values(self._config), allow_val_change=True)
+        super().setup(args, state, model, **kwargs)
+
+    def end_run(self, exit_code: int) -> None:
+        """End it; the original leaves that to the end of the process."""
+        self._wandb.finish(exit_code=exit_code)
+
+
+class TrackioRun(_GoesOn, TrackioCallback):
+    """Trackio. Its runs have no name but the one that is shown, so that this one has an ending of its own."""
+
+    tracker = "trackio"
+
+    def __init__(self, config: RunConfig) -> None:
+        # Read when it is imported.
+        os.environ.setdefault("TRACKIO_DIR", str(Path(config.run.dir).absolute() / "trackio"))
+        super().__init__(config)
+
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
+        """Begin the run or go on in it."""
+        self._run = self._run or f"{self._config.run.name}-{secrets.token_hex(2)}"
+        args = copy.copy(args)
+        args.run_name, args.project = self._run, self._config.train.arguments.get("project", PROJECT)
+        super().setup(args, state, model, **kwargs)
+        if state.is_world_process_zero:
+            self._trackio.config.update(to_values(self._config))
+
+
+class MLflowRun(_GoesOn, MLflowCallback):
+    """MLflow, whose server or folder names a run itself."""
+
+    tracker = "mlflow"
+
+    def __init__(self, config: RunConfig) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        super().__init__(config)
+
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Begin the run or go on in it; a run's parameters are of its beginning, since MLflow lets none change."""
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            # A folder needs neither a server nor the packages of a database.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            self._ml_flow.set_tracking_uri(self._folder / "mlruns")
+        os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        # The arguments of transformers say the same as the config, and some change at each start.
+        os.environ.setdefault("MLFLOW_MAX_LOG_PARAMS", "0")
+        if self._run is not None:
+            os.environ.setdefault("MLFLOW_RUN_ID", self._run)
+        super().setup(args, state, model)
+        if not state.is_world_process_zero:
+            return
+        if self._run is None:
+            values = {key: value for key, value in flatten(to_values(self._config), "") if key and _is_leaf(value)}
+            self._ml_flow.log_params(values)
+        self._run = self._ml_flow.active_run().info.run_id
+
+    def end_run(self, exit_code: int) -> None:
+        """End it as failed, if it was not ended as finished."""
+        if exit_code != 0:
+            self._ml_flow.end_run("FAILED")
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (dict, list))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / TRACKERS_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write(folder: Path, tracker: str, known: dict[str, Any]) -> None:
+    unfinished = (folder / TRACKERS_FILE).with_suffix(".tmp")
+    unfinished.write_text(json.dumps(_read(folder) | {tracker: known}, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(folder / TRACKERS_FILE)

@@ -1,0 +1,122 @@
+"""The clock of a rank tells computing, loading and waiting apart; peaks are of the time since the last line."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hfdist.records import RANKS, RankColumn, read_lines
+from hfdist.trainer.reporting import peak_memory, step_clock
+from hfdist.trainer.reporting.peak_memory import PeakMemory, largest_peaks
+from hfdist.trainer.reporting.rank_times import RankTimes
+from hfdist.trainer.reporting.step_clock import StepClock, StepTimes
+from hfdist.trainer.reporting.throughput import Throughput
+
+CPU = torch.device("cpu")
+
+
+def compute(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def batches():
+    for number in range(2):
+        compute(0.01)
+        time.sleep(0.04)
+        yield number
+
+
+@pytest.fixture(params=["schedstat", "none"])
+def clock(request, tmp_path, monkeypatch):
+    if request.param == "none":
+        monkeypatch.setattr(step_clock, "_SCHEDSTAT", tmp_path / "none")
+    clock = StepClock(CPU)
+    clock.restart()
+    return clock
+
+
+def test_each_second_is_counted_where_it_went(clock):
+    assert list(clock.loading(batches())) == [0, 1]
+    compute(0.1)
+    with clock.paused():
+        compute(0.05)
+        time.sleep(0.05)
+    time.sleep(0.06)
+    times = clock.read(2)
+    assert times.data >= 0.05
+    assert 0.05 <= times.compute < times.step
+    assert times.wait >= 0.03
+    assert times.data + times.compute + times.wait == pytest.approx(times.step, abs=1e-3)
+    # The pause is of none of them, and a reading begins anew.
+    assert clock.read(1).step < 0.05
+
+
+def test_without_a_core_a_rank_is_busy(tmp_path, monkeypatch):
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 1000000000 3\n")
+    monkeypatch.setattr(step_clock, "_SCHEDSTAT", schedstat)
+    clock = StepClock(CPU)
+    clock.restart()
+    schedstat.write_text("0 1050000000 4\n")
+    time.sleep(0.1)
+    assert 0.05 <= clock.read(1).compute < 0.1
+
+
+def test_a_gpu_works_behind_its_callers_back():
+    times = StepClock(torch.device("cuda")).read(1)
+    assert (times.compute, times.wait) == (None, None)
+
+
+@pytest.mark.skipif(not Path(peak_memory._RESET).exists(), reason="the system cannot reset its count")
+def test_a_peak_is_of_the_time_since_the_last_reading():
+    def use(num_bytes):
+        held = bytearray(b"1") * num_bytes
+        return memory.read() if held else 0
+
+    memory = PeakMemory(CPU)
+    most = use(2**27)
+    after = memory.read()
+    least = memory.read()
+    assert most - least > 2**26
+    # The memory was given back behind the reading.
+    assert after >= least
+    assert largest_peaks(CPU)["host"] >= most
+
+
+def begin(folder, step, used):
+    writer = RankTimes(folder, Throughput(CPU), used.append)
+    writer.on_train_begin(TrainingArguments(str(folder), use_cpu=True), TrainerState(global_step=step), None)
+    return writer
+
+
+def log(writer, step, **logs):
+    arguments = TrainingArguments(str(writer._path.parent), use_cpu=True)
+    writer._throughput.of_rank = StepTimes(1.0, 0.25, None, 0.5)
+    writer.on_log(arguments, TrainerState(global_step=step), TrainerControl(), logs=logs)
+
+
+def test_a_line_is_written_at_the_next_step_and_moves_with_its_step(tmp_path):
+    used = []
+    writer = begin(tmp_path, 0, used)
+    log(writer, 1, loss=1.0, step_seconds=1.0)
+    # A line of the user's, of one rank alone.
+    log(writer, 1, loss=1.0)
+    assert read_lines(tmp_path / RANKS) == []
+    writer.on_step_end(None, TrainerState(global_step=2), None)
+    log(writer, 2, loss=1.0, step_seconds=1.0)
+    writer.on_train_end(None, TrainerState(global_step=2), None)
+    lines = read_lines(tmp_path / RANKS)
+    assert lines == used
+    assert [line["step"] for line in lines] == [1, 2]
+    assert set(lines[0]) == {"step", *(column.value for column in RankColumn)}
+    assert [lines[0][name] for name in ("step_seconds", "data_seconds", "compute_seconds", "wait_seconds")] == [
+        [1.0], [0.25], [None], [0.5]
+    ]  # fmt: skip
+    assert lines[0]["peak_bytes"][0] > 2**20
+    log(writer, 3, loss=None, skipped=True, step_seconds=1.0)
+    writer.on_rollback(TrainerState(global_step=1))
+    assert [line["step"] for line in read_lines(tmp_path / RANKS)] == [1]
