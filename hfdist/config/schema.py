@@ -56,7 +56,7 @@ class Key:
 @cache
 def all_keys() -> Mapping[str, Key]:
     """Every key by its full name, sections included, in the order of the dataclasses."""
-    return types.MappingProxyType({key.name: key for key in _keys_of(RunConfig, "")})
+    return types.MappingProxyType({key.name: key for key in keys_of(RunConfig, "")})
 
 
 def find_key(name: str) -> Key | None:
@@ -149,18 +149,19 @@ def _starred(section: str) -> str:
     return section if key is None else key.name
 
 
-def _keys_of(cls: Any, prefix: str) -> Iterator[Key]:
+def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
+    """Every key of a dataclass, sections included, each behind `prefix`."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = f"{prefix}{field.name}"
         hint = hints[field.name]
         yield Key(name=name, type=hint, limit=field.metadata.get(LIMIT))
         if dataclasses.is_dataclass(hint):
-            yield from _keys_of(hint, f"{name}.")
+            yield from keys_of(hint, f"{name}.")
         elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
             item = typing.get_args(hint)[1]
             yield Key(name=f"{name}.{ANY_NAME}", type=item)
-            yield from _keys_of(item, f"{name}.{ANY_NAME}.")
+            yield from keys_of(item, f"{name}.{ANY_NAME}.")
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -31,8 +31,8 @@ MAX_NODES = 50_000
 MAX_DEPTH = 32
 HYDRA_KEYS = ("help", "job", "output_subdir", "run")
 """Of Hydra's own settings those that may stand in a file; none of them makes Hydra load or call anything."""
-NOT_GROUPS = ("launch",)
-"""Folders of `conf/` that hold no options: `launch` is for accelerate."""
+NOT_GROUPS = ("cluster", "launch")
+"""Folders of `conf/` that hold no options of a run: `cluster` is for `hfdist job`, `launch` for accelerate."""
 _MAPPING = "a YAML mapping: `key: value` lines"
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("hfdist_conf_folders", default=())
@@ -278,6 +278,10 @@ def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None
     if leaf == "lm_eval_include" and word not in ("null", "~", ""):
         what = "tasks of the evaluation harness may run Python code, so a file cannot name a folder of them"
         hint = "evaluate.lm_eval_include=... on the command line, once you have read them"
+        raise ConfigError(what, where=where, found=value.value, allowed="null", hint=hint)
+    if leaf == "alert_command" and word not in ("null", "~", ""):
+        what = "this command would be run, so a file cannot give it"
+        hint = "report.alert_command=... on the command line"
         raise ConfigError(what, where=where, found=value.value, allowed="null", hint=hint)
 
 

@@ -1,0 +1,232 @@
+"""The command line of `hfdist job`: for which cluster, which run, and where the file goes. Nothing is submitted."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run, plan_run
+from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.files import list_options, shipped_folder
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.run import AUTO, RunConfig
+from hfdist.errors import ConfigError, nearest
+from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
+from hfdist.jobs.job import MARK, Job, JobFiles
+from hfdist.jobs.kubernetes import write_kubernetes
+from hfdist.jobs.parallelcluster import write_parallelcluster
+from hfdist.jobs.ray import write_ray
+from hfdist.jobs.skypilot import write_skypilot
+from hfdist.jobs.slurm import write_slurm
+from hfdist.records import EVENTS, METRICS, read_lines
+
+TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
+    "slurm": ("sbatch", write_slurm),
+    "kubernetes": ("kubernetes.yaml", write_kubernetes),
+    "ray": ("ray.py", write_ray),
+    "skypilot": ("skypilot.yaml", write_skypilot),
+    "parallelcluster": ("sbatch", write_parallelcluster),
+}
+"""The ending of each one's file, and what writes it."""
+RECIPES = ("pretrain", "finetune")
+"""Those whose processes may be on several machines; each one's primary config has its name."""
+_KEYS = ("to", "cluster", "recipe", "run", "out")
+_VALUE_FLAGS = ("--config-dir", "--config-name")
+_STANDARD_OUTPUT = Path("-")
+_HELP = """\
+Write the job file of a run for a cluster. It submits nothing.
+
+hfdist job to=slurm cluster=slurm_gpu_8 cluster.nodes=2 +experiment=demo strategy=ddp      writes demo.sbatch
+hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                           goes on with that run
+
+to=TARGET           {targets}
+cluster=NAME|FILE   the machines: {clusters}; or a file of your own
+cluster.KEY=VALUE   a key of the cluster: conf/cluster/default.yaml lists them
+recipe=NAME         {recipes}; default: pretrain
+run=FOLDER          the run's config is that of this run's folder; default: the recipe's
+out=FILE            default: the run's name in this folder; out=-: standard output
+--offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
+of the run's config, as `hfdist pretrain` takes them.
+
+Exit codes: 0 written, 2 a mistake in the run's config, in the cluster, or in how they fit each other.
+"""
+
+
+def job_recipe(main: Callable[[str, Job], None]) -> Callable[[], None]:
+    """Make `main(target, job)` a command that ends with a documented exit code."""
+
+    @functools.wraps(main)
+    def command() -> None:
+        with told_in_one_message(stop_everywhere):
+            arguments = sys.argv[1:]
+            if {"-h", "--help"} & {*arguments} or not arguments:
+                clusters = ", ".join(list_options(shipped_folder(), GROUP))
+                texts = {"targets": " | ".join(TARGETS), "recipes": " | ".join(RECIPES), "clusters": clusters}
+                sys.stdout.write(_HELP.format(**texts))
+                return
+            main(*parse_job(arguments))
+
+    return command
+
+
+def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
+    """Read the command line, compose the run's config and the cluster, and check both; ConfigError: the first mistake.
+
+    Returns:
+        The target, and the job.
+    """
+    own, of_cluster, of_run = _divide(arguments)
+    target = _choose("to", own.get("to"), tuple(TARGETS))
+    recipe = _choose("recipe", own.get("recipe", RECIPES[0]), RECIPES)
+    flags, overrides = _split_flags(of_run)
+    if "run" in own:
+        if flags.keys() & {*_VALUE_FLAGS}:
+            raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
+        flags |= {"--config-dir": _find_run(own["run"]), "--config-name": "config"}
+    config_dir = flags.get("--config-dir")
+    config = compose_config(overrides, name=flags.get("--config-name") or recipe, extra_dir=config_dir)
+    of_user = None if config_dir is None else Path(config_dir).expanduser()
+    cluster = compose_cluster(own.get("cluster", "default"), of_cluster, of_user)
+    _check(config, cluster, is_offline=OFFLINE_FLAG in flags)
+    out = own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
+    words = [word for name, value in flags.items() for word in ((name, value) if value else (name,))]
+    job = Job(
+        recipe=recipe,
+        arguments=[*words, *overrides],
+        config=config,
+        cluster=cluster,
+        command=["hfdist", "job", *arguments],
+        path=Path(out).expanduser(),
+    )
+    return target, job
+
+
+def write_job(target: str, job: Job) -> None:
+    """Write the files, and say how they are submitted; ConfigError: another file is in their place."""
+    made = TARGETS[target][1](job)
+    if job.path == _STANDARD_OUTPUT:
+        sys.stdout.write("".join(file.text for file in made.files))
+        return
+    for file in made.files:
+        _check_place(file.path)
+    for file in made.files:
+        file.path.write_text(file.text, encoding="utf-8")
+        sys.stdout.write(f"written: {file.path}\n")
+    sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
+
+
+def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    own: dict[str, str] = {}
+    of_cluster: list[str] = []
+    of_run: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name in _KEYS:
+            if name in own or not value:
+                what = "this is given twice" if name in own else "a value is missing"
+                raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
+            own[name] = value
+        elif f"{GROUP}.{name}" in cluster_keys():
+            what, hint = "keys of the cluster begin with its name", f"{GROUP}.{argument}"
+            raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=hint)
+        else:
+            (of_cluster if name.startswith(f"{GROUP}.") else of_run).append(argument)
+    return own, of_cluster, of_run
+
+
+def _choose(key: str, value: str | None, known: Sequence[str]) -> str:
+    if value in known:
+        return str(value)
+    what = "which one?" if value is None else "no such value"
+    hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}", cutoff=0.0)
+    raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=value, allowed=", ".join(known), hint=hint)
+
+
+def _split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Give the flags with their values ("": it takes none), and the overrides."""
+    flags: dict[str, str] = {}
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == OFFLINE_FLAG and not equals:
+            flags[name] = ""
+        elif name in _VALUE_FLAGS:
+            flags[name] = value if equals else next(rest, "")
+            if not flags[name]:
+                raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
+        elif argument.startswith("-"):
+            known = (OFFLINE_FLAG, *_VALUE_FLAGS)
+            hint = nearest(name, known) or "--help"
+            raise ConfigError(
+                "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
+            )
+        else:
+            overrides.append(argument)
+    return flags, overrides
+
+
+def _find_run(value: str) -> str:
+    run = Path(value).expanduser()
+    if not (run / "config.yaml").is_file():
+        others = sorted(path.parent.name for path in run.parent.glob("*/config.yaml"))
+        hint = nearest(run.name, others, f"run={run.parent / '{}'}")
+        allowed = "the folder of a run, with config.yaml"
+        raise ConfigError(
+            "there is no such run", where=f"run ({COMMAND_LINE})", found=value, allowed=allowed, hint=hint
+        )
+    return str(run)
+
+
+def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:
+    """Check the run as its own processes will, for as many as there will be."""
+    asked = config.launch.processes
+    if asked not in (AUTO, "1", str(cluster.world_size)):
+        what = "the job's launcher starts another number of processes"
+        found = f"{asked}, and {cluster.nodes} x {cluster.processes} of the cluster"
+        hint = f"launch.processes=1 leaves it to the launcher; cluster.processes={asked} starts so many on each machine"
+        raise ConfigError(what, where="launch.processes", found=found, hint=hint)
+    if is_offline:
+        check_offline(config)
+    try:
+        (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
+    except ConfigError as error:
+        if error.where == "strategy.data":
+            # Its own hint says how processes are started by hand.
+            error.hint = "cluster.nodes=2 or cluster.processes=2, or another layout, such as strategy=single"
+        raise
+    _check_grace(Path(config.run.dir), cluster)
+
+
+def _check_grace(run_dir: Path, cluster: ClusterConfig) -> None:
+    """Compare the time after a signal with what steps and saves of this run have taken, where it has begun before."""
+    longest = {
+        "step": _longest(run_dir / METRICS, "step_seconds"),
+        "save": _longest(run_dir / EVENTS, "seconds", event="save"),
+    }
+    # Once more for what they may take longer, and for what the launcher and the scheduler take.
+    needed = 60 * math.ceil(2 * sum(longest.values()) / 60 + 1)
+    if sum(longest.values()) > 0 and cluster.grace_seconds < needed:
+        what = "the run would be ended by force before it has saved"
+        found = (
+            f"{cluster.grace_seconds}; in {run_dir} a step took {longest['step']:.1f} s, a save {longest['save']:.1f} s"
+        )
+        hint = f"cluster.grace_seconds={needed}"
+        raise ConfigError(what, where="cluster.grace_seconds", found=found, allowed=f">= {needed}", hint=hint)
+
+
+def _longest(path: Path, key: str, event: str | None = None) -> float:
+    values = (line.get(key) for line in read_lines(path) if event is None or line.get("event") == event)
+    return max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
+
+
+def _check_place(path: Path) -> None:
+    if path.exists() and not (path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace")[:500]):
+        what, hint = "another file is there, which no `hfdist job` has written", f"out={path.stem}-job{path.suffix}"
+        raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("there is no such folder", where=f"out ({COMMAND_LINE})", found=str(path.parent))

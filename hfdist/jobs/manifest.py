@@ -1,0 +1,34 @@
+"""YAML documents for people: scripts as blocks of lines, no aliases, keys in the order in which they were written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_documents(*documents: dict[str, Any]) -> str:
+    """Write documents one behind the other, without keys whose value is None."""
+    parts = (
+        yaml.dump(_given(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+        for document in documents
+    )
+    return "---\n".join(parts)
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _given(item) for name, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,159 @@
+"""Job files: no value leaves its quotes, scripts do what the run's record says, manifests are as their schemas say."""
+
+import ast
+import json
+import re
+import subprocess
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+
+from hfdist.records import read_run
+from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
+
+TWO = ("cluster.nodes=2",)
+MODELS = {
+    "JobSet": JobsetV1alpha2JobSet,
+    "TrainJob": TrainerV1alpha1TrainJob,
+    "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
+}
+
+
+@pytest.mark.parametrize("target", NEEDED)
+def test_no_value_leaves_its_quotes(tmp_path, monkeypatch, target):
+    place = tmp_path / "a'b $(touch PWNED)"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    given = [*TWO, f"cluster.folder={json.dumps(str(place))}", *HOSTILE]
+    given += ['cluster.environment.NAME="$(touch PWNED)\'"']
+    job, texts = make(target, *given, folder=tmp_path)
+    assert job.config.run.dir == 'runs/it\'s "$(touch PWNED)" #'
+    script = shell_of(target, texts)
+    for number, text in enumerate([script, *texts.values()]):
+        if text.startswith("#!") or number == 0:
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+            checked = subprocess.run(
+                ["shellcheck", "--shell=bash", "--severity=warning", "-"],
+                input=text, text=True, capture_output=True, check=False,
+            )  # fmt: skip
+            assert checked.returncode == 0, checked.stdout
+    done, calls = run_script(script, place)
+    assert done.returncode == 1, done.stderr
+    for arguments, variables in calls:
+        assert arguments[arguments.index("-m") :] == ["-m", "hfdist", "pretrain", *RUN, *HOSTILE]
+        assert variables["NAME"] == "$(touch PWNED)'"
+        assert variables["PWD"] == str(place)
+        assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    assert len(calls) == (2 if target in ("slurm", "parallelcluster") else 1)
+    assert not list(tmp_path.rglob("PWNED"))
+    assert "PWNED" not in {path.name for path in tmp_path.rglob("*")}
+    # The comment with the command stays a comment.
+    head = next(iter(texts.values())).partition("hfdist pretrain")[0]
+    assert not re.search(r"^(#SBATCH --partition=other|touch)", head, flags=re.MULTILINE)
+
+
+def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, texts = make("slurm", *TWO, "cluster.processes=2", "cluster.grace_seconds=120", folder=tmp_path)
+    script = shell_of("slurm", texts)
+    done, calls = run_script(script, tmp_path)
+    assert "exit code 1, end (srun: 1)" in done.stdout
+    for rank, (arguments, variables) in enumerate(calls):
+        given = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--"))
+        assert given["rdzv-endpoint"] == "127.0.0.1:24711"
+        assert (given["nnodes"], given["nproc-per-node"], given["max-restarts"]) == ("2", "2", "0")
+        assert f"is_host={1 - rank}," in given["rdzv-conf"]
+        assert given["local-addr"].startswith("127.0.0.")
+        assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "90"
+    assert "#SBATCH --signal=TERM@120\n" in script
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "is_requeued"),
+    [(75, "RUNNING", True), (6, "RUNNING", True), (75, "COMPLETING", False)]
+    + [(code, "RUNNING", False) for code in (0, 2, 3, 4, 5, 7, 8)],
+)
+def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued):
+    monkeypatch.chdir(tmp_path)
+    _, texts = make("slurm", *TWO, folder=tmp_path)
+    run_dir = tmp_path / "runs" / "Job_1"
+    leave(run_dir, (75, 5), (code, 10))
+    # The launcher's start is the second; before it there is the record of the first.
+    (run_dir / "run.json").rename(tmp_path / "ENDED")
+    text = (tmp_path / "ENDED").read_text()
+    (run_dir / "run.json").write_text(text.replace('"start": 2', '"start": 1'))
+    done, _ = run_script(shell_of("slurm", texts), tmp_path, state=state, RUN_DIR=str(run_dir))
+    assert read_run(run_dir).start == 2
+    assert done.returncode == code, done.stderr
+    noted = tmp_path / "notes.scontrol"
+    assert (noted.read_text() if noted.exists() else "") == ("requeue 4711\n" if is_requeued else "")
+
+
+def test_each_target_starts_again_by_the_exit_code_that_it_knows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "Job_1"
+    for target, ended in {"kubernetes": 6, "skypilot": 75, "ray": 75}.items():
+        leave(run_dir, (6, 10))
+        (run_dir / "run.json").rename(tmp_path / "ENDED")
+        folder = (f"cluster.folder={tmp_path}",)
+        _, texts = make(target, *TWO, *folder, folder=tmp_path)
+        done, _ = run_script(shell_of(target, texts), tmp_path, RUN_DIR=str(run_dir))
+        assert done.returncode == ended, (target, done.stderr)
+        (run_dir / "run.json").unlink()
+
+
+def strictly(model, document):
+    """Refuse fields that the model does not know: it would leave them out."""
+    return model.from_dict(document).to_dict() == document
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "trainjob"])
+def test_manifests_of_kubernetes_are_as_their_schemas_say(tmp_path, kind):
+    given = [*TWO, "cluster.gpus=true", "cluster.cpus=4", "cluster.memory_gib=8", "cluster.kubernetes.queue=team"]
+    given += ["cluster.kubernetes.namespace=research", "cluster.kubernetes.node_selector.zone=a"]
+    _, texts = make(kind, *given, folder=tmp_path)
+    documents = list(yaml.safe_load_all(*texts.values()))
+    assert [document["kind"] for document in documents] == (
+        ["JobSet"] if kind == "kubernetes" else ["TrainingRuntime", "TrainJob"]
+    )
+    for document in documents:
+        model = MODELS[document["kind"]]
+        assert strictly(model, document)
+        assert not strictly(model, {**document, "spec": {**document["spec"], "replicatedJob": []}})
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job_of(documents[0])}
+    kubernetes_validate.validate(job, "1.33", strict=True)
+    job["spec"]["template"]["spec"]["terminationGracePeriod"] = 300
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGracePeriod"):
+        kubernetes_validate.validate(job, "1.33", strict=True)
+
+
+def test_what_follows_an_exit_code_on_kubernetes(tmp_path):
+    _, texts = make("kubernetes", *TWO, folder=tmp_path)
+    (document,) = yaml.safe_load_all(*texts.values())
+    again, stays, taken = job_of(document)["podFailurePolicy"]["rules"]
+    assert (again["onExitCodes"]["values"], stays["onExitCodes"]["values"]) == ([75], [2, 3, 4, 5, 7, 8])
+    assert taken["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    first, second = document["spec"]["failurePolicy"]["rules"]
+    # The message of Kubernetes' job controller.
+    message = "Container node for pod x/job-node-0-0-abc failed with exit code {} matching FailJob rule at index {}"
+
+    def is_met(rule, text):
+        return any(re.search(pattern, text) for pattern in rule.get("onJobFailureMessagePatterns", [""]))
+
+    assert first["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert is_met(first, message.format(75, 0))
+    assert is_met(first, "Pod x/job has condition DisruptionTarget matching FailJob rule at index 2")
+    assert not is_met(first, message.format(5, 1))
+    assert (second["action"], is_met(second, message.format(5, 1))) == ("FailJobSet", True)
+
+
+def test_a_ray_program_holds_literals_only(tmp_path):
+    _, texts = make("ray", *TWO, *HOSTILE, folder=tmp_path)
+    imported, assigned, guard = ast.parse(*texts.values()).body
+    assert imported.module == "hfdist.jobs.on_ray"
+    assert ast.literal_eval(assigned.value)["nodes"] == 2
+    assert ast.unparse(guard.body) == "run_on_machines(**JOB)"
