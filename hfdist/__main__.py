@@ -19,6 +19,14 @@ _hfdist() {
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _hfdist hfdist
 """
+_WORDS = {
+    "audit": "run= step= text=short text=full",
+    "doctor": "processes= run.dir= pair_seconds= --offline --json",
+    "explain-hang": "--json",
+    "job": "to= cluster= recipe= run= out= cluster.",
+    "report": "out= port= --live",
+}
+"""What may follow a command that has no config."""
 _USAGE = """\
 hfdist COMMAND [flags] [key=value ...]
 
@@ -65,7 +73,7 @@ def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
         # First, since another package may be called so, as torchtune's is. Processes that are started get it, too.
         sys.path.insert(0, str(beside))
         package = "recipes"
-    importlib.import_module(f"{package}.{name}").main()
+    importlib.import_module(f"{package}.{recipes[name].stem}").main()
 
 
 def _complete(line: str, recipes: dict[str, Path]) -> None:
@@ -73,21 +81,19 @@ def _complete(line: str, recipes: dict[str, Path]) -> None:
     _, *words = line.split(" ")
     if len(words) < 2:
         sys.stdout.write(" ".join(recipes))
-    elif words[0] == "audit":
-        sys.stdout.write("run= step= text=short text=full")
-    elif words[0] == "job":
-        sys.stdout.write("to= cluster= recipe= run= out= cluster.")
+    elif words[0] in _WORDS:
+        sys.stdout.write(_WORDS[words[0]])
     elif words[0] in recipes:
         os.environ["COMP_LINE"] = " ".join(["hfdist", *words[1:]])
         _call(words[0], ["--shell-completion", "query=bash"], recipes)
 
 
 def find_recipes() -> dict[str, Path]:
-    """The shipped recipes by name: inside the installed package, or beside it in a checkout."""
+    """The shipped recipes by their commands' names: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     folders = (package / "recipes", package.parent / "recipes")
     folder = next(folder for folder in folders if folder.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+    return {path.stem.replace("_", "-"): path for path in sorted(folder.glob("[!_]*.py"))}
 
 
 def _first_line(path: Path) -> str:

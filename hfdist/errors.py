@@ -112,6 +112,13 @@ class ResourceError(HfdistError):
     title = "Resource error"
 
 
+class BudgetError(HfdistError):
+    """A run whose budget is used up, which has saved and can go on with a larger one. No launcher starts it again."""
+
+    exit_code = 8
+    title = "Budget used up"
+
+
 class PreemptedError(HfdistError):
     """A run that was told to stop, has saved, and can go on. Not a mistake: the exit code says "start me again"."""
 

@@ -21,11 +21,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hfdist.errors import CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
+from hfdist.errors import BudgetError, CheckpointError, ConfigError, DataError, NumericsError, PeerError, PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What the processes are told when this one is told so."""
-_STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError)))
+_STAYS = (0, *(kind.exit_code for kind in (ConfigError, DataError, CheckpointError, NumericsError, BudgetError)))
 """Exit codes after which another start does not help."""
 START_METHOD = "spawn"
 _POLL_SECONDS = 0.05

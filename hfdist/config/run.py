@@ -137,8 +137,23 @@ class ReportConfig:
     preview: int = limited(0, at_least=0)
     plot: bool = True
     timeline: bool = True
+    alerts: bool = True
+    alert_command: str | None = None
+    """Split into words as a shell does, and started without one. It gets the alert as JSON on its standard input."""
     sample_prompt: str | None = None
     sample_tokens: int = limited(64, at_least=1)
+
+
+@dataclass(kw_only=True)
+class CostConfig:
+    """`cost.*`: what devices and energy cost, and what stands in for a meter where there is none."""
+
+    price_per_hour: float | None = limited(None, at_least=0)
+    price_per_kwh: float | None = limited(None, at_least=0)
+    currency: str = "USD"
+    gco2e_per_kwh: float | None = limited(None, at_least=0)
+    device_watts: float | None = limited(None, above=0)
+    host_watts: float | None = limited(None, above=0)
 
 
 @dataclass(kw_only=True)
@@ -169,4 +184,5 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

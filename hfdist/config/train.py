@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from hfdist.config.ranges import limited
+from hfdist.config.ranges import LIMIT, Limit, limited
+
+
+def parse_time(text: str) -> datetime:
+    """Read a time as ISO 8601; without a time zone it is that of this machine. ValueError: it is none."""
+    time = datetime.fromisoformat(text)
+    return time.astimezone() if time.tzinfo is None else time
+
+
+def _is_time(text: str) -> bool:
+    try:
+        parse_time(text)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+_DEADLINE = Limit("a time as ISO 8601, such as 2030-01-31T18:00 or 2030-01-31T18:00+01:00", _is_time)
 
 
 class Precision(Enum):
@@ -51,6 +69,10 @@ class TrainConfig:
     epochs: int | None = limited(None, at_least=1)
     """Passes over the data at the most. The steps that they take are counted beforehand, so that the learning rate
     falls over just as many. It is the limit of each source that gives none."""
+    max_hours: float | None = limited(None, above=0)
+    max_cost: float | None = limited(None, above=0)
+    max_kwh: float | None = limited(None, above=0)
+    deadline: str | None = field(default=None, metadata={LIMIT: _DEADLINE})
     global_batch_size: int = limited(32, at_least=1)
     micro_batch_size: int = limited(8, at_least=1)
     eval_every: int | None = limited(None, at_least=1)

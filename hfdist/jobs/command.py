@@ -40,8 +40,8 @@ _STANDARD_OUTPUT = Path("-")
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
-hfdist job to=slurm cluster=slurm_gpu_8 cluster.nodes=2 +experiment=demo strategy=ddp      writes demo.sbatch
-hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                           goes on with that run
+hfdist job to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp    writes demo.sbatch
+hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                   goes on with that run
 
 to=TARGET           {targets}
 cluster=NAME|FILE   the machines: {clusters}; or a file of your own

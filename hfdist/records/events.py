@@ -26,6 +26,10 @@ class Event(Enum):
     """step: where the run was, to_step: where it went back to"""
     lost_rank = "lost_rank"
     """found: what the watch over the ranks has found"""
+    alert = "alert"
+    """step, kind, text, and the figures of the text"""
+    budget = "budget"
+    """step, which: `max_hours`, `max_cost`, `max_kwh` or `deadline`, used, limit"""
     end = "end"
     """step, state, exit_code, error"""
 

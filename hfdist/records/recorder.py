@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
 from hfdist.records.events import Event, add_event, utc_now
-from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run, write_run
+from hfdist.records.run_file import RUN_FILE, SUMMED, RunRecord, State, read_run, write_run
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,9 @@ class RunRecorder:
             layout=dict(layout),
             versions=find_versions(),
         )
+        if before is not None:
+            for name in SUMMED:
+                setattr(self.record, f"earlier_{name}", before.total(name))
         self._begun_seconds = self._written_seconds = time.monotonic()
         # The watch may end the run from a thread of its own, and a signal in the middle of a write.
         self._lock = threading.RLock()
@@ -105,9 +108,14 @@ class RunRecorder:
                 _close(self.run_dir, self.record, exit_code, error)
         RunRecorder.of_process = None
 
+    @property
+    def seconds(self) -> float:
+        """Since this start."""
+        return time.monotonic() - self._begun_seconds
+
     def _count_seconds(self) -> None:
         self._written_seconds = time.monotonic()
-        self.record.seconds = round(self._written_seconds - self._begun_seconds, 3)
+        self.record.seconds = round(self.seconds, 3)
 
 
 def record_end(exit_code: int, error: str | None = None) -> None:

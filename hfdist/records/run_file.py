@@ -12,6 +12,8 @@ from hfdist.atomic_write import write_atomically
 from hfdist.records.lines import reporting_full_disk
 
 RUN_FILE = "run.json"
+SUMMED = ("energy_kwh", "cost", "gco2e")
+"""Figures that are not always known, each with an `earlier_` one."""
 SCHEMA = 1
 """Of all files of records: grows when a field changes its meaning or goes; readers pass over fields that they do not
 know."""
@@ -24,7 +26,7 @@ class State(Enum):
     finished = "finished"
     """Exit code 0."""
     stopped = "stopped"
-    """It was told to stop, has saved, and can go on: exit code 75."""
+    """It has saved, and can go on: told to stop (exit code 75), or a budget is used up (8)."""
     failed = "failed"
     """Any other exit code."""
     lost = "lost"
@@ -33,7 +35,8 @@ class State(Enum):
     @classmethod
     def of(cls, exit_code: int | None) -> State:
         """Give the state behind an exit code; None: nobody knows it."""
-        return cls.lost if exit_code is None else {0: cls.finished, 75: cls.stopped}.get(exit_code, cls.failed)
+        known = {None: cls.lost, 0: cls.finished, 8: cls.stopped, 75: cls.stopped}
+        return known.get(exit_code, cls.failed)
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,17 @@ class RunRecord:
     """Since this start, loading included."""
     earlier_seconds: float = 0.0
     """Of all starts before this one."""
+    energy_kwh: float | None = None
+    """Of this start; None: not known, as in all figures below."""
+    earlier_energy_kwh: float | None = None
+    """Of all starts before this one, as far as it is known."""
+    energy_source: str | None = None
+    """What this start's figure comes from: `nvml`, `rapl`, `estimate`, or several with + between."""
+    cost: float | None = None
+    earlier_cost: float | None = None
+    gco2e: float | None = None
+    """Grams."""
+    earlier_gco2e: float | None = None
     started: str = ""
     updated: str = ""
     """When this file was last written: about once a second while the run logs steps."""
@@ -70,6 +84,11 @@ class RunRecord:
     """By rank; empty before training."""
     versions: dict[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
+
+    def total(self, name: str) -> float | None:
+        """Give `seconds` or one of `SUMMED` over all starts, as far as it is known; None: of none."""
+        known = [value for value in (getattr(self, f"earlier_{name}"), getattr(self, name)) if value is not None]
+        return sum(known) if known else None
 
     def to_json(self) -> dict[str, Any]:
         """Give it as JSON values."""

@@ -41,7 +41,7 @@ from hfdist.trainer.step.lean_step import LeanStep
 from hfdist.trainer.step.loss import Convention, WeightedLoss, gathering, num_input_tokens, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import CountingCollator, sharding_each_once
-from hfdist.watch import watches_among
+from hfdist.watch.callback import watches_among
 
 if TYPE_CHECKING:
     # For mypy: the class after the mixin is a Trainer.
@@ -66,6 +66,8 @@ class RunOptions:
     """How many steps may be skipped, and how often the run goes back."""
     measures: Sequence[Measure] = ()
     """What each evaluation measures besides the loss."""
+    figures: Callable[[], dict[str, float]] = dict
+    """What each training line says besides; called on all ranks together."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -424,8 +426,8 @@ class DistributedTrainerMixin(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def read_figures(self) -> None:
-        """Read what the next training line says of tokens, seconds, MFU and routers. A collective."""
-        self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read()
+        """Read what the next training line says of speed, routers and what the run adds. A collective."""
+        self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

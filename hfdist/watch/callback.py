@@ -19,12 +19,12 @@ from hfdist.errors import HfdistError, PeerError
 from hfdist.records import Event, RunRecorder, add_event
 from hfdist.records.recorder import record_end_of_run
 from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress
+from hfdist.watch.snapshot import FOLDER
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "watch"
 _VERDICT_SECONDS = 5.0
 """Behind the heartbeat: until then the watch has said who is missing, and has ended the process."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")

@@ -48,6 +48,10 @@ class Heartbeat(NamedTuple):
     """The exit code of a rank that has ended by itself; this is its last beat."""
     has_written: bool = False
     """Whether its stack is on the disk."""
+    pid: int = 0
+    """Of its process, on `host`."""
+    asked: str | None = None
+    """The last request to write what the ranks are doing; rank 0 passes it on."""
 
 
 class PeerState(NamedTuple):

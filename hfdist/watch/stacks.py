@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,15 @@ from types import FrameType
 import torch
 from torch import distributed as dist
 
+from hfdist.watch.diagnosis import Heartbeat
+from hfdist.watch.snapshot import Collective, Snapshot
+
 # Not merely any frame of the compiler: what it has compiled runs below such frames, too.
 _COMPILING = (("_dynamo/convert_frame.py", ""), ("_inductor/compile_fx.py", "compile"))
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
+_MOST_FRAMES, _MOST_OF_GROUP = 40, 64
 
 
 def write_stacks(path: Path, header: str) -> None:
@@ -54,35 +60,65 @@ def waits_in() -> str | None:
         elif name is not None and not code.co_filename.startswith(_TORCH):
             return f"{name} of {os.sep.join(code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
     # Those that C++ calls in a backward have no frame.
-    return ", ".join(text for is_done, text in _recorded() if not is_done) or None
+    return ", ".join(one.text for one in recorded_collectives() if not one.is_done) or None
 
 
 def last_collectives() -> str:
     """Describe those that have not finished, or else the last, by torch's flight recorder."""
-    recorded = _recorded()
-    return ", ".join([text for is_done, text in recorded if not is_done] or [text for _, text in recorded[-1:]])
+    recorded = recorded_collectives()
+    return ", ".join([one.text for one in recorded if not one.is_done] or [one.text for one in recorded[-1:]])
 
 
-def _recorded() -> list[tuple[bool, str]]:
-    """Read torch's flight recorder: whether each collective has finished, and its description, the oldest first.
+def take_snapshot(rank: int, beat: Heartbeat) -> Snapshot:
+    """Give what `explain-hang` compares between ranks."""
+    frames = [
+        [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name]
+        for frame in _main_frames()
+        if not _is_of_libraries(frame.f_code.co_filename)
+    ]
+    newest: dict[str, list[Collective]] = {}
+    for one in recorded_collectives():
+        newest.setdefault(one.group, []).append(one)
+    collectives = [one for all_of_group in newest.values() for one in all_of_group[-_MOST_OF_GROUP:]]
+    return Snapshot(
+        rank=rank, beat=beat, frames=frames[:_MOST_FRAMES], collectives=collectives, groups=_ranks_of_groups()
+    )
+
+
+def recorded_collectives() -> list[Collective]:
+    """Read torch's flight recorder, the oldest first.
 
     It is on by default (TORCH_FR_BUFFER_SIZE=0 switches it off), private and without documentation: in torch 2.13
     `_dump_fr_trace_json` gives gloo's collectives, and `_dump_nccl_trace_json` those of NCCL; each is missing where
-    torch was built without it.
+    torch was built without it. Its JSON has no lines of code.
     """
-    entries: list[tuple[int, bool, str]] = []
+    entries: list[tuple[int, Collective]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         # Whatever another version gives: a watch that fails here would be taken for a dead rank.
         with contextlib.suppress(Exception):
             if dump is not None and dist.is_initialized():
                 for entry in json.loads(dump(includeCollectives=True, onlyActive=False))["entries"]:
-                    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-                    place = f"number {number} of {entry['process_group'][-1] or 'its group'}"
-                    state = "finished" if entry["retired"] else "not finished"
-                    text = f"{entry['profiling_name']} {entry['input_sizes']} ({place}, {state})"
-                    entries.append((entry["time_created_ns"], entry["retired"], text))
-    return [(is_done, text) for _, is_done, text in sorted(entries)]
+                    group, is_p2p = entry["process_group"], entry["is_p2p"]
+                    number = entry["p2p_seq_id"] if is_p2p else entry["collective_seq_id"]
+                    sizes, is_done = entry["input_sizes"], entry["retired"]
+                    one = Collective(group[0], number, entry["profiling_name"], sizes, is_done, group[-1], is_p2p)
+                    entries.append((entry["time_created_ns"], one))
+    return [one for _, one in sorted(entries, key=lambda entry: entry[0])]
+
+
+def _ranks_of_groups() -> dict[str, list[int]]:
+    """By the names that the flight recorder has, which has no ranks of gloo's groups; `_world` is private."""
+    with contextlib.suppress(Exception):
+        return {
+            name: dist.get_process_group_ranks(group) for group, name in dist.distributed_c10d._world.pg_names.items()
+        }
+    return {}
+
+
+def _is_of_libraries(file: str) -> bool:
+    """Whether it is of torch or of Python itself, which every wait ends in."""
+    return file.startswith((_TORCH, "<")) or (file.startswith(_PYTHON) and not file.startswith(_PACKAGES))
 
 
 def _main_frames() -> Iterator[FrameType]:

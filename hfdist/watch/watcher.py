@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hfdist.watch import stacks
+from hfdist.watch import snapshot, stacks
 from hfdist.watch.diagnosis import (
     Diagnosis,
     Heartbeat,
@@ -28,13 +28,15 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 2.0
 """For stacks and the report, on a disk that may hang, and for the other ranks' to be written."""
 _HURRIED_BEAT_SECONDS = 0.05
-_REPORT = "report.txt"
+_REQUEST_SECONDS = 1.0
+"""Between two looks for a request."""
 
 
 class Watcher:
     """Watches the other ranks from two threads. Rank 0 judges; the others follow it, and judge only rank 0.
 
     Stacks and the report go to `folder`, which is of this start of the run. The rank that reports calls `record` too.
+    Rank 0 also looks for requests of `explain-hang`; all ranks answer them with their stacks, and go on.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class Watcher:
         self._heartbeat_seconds = heartbeat_seconds
         self._beat_seconds = beat_seconds(heartbeat_seconds)
         self._heard: dict[int, Heartbeat] = {}
+        self._peers: dict[int, PeerState] = {}
+        self._asked: str | None = None
         self._verdict: Diagnosis | None = None
         self._broken_since: float | None = None
         self._left: int | None = None
@@ -60,6 +64,10 @@ class Watcher:
         self._beats.start()
         self._judges = threading.Thread(target=self._judge, name="watch-judge", daemon=True)
         self._judges.start()
+        # Apart, as the disk may hang.
+        self._requests = threading.Thread(target=self._find_requests, name="watch-requests", daemon=True)
+        if store.rank == 0:
+            self._requests.start()
 
     def broke(self) -> None:
         """Tell that a connection to another rank broke, so that whoever is silent is found sooner."""
@@ -80,6 +88,8 @@ class Watcher:
         self._store.close()
         self._beats.join()
         self._judges.join(_LAST_WORDS_SECONDS)  # unless it is ending the process
+        if self._requests.is_alive():
+            self._requests.join(_LAST_WORDS_SECONDS)
 
     # ---- the thread that beats: until `leave` it may wait for a store that does not answer ----
 
@@ -124,13 +134,15 @@ class Watcher:
             broken_seconds=None if self._broken_since is None else time.monotonic() - self._broken_since,
             left=self._left,
             has_written=self._has_written,
+            pid=os.getpid(),
+            asked=self._asked,
         )
 
     # ---- the thread that judges: it never touches the store ----
 
     def _judge(self) -> None:
         came: dict[int, tuple[int, float]] = {}
-        last = time.monotonic()
+        last, answered = time.monotonic(), None
         while not self._over.wait(self._beat_seconds / 2):
             now = time.monotonic()
             if now - last > 3 * self._beat_seconds:
@@ -146,10 +158,23 @@ class Watcher:
                 heard[rank] = PeerState(beat, now - came[rank][1])
             # By its own clock, and not by what came back from a store that may be gone.
             heard[self._store.rank] = PeerState(self._own_beat(0))
+            self._peers = heard
+            if (asked := heard[0].beat.asked) not in (None, answered):
+                answered = asked
+                threading.Thread(target=self._answer, args=(self._folder.with_name(str(asked)),), daemon=True).start()
             verdict = self._verdict or self._find(heard)
             if verdict is not None:
                 self._silent = {rank for rank, one in heard.items() if one.silent_seconds > 3 * self._beat_seconds}
                 self._end(verdict)
+
+    def _find_requests(self) -> None:
+        while not self._over.wait(_REQUEST_SECONDS):
+            self._asked = snapshot.take_request(self._folder.parents[1]) or self._asked
+
+    def _answer(self, folder: Path) -> None:
+        self._write_stacks(folder)
+        if self._store.rank == 0:
+            snapshot.write_beats(folder, self._peers, self._own_beat(0), None)
 
     def _find(self, heard: dict[int, PeerState]) -> Diagnosis | None:
         found = find_left(heard, self._heartbeat_seconds) or find_lost(heard, self._heartbeat_seconds)
@@ -163,7 +188,7 @@ class Watcher:
         self._verdict = verdict
         self._wake.set()
         if verdict.is_alarm:
-            _within(_LAST_WORDS_SECONDS, self._write_stacks)
+            _within(_LAST_WORDS_SECONDS, lambda: self._write_stacks(self._folder))
         if is_own:
             _within(_LAST_WORDS_SECONDS, lambda: self._report(verdict))
         self._let_others_write()
@@ -192,26 +217,29 @@ class Watcher:
                 return
             time.sleep(_HURRIED_BEAT_SECONDS)
 
-    def _write_stacks(self) -> None:
+    def _write_stacks(self, folder: Path) -> None:
         beat = self._own_beat(0)
         header = (
             f"rank {self._store.rank} on {beat.host}, process {os.getpid()}: "
             f"behind {beat.mark}, {beat.step} steps done, {beat.idle_seconds:.1f} s ago"
         )
-        stacks.write_stacks(self._folder / f"rank-{self._store.rank:05d}.txt", header)
+        stacks.write_stacks(folder / f"rank-{self._store.rank:05d}.txt", header)
+        snapshot.write_snapshot(folder, stacks.take_snapshot(self._store.rank, beat))
 
     def _report(self, verdict: Diagnosis) -> None:
         """Say it, unless another rank has: without rank 0, each of the others finds out for itself."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / _REPORT).open("x", encoding="utf-8") as file:
+            with (self._folder / snapshot.REPORT).open("x", encoding="utf-8") as file:
                 file.write(f"{verdict.line}\n")
+            snapshot.write_beats(self._folder, self._peers, self._own_beat(0), verdict.line)
         except FileExistsError:
             return
         except OSError:
             # Twice is better than not at all.
             pass
-        logger.error("%s%s", verdict.line, f"; stacks: {self._folder}" if verdict.is_alarm else "")
+        where = f"; stacks: {self._folder}; `hfdist explain-hang {self._folder.parents[1]}` compares them"
+        logger.error("%s%s", verdict.line, where if verdict.is_alarm else "")
         self._record(verdict)
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.cluster.elastic import leave_and_come_back
 from tests.cluster.machines import two_machines
 from tests.cluster.slurm import slurm, version
-from tests.cluster.slurm_stories import Jobs, lost_machine, preempted_and_out_of_time, wrong_key
+from tests.cluster.slurm_stories import Jobs, lost_machine, preempted_and_out_of_time, used_up, wrong_key
 from tests.cluster.story import Story
 from tests.imports import import_all
 
@@ -32,12 +32,15 @@ def tell(folder: Path) -> list[Story]:
         wrong = wrong_key(jobs)
         wrong.check()
         # By torchrun's exit code: a start that was refused writes no record.
-        assert wrong.end == "The job is FAILED with exit code 1, after 0 requeues.", wrong
+        assert wrong.end == "The job is FAILED with exit code 1; requeues: 0.", wrong
+        budget = used_up(jobs)
+        budget.check((2, 8))
+        assert budget.end == "The job is FAILED with exit code 8; requeues: 0.", budget
         preempted = preempted_and_out_of_time(jobs)
         preempted.check((2, 75), (1, 75), (2, 0))
         lost = lost_machine(jobs)
         lost.check((2, 6), (2, 0))
-    return [elastic, preempted, lost, wrong]
+    return [elastic, preempted, lost, budget, wrong]
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ def preempted_and_out_of_time(jobs: Jobs) -> Story:
         "A job of one or two machines. A job of higher priority takes one machine. The second start is on the other "
         "machine, until its time limit comes. The third start has both machines again.",
         read_starts(jobs.run_dir(name)),
-        f"The job is {shown['JobState']}, after {shown['Restarts']} requeues.",
+        f"The job is {shown['JobState']}; requeues: {shown['Restarts']}.",
         compare(jobs.run_dir(name), alone),
     )
 
@@ -122,7 +122,7 @@ def lost_machine(jobs: Jobs) -> Story:
         "A machine is lost",
         "The second machine of a job loses its power, and comes back when SLURM has seen it.",
         read_starts(jobs.run_dir(name)),
-        f"The job is {shown['JobState']}, after {shown['Restarts']} requeues.",
+        f"The job is {shown['JobState']}; requeues: {shown['Restarts']}.",
         compare(jobs.run_dir(name), train_alone(jobs.folder / "lost-alone", *jobs.pausing, *arguments)),
     )
 
@@ -138,5 +138,17 @@ def wrong_key(jobs: Jobs) -> Story:
         "A wrong key",
         "`train.max_stepz` in the job file, written by hand, since `hfdist job` refuses it.",
         read_starts(jobs.run_dir("wrong")) if jobs.run_dir("wrong").is_dir() else [],
-        f"The job is {shown['JobState']} with exit code {shown['ExitCode'][0]}, after {shown['Restarts']} requeues.",
+        f"The job is {shown['JobState']} with exit code {shown['ExitCode'][0]}; requeues: {shown['Restarts']}.",
+    )
+
+
+def used_up(jobs: Jobs) -> Story:
+    """The same command would go on where it must not."""
+    jobs.submit(jobs.write("budget", "train.max_steps=100000", "checkpoint.every=1000", "train.max_hours=0.01"))
+    shown = jobs.wait_for_end("budget")
+    return Story(
+        "A budget",
+        "`train.max_hours` comes to its end.",
+        read_starts(jobs.run_dir("budget")),
+        f"The job is {shown['JobState']} with exit code {shown['ExitCode'][0]}; requeues: {shown['Restarts']}.",
     )

@@ -1,10 +1,12 @@
-"""ranks.jsonl of real runs shows which rank is slow, which one waits for it, and who waits for data."""
+"""ranks.jsonl of real runs shows which rank is slow, who waits for it and who waits for data; alerts say so."""
 
 import os
+import platform
 import time
 
+from hfdist.alerts import monitor
 from hfdist.data import TokenStream
-from hfdist.records import METRICS, RANKS, read_lines
+from hfdist.records import EVENTS, METRICS, RANKS, read_lines
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.trainer import Trainer
 from tests.distributed.runs import pretrain
@@ -43,7 +45,10 @@ def slow_ranks(monkeypatch):
 
 def test_a_slow_rank_is_busy_and_the_other_one_waits(tmp_path, monkeypatch):
     slow_ranks(monkeypatch)
-    pretrain(tmp_path, 2, "strategy=ddp", f"train.max_steps={2 * STEPS}", f"train.eval_every={STEPS}")
+    monkeypatch.setattr(monitor, "WINDOW_SECONDS", 0.5)
+    monkeypatch.setattr(monitor, "WINDOW_LINES", 2)
+    length, command = f"train.max_steps={2 * STEPS}", f"report.alert_command='tee -a {tmp_path}/told'"
+    pretrain(tmp_path, 2, "strategy=ddp", length, f"train.eval_every={STEPS}", command)
     lines = read_lines(tmp_path / RANKS)
     assert [line["step"] for line in lines] == list(range(1, 2 * STEPS + 1))
     metrics = {line["step"]: line for line in read_lines(tmp_path / METRICS) if "loss" in line}
@@ -60,6 +65,12 @@ def test_a_slow_rank_is_busy_and_the_other_one_waits(tmp_path, monkeypatch):
     assert data[0] > asleep
     assert data[1] < asleep / 2
     assert wait[1] > asleep / 2
+    alerts = [line for line in read_lines(tmp_path / EVENTS) if line["event"] == "alert"]
+    assert [(one["kind"], one["rank"], one["host"]) for one in alerts] == [
+        ("slow_rank", 1, platform.node()), ("data_wait", 0, platform.node())
+    ]  # fmt: skip
+    assert sorted(line["kind"] for line in read_lines(tmp_path / "told")) == ["data_wait", "slow_rank"]
+    assert not any(key.startswith("alert/") for line in read_lines(tmp_path / METRICS) for key in line)
 
 
 def test_stages_of_a_pipeline_and_steps_that_are_not_logged(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from hfdist.records import EVENTS, State, read_lines, read_run
+from hfdist.watch.explain import explain
 from tests.distributed import injected_faults
 from tests.distributed.injected_faults import Ranks
 
@@ -52,6 +53,11 @@ def test_a_rank_that_is_stopped_or_killed(tmp_path, cache_dir, number, victim):
     # Without rank 0, who has heard all, each rank speaks for itself.
     assert ("ranks 0, 2 wait for rank 1 (on" if victim == 1 else "waits for rank 0 (on") in line
     assert sorted(stacks(ranks)) == [rank for rank in range(3) if rank != victim]
+    explained = explain(ranks.run_dir)
+    state = "is stopped by a signal" if number is signal.SIGSTOP else "died without a word"
+    assert explained.verdict.startswith(f"rank {victim} (on ")
+    assert state in explained.verdict
+    assert victim in explained.waits[-1].awaited
     for text in stacks(ranks).values():
         assert "last collectives: gloo:" in text
         assert "pretrain.py" in text
@@ -72,10 +78,16 @@ def test_a_rank_that_is_astray(tmp_path, cache_dir, fault, words):
     if fault is injected_faults.data_end_in_a_loop:
         assert "made no progress" in line
         assert "in endless" in stacks(ranks)[1]
+        verdict = explain(ranks.run_dir).verdict
+        assert "for rank 1, which never came to it: runs its own code" in verdict
+        assert "/injected_faults.py:" in verdict
     if fault is injected_faults.collective_is_skipped:
         assert "wait for each other" in line
         assert "rank 0 is in barrier of distributed/injected_faults.py:" in line
         assert "rank 1 is in gloo:all_reduce" in line
+        verdict = explain(ranks.run_dir).verdict
+        assert "where rank 0 called barrier at" in verdict
+        assert "one side has left a collective out" in verdict
 
 
 def test_slow_ranks_raise_no_alarm(tmp_path, cache_dir):

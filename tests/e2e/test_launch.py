@@ -48,6 +48,11 @@ def forked(folder, *command, script=RECIPE):
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """Those of `launch.processes` inherit what this process has imported."""
+    fork_ranks(monkeypatch)
+
+
+def fork_ranks(patch):
+    """As the fixture, for fixtures that live longer."""
     start = launch._run_rank
 
     def run_rank(*arguments):
@@ -56,8 +61,8 @@ def forked_ranks(monkeypatch):
             signal.signal(number, signal.SIG_DFL)
         start(*arguments)
 
-    monkeypatch.setattr(launch, "START_METHOD", "fork")
-    monkeypatch.setattr(launch, "_run_rank", run_rank)
+    patch.setattr(launch, "START_METHOD", "fork")
+    patch.setattr(launch, "_run_rank", run_rank)
 
 
 def test_two_processes_train_and_resume(tmp_path, cache_dir):

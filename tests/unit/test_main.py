@@ -9,7 +9,7 @@ import pytest
 from hfdist import __main__ as command
 from tests.unit.config.shipped import CONF
 
-RECIPES = {path.stem for path in (CONF.parent / "recipes").glob("[!_]*.py")}
+RECIPES = {path.stem.replace("_", "-") for path in (CONF.parent / "recipes").glob("[!_]*.py")}
 
 
 def call(monkeypatch, capsys, *arguments):
@@ -24,7 +24,8 @@ def call(monkeypatch, capsys, *arguments):
 
 
 def test_all_recipes_are_commands(monkeypatch, capsys):
-    assert set(command.find_recipes()) == RECIPES == {"pretrain", "finetune", "prove", "audit", "pretokenize", "job"}
+    assert set(command.find_recipes()) == RECIPES
+    assert {"pretrain", "finetune", "prove", "doctor", "explain-hang", "job", "report"} <= RECIPES
     code, out, _ = call(monkeypatch, capsys)
     assert code == 0
     assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == RECIPES
@@ -71,6 +72,7 @@ _hfdist; echo "${COMPREPLY[@]}"
     ("line", "choices"),
     [
         ("hfdist audit st", {"step="}),
+        ("hfdist exp", {"explain-hang"}),
         ("hfdist job cl", {"cluster=", "cluster."}),
         ("hfdist pretrain model=tiny strategy=ze", {"strategy=zero1", "strategy=zero2", "strategy=zero3",
                                                     "strategy=zero3_offload"}),

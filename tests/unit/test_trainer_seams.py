@@ -24,10 +24,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+from transformers.integrations import integration_utils
 from transformers.utils.output_capturing import OutputRecorder
 
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _PARTIAL
+from hfdist.trainer.reporting.trackers import Trackers
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
 HOOKS = {
@@ -219,3 +221,25 @@ def test_deepspeeds_stage_1_steps_after_a_schedule():
 def test_deepspeed_asks_the_table_of_operators_that_we_empty():
     backend = importlib.import_module("deepspeed.comm.torch")
     assert "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)" in inspect.getsource(backend.build_shm_op)
+
+
+def test_trackers_are_as_the_subclasses_take_them_to_be():
+    """Each holds its package in an attribute, opens its run in `setup`, and hears of events that hfdist passes on."""
+    held = {"TensorBoard": "_SummaryWriter", "Wandb": "_wandb", "Trackio": "_trackio", "MLflow": "_ml_flow"}
+    for name, attribute in held.items():
+        theirs = getattr(integration_utils, f"{name}Callback")
+        assert f"self.{attribute} =" in inspect.getsource(theirs.__init__)
+        if name != "TensorBoard":
+            assert parameters(theirs.setup)[:4] == ["self", "args", "state", "model"]
+    wandb, mlflow = integration_utils.WandbCallback.setup, integration_utils.MLflowCallback.setup
+    assert "if self._wandb.run is None:" in inspect.getsource(wandb), "a run that has begun is used"
+    assert all(
+        f"MLFLOW_{name}" in inspect.getsource(mlflow) for name in ("RUN_ID", "EXPERIMENT_NAME", "MAX_LOG_PARAMS")
+    )
+    of_trackers = {
+        event
+        for tracker in integration_utils.INTEGRATION_TO_CALLBACK.values()
+        for event in dir(tracker)
+        if event.startswith("on_") and getattr(tracker, event) is not getattr(transformers.TrainerCallback, event)
+    }
+    assert of_trackers - {event for event in vars(Trackers) if event.startswith("on_")} == {"on_push_begin"}

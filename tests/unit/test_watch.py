@@ -143,7 +143,7 @@ def watching():
 def test_who_has_left_beats_no_more(tmp_path):
     """A thread that comes back from C++ while the interpreter ends aborts a process whose run ended well."""
     watcher = Watcher(Progress(), open_store(), tmp_path, HEARTBEAT_SECONDS)
-    assert sorted(watching()) == ["watch-beats", "watch-judge", "watch-store"]
+    assert sorted(watching()) == ["watch-beats", "watch-judge", "watch-requests", "watch-store"]
     watcher.leave(0)
     assert watching() == []
 

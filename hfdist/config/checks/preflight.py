@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hfdist.config.batch import BatchPlan, plan_batch
+from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.run import TRACKERS, RunConfig
@@ -53,6 +54,7 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
             raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
+    check_budgets(config)
     if config.train.precision is Precision.fp8 and importlib.util.find_spec("torchao") is None:
         what = "float8 needs a package that is not installed"
         hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import shlex
+import shutil
 from functools import reduce
 from pathlib import Path
 
 from hfdist.config.batch import num_warmup_steps
+from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
@@ -35,7 +39,9 @@ def check_config(config: RunConfig) -> None:
     _check_held_out(config)
     _check_evaluation(config)
     _check_lm_eval(config)
+    _check_alert_command(config)
     _check_checkpoints(config)
+    _check_budgets(config)
 
 
 def _conflict(
@@ -63,7 +69,8 @@ def _check_ranges(config: RunConfig) -> None:
     for key, value in flatten(plain(config), ""):
         known = find_key(key)
         if known is not None and known.limit is not None and value is not None and not known.limit.accepts(value):
-            raise ConfigError("the number is out of range", where=key, found=value, allowed=known.allowed)
+            what = "the number is out of range" if "number" in known.allowed else "the value is of another kind"
+            raise ConfigError(what, where=key, found=value, allowed=known.allowed)
 
 
 def _check_run(config: RunConfig) -> None:
@@ -322,6 +329,20 @@ def _check_train(config: RunConfig) -> None:
         raise _conflict(config, keys, what, allowed="false", hint=hint)
 
 
+def _check_budgets(config: RunConfig) -> None:
+    """A budget stops a run, which must be able to go on; and what it limits must be known."""
+    limits, cost = find_limits(config), config.cost
+    for name in limits:
+        if config.checkpoint.every is None:
+            what = "a run whose budget is used up goes on from its checkpoint, and none is written"
+            keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
+            raise _conflict(config, keys, what, allowed="null", hint=hint)
+    if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
+        what = "nothing is known of what the run costs"
+        keys, hint = "train.max_cost cost.price_per_hour cost.price_per_kwh", "cost.price_per_hour=2.5 (of one GPU)"
+        raise _conflict(config, keys, what, allowed="null without a price", hint=hint)
+
+
 def _check_held_out(config: RunConfig) -> None:
     data = config.data
     if data.eval_sources and data.eval_fraction > 0:
@@ -383,6 +404,24 @@ def _check_lm_eval(config: RunConfig) -> None:
     if folder is not None and not Path(folder).is_dir():
         allowed = "a folder of YAML files"
         raise _conflict(config, "evaluate.lm_eval_include", "there is no such folder", allowed=allowed)
+
+
+def _check_alert_command(config: RunConfig) -> None:
+    command = config.report.alert_command
+    if command is None:
+        return
+    where = "report.alert_command"
+    if not config.report.alerts:
+        what, hint = "no alert is looked for, so a command for alerts has no meaning", "report.alerts=true"
+        raise _conflict(config, f"{where} report.alerts", what, hint=hint)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        what = f"the command cannot be split into words: {error}"
+        raise ConfigError(what, where=where, found=command, allowed="words, quoted as in a shell") from error
+    if not words or shutil.which(os.path.expanduser(words[0])) is None:
+        what, hint = "there is no such program", "chmod +x FILE, if it is a script of yours"
+        raise ConfigError(what, where=where, found=words[0] if words else command, allowed="a program", hint=hint)
 
 
 def _check_checkpoints(config: RunConfig) -> None:

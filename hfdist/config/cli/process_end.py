@@ -19,7 +19,15 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hfdist.errors import INTERRUPTED, ConfigError, HfdistError, NumericsError, PartitionError, PreemptedError
+from hfdist.errors import (
+    INTERRUPTED,
+    BudgetError,
+    ConfigError,
+    HfdistError,
+    NumericsError,
+    PartitionError,
+    PreemptedError,
+)
 from hfdist.topology import read_launcher
 
 RANK_0_PRINTS_SECONDS = 5.0
@@ -28,6 +36,8 @@ _FAILED_SECONDS = 5.0
 """For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
 _LAST = -1000
 """Priority behind all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
+_AGREED = (BudgetError, PreemptedError)
+"""Ends that all ranks have agreed upon: rank 0 says them for certain."""
 _reports = False
 
 
@@ -59,11 +69,10 @@ def stop_here(error: HfdistError) -> NoReturn:
     ranks may know nothing, and wait for this one in a collective: it ends at once.
     """
     rank = _rank()
-    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, PreemptedError))
+    is_met_by_all = group_size() <= 1 or isinstance(error, (ConfigError, PartitionError, NumericsError, *_AGREED))
     if rank != 0 and is_met_by_all:
         time.sleep(RANK_0_PRINTS_SECONDS)
-    if rank == 0 or not isinstance(error, PreemptedError):
-        # All ranks agree to stop, so that rank 0 says it for certain.
+    if rank == 0 or not isinstance(error, _AGREED):
         _say(str(error) if rank == 0 and is_met_by_all else f"[rank {rank}] {error}")
     sys.exit(error.exit_code)
 

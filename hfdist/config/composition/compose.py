@@ -24,7 +24,7 @@ from hfdist.errors import ConfigError, HfdistError
 SCHEMA = "run_schema"
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
 
-_RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"))
+_RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
 """Keys that no file may set."""
 
 
@@ -115,8 +115,8 @@ def _expand_home(config: RunConfig) -> None:
 def to_yaml(config: RunConfig) -> str:
     """The whole resolved config as a primary config file, which composes to an equal RunConfig.
 
-    The exceptions are `model.trust_remote_code` and `evaluate.lm_eval_include`: no file may set them, so they are left
-    out when they are set.
+    The exceptions are `model.trust_remote_code`, `evaluate.lm_eval_include` and `report.alert_command`: no file may set
+    them, so they are left out when they are set.
     """
     head = [
         "# The resolved config of a run. To start one from it:",
@@ -125,7 +125,8 @@ def to_yaml(config: RunConfig) -> str:
     for section, name in _RUNS_CODE:
         value = getattr(getattr(config, section), name)
         if value:
-            text = str(value).lower() if value is True else value
+            # A command may hold what is not for everybody.
+            text = "true" if value is True else "..." if name == "alert_command" else value
             head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
     defaults = {"defaults": [SCHEMA, "_self_"]}
     return "\n".join(head) + "\n" + OmegaConf.to_yaml(OmegaConf.create(defaults | to_values(config)))

@@ -279,6 +279,10 @@ def _check_pair(name: str, key: yaml.Node, value: yaml.Node, place: str) -> None
         what = "tasks of the evaluation harness may run Python code, so a file cannot name a folder of them"
         hint = "evaluate.lm_eval_include=... on the command line, once you have read them"
         raise ConfigError(what, where=where, found=value.value, allowed="null", hint=hint)
+    if leaf == "alert_command" and word not in ("null", "~", ""):
+        what = "this command would be run, so a file cannot give it"
+        hint = "report.alert_command=... on the command line"
+        raise ConfigError(what, where=where, found=value.value, allowed="null", hint=hint)
 
 
 def _at(node: yaml.Node, place: str) -> str:

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import yaml
 from huggingface_hub import ModelCardData
 
+from hfdist.config.checks.budgets import BUDGETS
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.composition.compose import to_values
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
 from hfdist.data import PoolReport
-from hfdist.records import METRICS, PACKAGES, find_versions, read_lines
+from hfdist.records import METRICS, PACKAGES, RunRecord, find_versions, read_lines
+from hfdist.trainer.budget.usage import describe_usage
 
 CARD = "README.md"
 _PICTURE = "loss.png"
@@ -31,6 +33,8 @@ class Exported(NamedTuple):
     step: int
     held_out_loss: float | None
     commit: str | None
+    record: RunRecord | None = None
+    """What the run has used."""
 
 
 def write_card(
@@ -44,11 +48,12 @@ def write_card(
     is_adapter = (folder / "adapter_config.json").is_file()
     versions = find_versions((*PACKAGES, "peft") if config.adapter.is_used else PACKAGES)
     parts = [
-        f"---\n{_metadata(config, is_adapter).to_yaml()}\n---",
+        f"---\n{_metadata(config, is_adapter, exported.record).to_yaml()}\n---",
         f"# {config.run.name}",
         _describe_start(config, exported.commit, is_adapter),
         "## Data\n\n" + _describe_data(config, reports),
         "## Losses\n\n" + _describe_losses(read_lines(run_dir / METRICS), exported),
+        "## Energy and cost\n\n" + _describe_use(config, exported.record) if exported.record else "",
         f"![Losses]({_PICTURE})" if has_picture else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
         "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()),
@@ -56,7 +61,7 @@ def write_card(
     (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
 
 
-def _metadata(config: RunConfig, is_adapter: bool) -> ModelCardData:
+def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord | None) -> ModelCardData:
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
     datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
@@ -65,7 +70,27 @@ def _metadata(config: RunConfig, is_adapter: bool) -> ModelCardData:
         pipeline_tag="text-generation",
         tags=["hfdist"],
         datasets=[name for name in datasets if name is not None] or None,
+        # What is None is left out.
+        co2_eq_emissions=_emissions(config, record),
     )
+
+
+def _emissions(config: RunConfig, record: RunRecord | None) -> dict[str, Any] | None:
+    """As the Hub reads them, in grams; None: not known."""
+    grams = None if record is None else record.total("gco2e")
+    if record is None or grams is None:
+        return None
+    return {
+        "emissions": float(f"{grams:.4g}"),
+        "source": f"hfdist ({record.energy_source}), at {config.cost.gco2e_per_kwh} g CO2e a kWh",
+        "training_type": "fine-tuning" if config.model.init is Init.pretrained else "pre-training",
+    }
+
+
+def _describe_use(config: RunConfig, record: RunRecord) -> str:
+    text = f"Training has used {describe_usage(record, config.cost)}."
+    estimate = " Part of the energy or all of it is an estimate." if "estimate" in (record.energy_source or "") else ""
+    return text + estimate
 
 
 def _hub_id(name: str | None) -> str | None:
@@ -115,9 +140,10 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]], exported: Exported) -> 
 
 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
-    # To whoever reads this, the same start, and none of the writer's repositories.
+    # To whoever reads this, the same start, and none of the writer's repositories and budgets.
     model = replace(config.model, revision=commit or config.model.revision)
-    config = replace(config, model=model, export=ExportConfig())
+    no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
+    config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
     recipe = "finetune" if config.model.init is Init.pretrained else "pretrain"
     launch = "python" if ranks == 1 else f"accelerate launch --multi_gpu --num_processes {ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))

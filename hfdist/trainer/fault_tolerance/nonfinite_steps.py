@@ -27,7 +27,8 @@ from hfdist.errors import NumericsError, printable
 from hfdist.trainer.checkpointing.checkpointer import TRAINER_STATE
 from hfdist.trainer.fault_tolerance.replicas import find_differences
 from hfdist.trainer.reporting.callbacks import OnRollback
-from hfdist.watch import SAVING, watches_among
+from hfdist.watch.callback import watches_among
+from hfdist.watch.diagnosis import SAVING
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME_REQUEST_SECONDS = 2.0
 
 
+@runtime_checkable
 class RankFlag(Protocol):
     """Something that one rank notices and that concerns all ranks."""
 
@@ -42,7 +43,7 @@ class RankFlag(Protocol):
 class RankFlags(TrainerCallback):
     """Starts the reduction at the beginning of each step, and acts at its end. All ranks have the same flags.
 
-    They are `flags`, and a `Preemption` among a Trainer's `callbacks`.
+    They are `flags`, and each `RankFlag` among a Trainer's `callbacks`.
     """
 
     def __init__(self, flags: Sequence[RankFlag], callbacks: Sequence[object] = ()) -> None:
@@ -54,7 +55,7 @@ class RankFlags(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the flags, and make the group. A collective."""
-        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, Preemption))]
+        self._flags = [*self._given, *(callback for callback in self._callbacks if isinstance(callback, RankFlag))]
         self._group = control_group()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -70,6 +71,14 @@ class RankFlags(TrainerCallback):
         for flag, value in zip(self._flags, self._values.tolist(), strict=True):
             if value:
                 flag.on_flag(value, state, control)
+
+
+def stop_after_step(state: TrainerState, control: TrainerControl) -> bool:
+    """Let a run save and stop; False: it ends anyhow."""
+    if control.should_training_stop or state.global_step >= state.max_steps:
+        return False
+    control.should_save = control.should_training_stop = True
+    return True
 
 
 class Preemption(TrainerCallback):
@@ -95,11 +104,9 @@ class Preemption(TrainerCallback):
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
         """Save and stop."""
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            return
-        self.stopped_by = signal.Signals(flag).name
-        logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
-        control.should_save = control.should_training_stop = True
+        if stop_after_step(state, control):
+            self.stopped_by = signal.Signals(flag).name
+            logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Listen no more."""

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,15 @@ from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
+from hfdist.trainer.budget.budget import Budget
+from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
 from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.reporting.rank_times import RankTimes
@@ -79,7 +82,7 @@ from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
 from hfdist.trainer.trainer import RunOptions, Trainer
-from hfdist.watch import Watch
+from hfdist.watch.callback import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +200,7 @@ class Run:
             config, data.held_out, model=model, tokenizer=data.tokenizer, arguments=arguments, topology=self.topology
         )
         bar = [ProgressBar()] if config.report.progress else []
+        self._usage = Usage(self._recorder, config.cost, arguments.device)
         # They report on rank 0, but one or another on the first rank of each machine.
         trackers = [Trackers(config)] if config.report.to and arguments.local_process_index == 0 else []
         trainer = Trainer(
@@ -207,7 +211,7 @@ class Run:
             eval_dataset=data.held_out,
             processing_class=data.tokenizer,
             data_collator=default_data_collator,
-            callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators],
+            callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators, self._usage],
             optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
             options=RunOptions(
                 run_values=to_values(config),
@@ -220,6 +224,7 @@ class Run:
                     compare_replicas_every=train.compare_replicas_every,
                 ),
                 measures=measures,
+                figures=self._usage.figures,
             ),
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
@@ -230,12 +235,7 @@ class Run:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
-        assert trainer.engine is not None
-        if config.report.timeline:
-            trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
-        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
-        # The progress bar and metrics.jsonl say the same, and are easier to read.
-        trainer.remove_callback(PrinterCallback)
+        _add_reports(trainer, config, self._recorder)
         self.trainer = trainer
 
     def train(self) -> None:
@@ -243,15 +243,19 @@ class Run:
 
         Raises:
             PreemptedError: a signal has stopped it, saved.
+            BudgetError: it has stopped at a budget, saved, evaluated and exported.
             PeerError: the connection to another rank is lost.
             ResourceError: the model is trained and saved, but could not be uploaded.
         """
         config, trainer = self.config, self.trainer
-        with ending_trackers(trainer), Watch(config.run.dir, config.watch.heartbeat_seconds) as watch:
+        watching = Watch(config.run.dir, config.watch.heartbeat_seconds)
+        with closing(self._usage), ending_trackers(trainer), watching as watch:
             preemption = Preemption()
             # Without checkpoints, a run that is stopped saves nothing.
             if config.checkpoint.every is not None:
                 trainer.add_callback(preemption)
+            budget = self._make_budget()
+            trainer.add_callback(budget)
             # After the callback above, which decides what follows a step.
             trainer.add_callback(watch)
             checkpoint, changes = _resume_from(config)
@@ -263,9 +267,34 @@ class Run:
             preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
-            not_uploaded = finish(trainer, self.data.held_out, config)
+            not_uploaded = finish(trainer, self.data.held_out, config, self._usage, is_over=budget.stopped_by is None)
+            budget.check()
         if not_uploaded is not None:
             raise not_uploaded
+
+    def _make_budget(self) -> Budget:
+        assert self.trainer.engine is not None
+        sizes = {
+            "num_parameters": self.trainer.engine.size.num_parameters,
+            "num_held_out": len(self.data.held_out or ()),
+        }
+        return Budget(self.config, self._usage, self._recorder, **sizes)
+
+
+def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | None) -> None:
+    """Add what watches the training itself; `recorder` is on rank 0."""
+    run_dir, report = Path(config.run.dir), config.report
+    assert trainer.engine is not None
+    if report.timeline:
+        trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
+    if recorder is not None and report.alerts:
+        alerts = Alerts(recorder, config.checkpoint, report.alert_command, trainer.log)
+        trainer.add_callback(RankTimes(run_dir, trainer.throughput, alerts.see_ranks))
+        trainer.add_callback(alerts)
+    else:
+        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+    # The progress bar and metrics.jsonl say the same, and are easier to read.
+    trainer.remove_callback(PrinterCallback)
 
 
 def _make_cache(config: RunConfig) -> Path:

@@ -23,6 +23,7 @@ from hfdist.config.run import Export, RunConfig
 from hfdist.data import LEDGER, HeldOut, HeldOutSources, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.errors import HfdistError
+from hfdist.trainer.budget.usage import Usage, describe_usage
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.loop import perplexity
 from hfdist.trainer.export.merge import write_merged
@@ -41,8 +42,13 @@ _LONGEST_WAIT = timedelta(days=7)
 """Of ranks with nothing left to do; a rank that dies breaks the connection, which ends it."""
 
 
-def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig) -> HfdistError | None:
-    """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it."""
+def finish(
+    trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: RunConfig, usage: Usage, *, is_over: bool
+) -> HfdistError | None:
+    """Evaluate, export, sample, draw and upload; give on rank 0 why the upload failed, if so. All ranks call it.
+
+    A run that is not over, since a budget has stopped it, neither samples nor runs the harness: that takes long.
+    """
     run_dir = Path(run.run.dir)
     logger.info("peak memory: %s", describe_peak_memory(trainer.args.device))
     reports = trainer.checkpointer.data_reports()
@@ -65,13 +71,14 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
         loss, step = _take_best(trainer, loss)
     patient = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if dist.is_initialized() else None
     folder, not_uploaded = _deliver(trainer, run, patient), None
+    usage.read()
     if trainer.is_world_process_zero():
         if held_out is not None and loss is not None:
             logger.info("held-out loss %.4f, perplexity %.1f", loss, perplexity(loss))
             baseline = unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
             words = "a unigram model fitted to the same tokens: %.4f, perplexity %.1f"
             logger.info(words, baseline, perplexity(baseline))
-        if (prompt := run.report.sample_prompt) is not None:
+        if is_over and (prompt := run.report.sample_prompt) is not None:
             with trainer.strategy.without_partitioning(trainer.args), warning_of_failure("sample"):
                 logger.info("%s continues %r:\n%s", folder, prompt, sample(folder, prompt, run.report.sample_tokens))
         if run.report.plot:
@@ -81,10 +88,11 @@ def finish(trainer: Trainer, held_out: HeldOut | HeldOutSources | None, run: Run
             # A download lies in a folder of its commit's name.
             name = Path(getattr(trainer.model, "name_or_path", "")).name
             commit = name if re.fullmatch(r"[0-9a-f]{40}", name) else None
-            write_card(folder, run, reports, Exported(step, loss, commit), ranks=world_size())
+            write_card(folder, run, reports, Exported(step, loss, commit, usage.totals()), ranks=world_size())
+        logger.info("used: %s", describe_usage(usage.totals(), run.cost))
         logger.info("model: %s", folder)
         not_uploaded = push(folder, run.export)
-        if run.evaluate.lm_eval:
+        if is_over and run.evaluate.lm_eval:
             _report_tasks(trainer, folder, run, step)
     if patient is not None:
         # Ranks that leave early would take the launcher down while rank 0 is still busy, which may last hours.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 GROUPS = (
-    "model", "adapter", "data", "strategy", "optimizer", "train", "evaluate", "checkpoint", "watch", "report", "export",
-    "experiment",
+    "model", "adapter", "data", "strategy", "optimizer", "train", "evaluate", "checkpoint", "watch", "report", "cost",
+    "export", "experiment",
 )  # fmt: skip
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]

@@ -10,7 +10,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
 
-LIMITED = [key for key in all_keys().values() if key.limit is not None and key.name != "launch.processes"]  # a text
+LIMITED = [key for key in all_keys().values() if key.limit is not None and not key.is_text]
 HUB = ["model=hub", "model.name=some/model"]
 FP8 = ["train.precision=fp8"]
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]
@@ -153,6 +153,14 @@ CONTRADICTIONS = [
     (["evaluate.prompts=[a,' ']"], "evaluate.prompts[1]", "a prompt is empty", None),
     (["evaluate.lm_eval_include=/tmp"], "evaluate.lm_eval_include", "no task is asked for", "evaluate.lm_eval=[NAME]"),
     (["evaluate.lm_eval=[a]", "evaluate.lm_eval_include=/no/such"], "evaluate.lm_eval_include", "no such folder", None),
+    (["report.alert_command='mail \"me'"], "report.alert_command", "cannot be split", None),
+    (["report.alert_command=/no/such --it"], "report.alert_command", "no such program", "chmod"),
+    (
+        ["report.alert_command=cat", "report.alerts=false"],
+        "report.alert_command",
+        "no alert is looked for",
+        "alerts=true",
+    ),
     (["checkpoint.resume=atuo"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),
     (["checkpoint.resume=/no/such/folder"], "checkpoint.resume", "folder that exists", "checkpoint.resume=auto"),
     (["checkpoint.resume=''"], "checkpoint.resume", "auto, never", "checkpoint.resume=auto"),

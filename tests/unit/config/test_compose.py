@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config, to_values, to_yaml
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig
@@ -165,6 +165,13 @@ def test_the_saved_config_does_not_switch_remote_code_on(tmp_path):
     config = compose_config(["model.trust_remote_code=true"])
     assert composed_again(config, tmp_path).model.trust_remote_code is False
     assert composed_again(config, tmp_path, "model.trust_remote_code=true") == config
+
+
+def test_the_saved_config_has_no_command(tmp_path):
+    config = compose_config(["report.alert_command='cat -u'"])
+    assert composed_again(config, tmp_path).report.alert_command is None
+    assert "cat -u" not in to_yaml(config)
+    assert "alert_command" not in to_values(config)["report"]
 
 
 def test_composing_writes_nothing_and_stays_where_it_is(tmp_path, monkeypatch):

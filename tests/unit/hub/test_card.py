@@ -7,6 +7,7 @@ from huggingface_hub import ModelCard
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import PoolReport
+from hfdist.records import RunRecord
 from hfdist.trainer.export.model_card import Exported, public_values, write_card
 
 LINES = [
@@ -21,13 +22,13 @@ REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 0.99), PoolReport("books", 10,
 
 @pytest.fixture
 def card(tmp_path):
-    def write(*overrides, primary="finetune", ranks=2, folder="model"):
+    def write(*overrides, primary="finetune", ranks=2, folder="model", record=None):
         run_dir = tmp_path / "run"
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
         (run_dir / "loss.png").write_bytes(b"a picture")
         config = compose_config([f"run.dir={run_dir}", "run.name=tuned", *overrides], name=primary)
-        write_card(run_dir / folder, config, REPORTS, Exported(4, 2.375, "a" * 40), ranks=ranks)
+        write_card(run_dir / folder, config, REPORTS, Exported(4, 2.375, "a" * 40, record), ranks=ranks)
         return ModelCard.load(run_dir / folder / "README.md"), config
 
     return write
@@ -54,6 +55,26 @@ def test_its_config_makes_the_same_run_again(card, tmp_path):
     (tmp_path / "again" / "config.yaml").write_text(text)
     config.model.revision = "a" * 40
     assert compose_config(name="config", extra_dir=tmp_path / "again") == config
+
+
+def test_energy_is_said_and_emissions_are_where_the_hub_reads_them(card):
+    use = RunRecord(start=2, seconds=3600.0, energy_kwh=1.5, earlier_energy_kwh=0.5, energy_source="nvml+estimate",
+                    cost=4.0, gco2e=600.0, earlier_gco2e=200.0)  # fmt: skip
+    text, _ = card("model.name=some/base", "cost.gco2e_per_kwh=400", "cost.currency=EUR", record=use)
+    assert "1 h, 2 kWh (nvml+estimate), 800 g CO2e, 4 EUR, in 2 starts" in text.text
+    assert "is an estimate" in text.text
+    assert text.data.co2_eq_emissions == {
+        "emissions": 800.0, "source": "hfdist (nvml+estimate), at 400.0 g CO2e a kWh", "training_type": "fine-tuning"
+    }  # fmt: skip
+    text, _ = card("model.name=some/base", record=RunRecord(start=1, seconds=1800.0))
+    assert "Training has used 0.5 h." in text.text
+    assert "co2_eq_emissions" not in text.data.to_dict()
+
+
+def test_budgets_are_not_those_of_others(card):
+    text, _ = card("model.name=some/base", "train.max_hours=3", "train.deadline=2020-01-01", "checkpoint.every=100")
+    assert "max_hours: null" in text.text
+    assert "deadline: null" in text.text
 
 
 def test_paths_of_this_machine_are_no_names_of_the_hub(card, tmp_path):

@@ -1,0 +1,143 @@
+"""Gives the lines of a run to all detectors, and each finding once, as an alert."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hfdist.alerts.alert import Alert, Finding, Kind
+from hfdist.alerts.detectors import DiskFilling, FallingThroughput, GradNormDrift, LossSpike, OldCheckpoint, Plateau
+from hfdist.alerts.rank_window import RankWindow
+from hfdist.records import METRICS, RANKS, read_lines, read_run
+
+WINDOW_SECONDS, WINDOW_LINES = 10.0, 8
+"""Of figures that depend on the machine: shorter disturbances are none of the run's."""
+_FIRST_LINES = 2
+"""Of a start, with what is done only once."""
+_REPEAT_STEPS = 1000
+_END_LOOKS = 8
+"""Of a detector that finds nothing more: then the same kind is new again."""
+
+
+class Monitor:
+    """Finds what is wrong in the lines of one start of a run, each seen when it is written.
+
+    Args:
+        max_steps: of the run; None: not known.
+        save_every: steps between two checkpoints; None: none is saved.
+        num_kept: how many checkpoints stay.
+        num_stages: of a pipeline.
+        hosts: by rank; none: not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_steps: int | None = None,
+        save_every: int | None = None,
+        num_kept: int = 2,
+        num_stages: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self._loss_spike, self._plateau, self._drift = LossSpike(), Plateau(), GradNormDrift()
+        self._throughput, self._disk = FallingThroughput(), DiskFilling(num_kept, max_steps)
+        self._old_checkpoint = None if save_every is None else OldCheckpoint(save_every)
+        self._num_stages, self._hosts = num_stages, hosts
+        self._rates: list[float] = []
+        self._rate_seconds = 0.0
+        self._ranks = RankWindow(num_stages, hosts)
+        self._steps = {METRICS: 0, RANKS: 0}
+        self._num_lines = {METRICS: 0, RANKS: 0}
+        self._alerted: dict[Kind, dict[Any, int]] = {kind: {} for kind in Kind}
+        """By what a finding is about, at which step."""
+        self._num_looks_without = dict.fromkeys(Kind, 0)
+
+    def see_metrics(self, line: Mapping[str, Any], free_bytes: int | None = None) -> list[Alert]:
+        """Judge a line of metrics.jsonl; `free_bytes` of the disk, where the line is of a save."""
+        step, found = int(line["step"]), dict[Kind, Finding | None]()
+        if "checkpoint/step" in line:
+            if self._old_checkpoint is not None:
+                self._old_checkpoint.saved(step)
+            if free_bytes is not None:
+                found[Kind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
+        if _is_finite(loss := line.get("loss")):
+            found[Kind.loss_spike] = self._loss_spike.see(loss)
+            found[Kind.plateau] = self._plateau.see(loss)
+        if _is_finite(norm := line.get("grad_norm")):
+            found[Kind.grad_norm_drift] = self._drift.see(norm)
+        if "step_seconds" in line:
+            seconds = line["step_seconds"] * self._count_steps(METRICS, step)
+            if self._old_checkpoint is not None:
+                found[Kind.old_checkpoint] = self._old_checkpoint.see(step, seconds)
+            if self._num_lines[METRICS] > _FIRST_LINES:
+                self._see_rate(line["tokens_per_second"], seconds, found)
+        return self._new(step, found)
+
+    def see_ranks(self, line: Mapping[str, Any]) -> list[Alert]:
+        """Judge a line of ranks.jsonl."""
+        step, found = int(line["step"]), dict[Kind, Finding | None]()
+        num_steps = self._count_steps(RANKS, step)
+        if self._num_lines[RANKS] > _FIRST_LINES:
+            self._ranks.add(line, num_steps)
+        if self._ranks.seconds >= WINDOW_SECONDS and self._ranks.num_lines >= WINDOW_LINES:
+            found[Kind.slow_rank] = self._ranks.find_slow_rank()
+            found[Kind.data_wait] = self._ranks.find_data_wait()
+            self._ranks = RankWindow(self._num_stages, self._hosts)
+        return self._new(step, found)
+
+    def _see_rate(self, tokens_per_second: float, seconds: float, found: dict[Kind, Finding | None]) -> None:
+        self._rates.append(tokens_per_second)
+        self._rate_seconds += seconds
+        if self._rate_seconds >= WINDOW_SECONDS and len(self._rates) >= WINDOW_LINES:
+            found[Kind.falling_throughput] = self._throughput.see(self._rates)
+            self._rates, self._rate_seconds = [], 0.0
+
+    def _count_steps(self, file: str, step: int) -> int:
+        """Of this line of the file, with all of its steps since the last one."""
+        num_steps = max(step - self._steps[file], 1) if self._num_lines[file] else 1
+        self._steps[file], self._num_lines[file] = step, self._num_lines[file] + 1
+        return num_steps
+
+    def _new(self, step: int, found: Mapping[Kind, Finding | None]) -> list[Alert]:
+        alerts = []
+        for kind, finding in found.items():
+            alerted = self._alerted[kind]
+            if finding is None:
+                self._num_looks_without[kind] += 1
+                if self._num_looks_without[kind] >= _END_LOOKS:
+                    alerted.clear()
+                continue
+            self._num_looks_without[kind] = 0
+            about = finding.figures.get("rank")
+            if about not in alerted or not 0 <= step - alerted[about] < _REPEAT_STEPS:
+                alerted[about] = step
+                alerts.append(Alert(text=finding.text, figures=finding.figures, step=step, kind=kind))
+        return alerts
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def find_alerts(run_dir: Path, *, save_every: int | None = None) -> list[Alert]:
+    """Find what a monitor would have found in a run folder, but for its disk.
+
+    Args:
+        run_dir: with metrics.jsonl, ranks.jsonl and run.json; each may be missing.
+        save_every: `checkpoint.every` of the run.
+    """
+    run = read_run(run_dir)
+    monitor = Monitor(
+        save_every=save_every,
+        num_stages=1 if run is None else int(run.layout.get("pipeline", 1)),
+        hosts=() if run is None else run.hosts,
+    )
+    metrics = ((line["step"], 0, line) for line in read_lines(run_dir / METRICS))
+    ranks = ((line["step"], 1, line) for line in read_lines(run_dir / RANKS))
+    alerts: list[Alert] = []
+    for _, is_of_ranks, line in heapq.merge(metrics, ranks, key=lambda one: one[:2]):
+        alerts += monitor.see_ranks(line) if is_of_ranks else monitor.see_metrics(line)
+    return alerts

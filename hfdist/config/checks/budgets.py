@@ -1,0 +1,97 @@
+"""Budgets: what a run may use over all of its starts, and whether it has before this one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+from hfdist.config.run import RunConfig
+from hfdist.config.train import parse_time
+from hfdist.errors import BudgetError, ConfigError
+from hfdist.records import EVENTS, Event, RunRecord, read_lines, read_run
+
+BUDGETS = ("max_hours", "max_cost", "max_kwh", "deadline")
+"""Keys of `train.*`. A deadline is seconds since 1970, as `time.time` gives them."""
+_SECONDS_PER_HOUR = 3600
+
+
+def find_limits(config: RunConfig) -> dict[str, float]:
+    """Give the limit of each budget that is set."""
+    train = config.train
+    given = {name: getattr(train, name) for name in BUDGETS}
+    if train.deadline is not None:
+        given["deadline"] = parse_time(train.deadline).timestamp()
+    return {name: float(limit) for name, limit in given.items() if limit is not None}
+
+
+def find_used(record: RunRecord) -> dict[str, float | None]:
+    """Give what all starts of a run have used by now of each budget; None: nobody knows."""
+    hours = (record.earlier_seconds + record.seconds) / _SECONDS_PER_HOUR
+    known = {"max_cost": record.total("cost"), "max_kwh": record.total("energy_kwh")}
+    return {"max_hours": hours, **known, "deadline": time.time()}
+
+
+def check_budgets(config: RunConfig) -> None:
+    """Refuse a start for which nothing is left.
+
+    Raises:
+        BudgetError: earlier starts have used up a budget, or one has stopped for it, with something left for a save.
+        ConfigError: a deadline that had passed before the first start.
+    """
+    limits = find_limits(config)
+    if not limits:
+        return
+    record = read_run(Path(config.run.dir))
+    if record is None:
+        deadline = limits.get("deadline")
+        if deadline is not None and deadline <= time.time():
+            what, allowed = "the deadline has passed", "a time to come, or null"
+            hint = "train.deadline=null, or a later time; without a time zone it is that of this machine"
+            found = f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}"
+            raise ConfigError(what, where="train.deadline", found=found, allowed=allowed, hint=hint)
+        return
+    used, ended_at = find_used(record), _find_earlier_stops(Path(config.run.dir))
+    for name, limit in limits.items():
+        now = used[name]
+        if limit <= ended_at.get(name, 0) or (now is not None and now >= limit):
+            raise used_up(config, name, now, num_starts=record.start)
+
+
+def used_up(config: RunConfig, name: str, used: float | None, *, num_starts: int) -> BudgetError:
+    """Give the error of a budget, with the override that lets the run go on."""
+    limit = find_limits(config)[name]
+    starts = f"after {num_starts} start{'s' * (num_starts > 1)}"
+    if name == "deadline":
+        found = f"{config.train.deadline}, {starts}; it is {describe(name, used, config)}"
+        hint = "train.deadline=null or a later time; the same command with it goes on from the last checkpoint"
+    else:
+        found = f"{describe(name, used, config)} of {describe(name, limit, config)}, {starts}"
+        hint = f"train.{name}={2 * limit:g}; the same command with it goes on from the last checkpoint"
+    return BudgetError("the budget of the run is used up", where=f"train.{name}", found=found, hint=hint)
+
+
+def describe(name: str, value: float | None, config: RunConfig) -> str:
+    """Give a value of a budget with its unit."""
+    if value is None:
+        return "an unknown part"
+    if name == "deadline":
+        return to_iso(value, "seconds")
+    return f"{value:.4g} {({'max_hours': 'h', 'max_kwh': 'kWh', 'max_cost': config.cost.currency})[name]}"
+
+
+def to_iso(seconds: float, timespec: str = "auto") -> str:
+    """Give a time since 1970 as ISO 8601, in this machine's time zone."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec=timespec)
+
+
+def _find_earlier_stops(run_dir: Path) -> Mapping[str, float]:
+    """Give the highest limit of each budget at which a start has stopped: it kept what a save needs."""
+    stops: dict[str, float] = {}
+    for event in read_lines(run_dir / EVENTS):
+        if event.get("event") == Event.budget.value and event.get("which") in BUDGETS:
+            limit = event["limit"]
+            seconds = parse_time(limit).timestamp() if isinstance(limit, str) else float(limit)
+            stops[event["which"]] = max(seconds, stops.get(event["which"], 0.0))
+    return stops

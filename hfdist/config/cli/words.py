@@ -1,0 +1,61 @@
+"""Command lines of words and `key=value`, for commands that are no run and have no config."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.errors import ConfigError, nearest
+
+JSON_FLAG = "--json"
+
+
+def word_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
+    """Make `main(arguments)` a command that prints its help, and ends with a documented exit code."""
+
+    @functools.wraps(main)
+    def command() -> None:
+        with told_in_one_message(stop_everywhere):
+            if {"-h", "--help"} & {*sys.argv[1:]}:
+                sys.stdout.write(help_text)
+            else:
+                main(sys.argv[1:])
+
+    return command
+
+
+def read_words(arguments: Sequence[str], keys: Mapping[str, str], *, first: str | None = None) -> dict[str, str]:
+    """Read a command line; `--json` is `json=true`.
+
+    Args:
+        arguments: the words behind the command.
+        keys: what may be set, with its values for a message.
+        first: the key whose value may stand alone.
+
+    Raises:
+        ConfigError: an unknown key, or one without a value.
+    """
+    values: dict[str, str] = {}
+    for argument in ("json=true" if one == JSON_FLAG else one for one in arguments):
+        name, equals, value = argument.partition("=")
+        if first is not None and not equals and not argument.startswith("-") and first not in values:
+            name, value = first, argument
+        if name not in keys or not value:
+            what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
+            allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
+            hint = nearest(name.lstrip("-"), keys, f"{{}}={value or '...'}") or "--help"
+            raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
+        values[name] = value
+    return values
+
+
+def read_truth(values: Mapping[str, str], name: str) -> bool:
+    """Give a value that is true or false, which is the default; ConfigError: it is neither."""
+    value = values.get(name, "false")
+    if value not in ("true", "false"):
+        where, near = f"{name} ({COMMAND_LINE})", nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0)
+        raise ConfigError("no such value", where=where, found=value, allowed="true, false", hint=near)
+    return value == "true"

@@ -1,0 +1,310 @@
+"""What each rank checks, and what rank 0 makes of all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfdist.doctor import machine, software, storage
+from hfdist.doctor.finding import ERROR, Finding, lines, to_json
+from hfdist.doctor.pairs import Pair, find_slow, judge_clocks, judge_pairs, rounds
+from hfdist.errors import ResourceError
+from hfdist.records import find_versions
+from hfdist.topology import LauncherPlace, read_launcher
+
+_MOST_RANKS = 64
+"""More, and one rank of each machine tries the links: the number of pairs grows with the square."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be examined."""
+
+    run_dir: Path
+    processes: int
+    """To start; 1: this process alone, or what a launcher has started."""
+    pair_seconds: float
+    """How long two ranks may take to connect, and for a message."""
+    as_json: bool
+
+
+def check_alone(request: Request) -> list[Finding]:
+    """Check this machine without any other process, and without torch."""
+    return _check_own(request, num_hosts=1)
+
+
+def examine_rank(request: Request) -> None:
+    """Examine as one of several ranks; rank 0 prints all, and ends with exit code 7 where there is an error.
+
+    Raises:
+        ResourceError: this rank does not reach the others.
+    """
+    from hfdist.doctor.links import JOIN_SECONDS, Meeting
+
+    place = read_launcher()
+    begun = time.monotonic()
+    try:
+        meeting = Meeting(place)
+    except ResourceError:
+        if place.rank != 0:
+            # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
+            time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
+        raise
+    if place.rank == 0:
+        _lead(request, meeting)
+    else:
+        _follow(request, meeting, place)
+
+
+def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[str], *, as_json: bool) -> None:
+    """Print the findings, and end with exit code 7 where there is an error."""
+    code = ResourceError.exit_code if any(one.level == ERROR for one in findings) else 0
+    if as_json:
+        found = {"findings": to_json(findings), "pairs": [pair.to_json() for pair in pairs], "hosts": [*hosts]}
+        sys.stdout.write(json.dumps({"exit_code": code} | found, indent=1) + "\n")
+    else:
+        sys.stdout.write("\n".join(lines(findings, len({*hosts}))) + "\n")
+    sys.stdout.flush()
+    if code:
+        sys.exit(code)
+
+
+# ---- a rank's own part ----
+
+
+def _check_own(request: Request, num_hosts: int) -> list[Finding]:
+    return [
+        software.check_packages(),
+        *software.check_gpus(),
+        *machine.check_machine(num_hosts),
+        *storage.check_folders(request.run_dir),
+        storage.check_hub(),
+    ]
+
+
+def _facts(place: LauncherPlace) -> dict[str, Any]:
+    """What rank 0 compares between ranks."""
+    import torch
+
+    from hfdist.doctor.links import link_gbs
+
+    has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
+    if has_gpu:
+        torch.cuda.set_device(place.local_rank)
+    cores = machine.count_cores()
+    return {
+        "host": platform.node(),
+        "cores": cores,
+        # Without the variable, torch takes all of them.
+        "threads": int(text) if (text := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else cores,
+        "versions": find_versions(),
+        "has_gpu": has_gpu,
+        "link_gbs": link_gbs(),
+    }
+
+
+def _try_links(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
+    from hfdist.doctor.links import prepare_nccl, try_pairs
+
+    prepare_nccl()
+    found = []
+    for backend in plan["backends"]:
+        schedule = rounds(plan["ranks"])
+        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds)
+    return found
+
+
+def _try_again(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
+    """Try slow pairs alone: before, all pairs of a round shared the machines."""
+    from hfdist.doctor.links import try_pairs
+
+    found = []
+    for backend, pairs in plan["again"].items():
+        schedule = [[(int(a), int(b))] for a, b in pairs]
+        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
+    return found
+
+
+def _host_of(plan: Mapping[str, Any]) -> Callable[[int], str]:
+    hosts = {int(rank): host for rank, host in plan["hosts"].items()}
+    return hosts.__getitem__
+
+
+def _measure_all(request: Request, meeting: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """By backend, for those that rank 0 has named: a dead link would let all ranks wait."""
+    from hfdist.doctor.links import measure_all
+
+    return {
+        backend: measure_all(meeting, backend, plan["ranks"], request.pair_seconds)
+        for backend in plan["whole"]
+        if meeting.rank in plan["ranks"]
+    }
+
+
+def _follow(request: Request, meeting: Any, place: LauncherPlace) -> None:
+    meeting.tell("facts", _facts(place))
+    plan = meeting.hear("plan", 0, _patience(meeting))
+    if plan is None:
+        raise ResourceError("rank 0 is silent", where=f"rank {meeting.rank}", hint="its own output says why")
+    firsts = _firsts({int(rank): host for rank, host in plan["hosts"].items()})
+    findings = _check_own(request, len(firsts)) if meeting.rank in firsts else []
+    if meeting.rank in firsts:
+        findings += _check_same_folder(request, plan, platform.node())
+    meeting.tell("findings", findings)
+    meeting.tell("pairs", [pair.to_json() for pair in _try_links(request, meeting, plan)])
+    rest = meeting.hear("rest", 0, _patience(meeting) + len(plan["ranks"]) * 4 * request.pair_seconds)
+    if rest is not None:
+        meeting.tell("again", [pair.to_json() for pair in _try_again(request, meeting, plan | rest)])
+        _measure_all(request, meeting, plan | rest)
+    # Rank 0 may serve the store.
+    with contextlib.suppress(RuntimeError):
+        meeting.tell("end", True)
+
+
+def _patience(meeting: Any) -> float:
+    from hfdist.doctor.links import JOIN_SECONDS
+
+    return 2 * JOIN_SECONDS
+
+
+def _firsts(hosts: Mapping[int, str]) -> list[int]:
+    """The first rank of each machine, which checks it."""
+    return sorted({host: rank for rank, host in sorted(hosts.items(), reverse=True)}.values())
+
+
+# ---- rank 0's part ----
+
+
+def _lead(request: Request, meeting: Any) -> None:
+    from hfdist.doctor.links import JOIN_SECONDS
+
+    facts = {0: _facts(read_launcher())} | meeting.hear_all("facts", range(1, meeting.world_size), JOIN_SECONDS)
+    hosts = {rank: str(one["host"]) for rank, one in facts.items()}
+    num_hosts, firsts = len({*hosts.values()}), _firsts(hosts)
+    ranks = sorted(hosts) if len(hosts) <= _MOST_RANKS else firsts
+    backends = ["gloo", *(["nccl"] if all(facts[rank]["has_gpu"] for rank in ranks) else [])]
+    with _marked(request.run_dir) as mark:
+        plan = {"hosts": hosts, "ranks": ranks, "backends": backends, "mark": mark}
+        # JSON has no numbers as keys.
+        meeting.tell("plan", plan | {"hosts": {str(rank): host for rank, host in hosts.items()}})
+        findings = [one._replace(host=hosts[0]) for one in _check_own(request, num_hosts)]
+        patience = _patience(meeting) + len(ranks) * 4 * request.pair_seconds
+        pairs = _try_links(request, meeting, plan)
+        others = [rank for rank in hosts if rank != 0]
+        for rank, told in meeting.hear_all("findings", others, patience).items():
+            findings += [Finding(*one)._replace(host=hosts[rank]) for one in told]
+        pairs += _pairs_of(meeting.hear_all("pairs", others, patience))
+    pairs = _unique(pairs)
+    dead = {pair.backend for pair in pairs if pair.error is not None}
+    slow = {backend: find_slow([pair for pair in pairs if pair.backend == backend]) for backend in backends}
+    rest = {
+        "again": {backend: [pair.ranks for pair in found] for backend, found in slow.items()},
+        "whole": [backend for backend in backends if backend not in dead and len(ranks) > 2],
+    }
+    meeting.tell("rest", rest)
+    pairs = _unique(
+        [*pairs, *_try_again(request, meeting, plan | rest), *_pairs_of(meeting.hear_all("again", others, patience))]
+    )
+    measured = _measure_all(request, meeting, plan | rest)
+    findings += _judge(facts, pairs, measured, meeting.world_size)
+    meeting.hear_all("end", others, request.pair_seconds)
+    report(findings, pairs, [*hosts.values()], as_json=request.as_json)
+
+
+def _judge(
+    facts: Mapping[int, Mapping[str, Any]], pairs: Sequence[Pair], measured: Mapping[str, Any], world_size: int
+) -> list[Finding]:
+    """Judge what only all ranks together tell."""
+    by_host: dict[str, list[Mapping[str, Any]]] = {}
+    for _, one in sorted(facts.items()):
+        by_host.setdefault(one["host"], []).append(one)
+    findings = []
+    missing = [rank for rank in range(world_size) if rank not in facts]
+    if missing:
+        text = f"{len(missing)} of {world_size} never came: {', '.join(map(str, missing[:20]))}"
+        hint = "their output says why; MASTER_ADDR and MASTER_PORT must be reached from their machines"
+        findings.append(Finding.of("ranks", text, error=True, hint=hint))
+    findings += software.compare_versions({host: ranks[0]["versions"] for host, ranks in by_host.items()})
+    for host, ranks in by_host.items():
+        threads = machine.check_threads(ranks[0]["threads"], ranks[0]["cores"], len(ranks))
+        findings.append(threads._replace(host=host))
+    speeds = {host: ranks[0]["link_gbs"] for host, ranks in by_host.items() if ranks[0]["link_gbs"] is not None}
+    for backend in dict.fromkeys(pair.backend for pair in pairs):
+        findings += judge_pairs([pair for pair in pairs if pair.backend == backend], speeds)
+    for backend, gbs in measured.items():
+        findings.append(_describe_whole(backend, gbs, len(facts)))
+    if not any(one["has_gpu"] for one in facts.values()):
+        findings.append(Finding.of("nccl", "not tested: there is no GPU"))
+    return findings + judge_clocks(pairs)
+
+
+def _describe_whole(backend: str, gbs: Any, ranks: int) -> Finding:
+    check = f"{backend} all-reduce"
+    if isinstance(gbs, str):
+        return Finding.of(
+            check, f"{ranks} ranks: {gbs}", error=True, hint="each pair works: NCCL_DEBUG=INFO tells more"
+        )
+    return Finding.of(
+        check, f"{ranks} ranks: {', '.join(f'{mib} MiB at {speed:.2f} GB/s' for mib, speed in gbs.items())}"
+    )
+
+
+def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:
+    """Read what the other ranks have told."""
+    return [
+        Pair(**one | {"ranks": tuple(one["ranks"]), "hosts": tuple(one["hosts"])})
+        for of_rank in told.values()
+        for one in of_rank
+    ]
+
+
+def _unique(pairs: Iterable[Pair]) -> list[Pair]:
+    """Each pair is told by both ranks, and maybe twice: an error counts first, and then the greatest speed."""
+    found: dict[tuple[str, tuple[int, int]], Pair] = {}
+    for pair in pairs:
+        key = pair.backend, pair.ranks
+        before = found.get(key)
+        if before is None or (before.error is None and (pair.error is not None or pair.speed > before.speed)):
+            found[key] = pair
+    for pair in found.values():
+        if pair.error is None and pair.speed == 0.0:
+            pair.error = f"rank {pair.ranks[0]} has ended meanwhile"
+    return [found[key] for key in sorted(found)]
+
+
+# ---- whether all machines see one folder ----
+
+
+@contextlib.contextmanager
+def _marked(run_dir: Path) -> Iterator[str | None]:
+    """Have a file in the folder of runs, and give its name; None: it cannot be written."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".hfdist-doctor-", dir=storage.existing_part(run_dir))
+    except OSError:
+        yield None
+        return
+    os.close(descriptor)
+    try:
+        yield Path(name).name
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _check_same_folder(request: Request, plan: Mapping[str, Any], host: str) -> list[Finding]:
+    first = plan["hosts"]["0"]
+    if plan["mark"] is None or host == first:
+        return []
+    there = storage.existing_part(request.run_dir)
+    sees = (there / plan["mark"]).exists()
+    text = f"{there} is {'the same folder as' if sees else 'not the folder of'} {first}"
+    hint = "run.dir=FOLDER on a disk that all machines share: all ranks write into a checkpoint"
+    return [Finding.of("shared folder", text, error=not sees, hint=hint)]

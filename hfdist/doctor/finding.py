@@ -1,0 +1,59 @@
+"""A finding of the doctor: how bad, what, and what to do; and how findings are printed. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+_ORDER = (ERROR, WARNING, OK)
+
+
+class Finding(NamedTuple):
+    """One line."""
+
+    check: str
+    """As `open files`."""
+    level: str
+    text: str
+    hint: str | None = None
+    """What to do."""
+    host: str = ""
+    """Empty: it is about all of them."""
+
+    @classmethod
+    def of(
+        cls, check: str, text: str, *, error: bool = False, warning: bool = False, hint: str | None = None
+    ) -> Finding:
+        """Give a finding that is an error or a warning if these hold; the hint belongs to both."""
+        level = ERROR if error else WARNING if warning else OK
+        return cls(check, level, text, hint if level != OK else None)
+
+
+def merged(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Give each finding once, with the hosts that have it; errors first, and otherwise in the order of the checks."""
+    hosts: dict[Finding, list[str]] = {}
+    for one in findings:
+        hosts.setdefault(one._replace(host=""), []).append(one.host)
+    order = {check: number for number, check in enumerate(dict.fromkeys(one.check for one in findings))}
+    return sorted(hosts.items(), key=lambda item: (_ORDER.index(item[0].level), order[item[0].check]))
+
+
+def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
+    """Give a line for each finding, and one that counts them."""
+    width = max((len(one.check) for one in findings), default=0)
+    for one, hosts in merged(findings):
+        place = f"{', '.join(hosts)}: " if num_hosts > 1 and hosts != [""] and len(hosts) < num_hosts else ""
+        hint = "" if one.hint is None else f"; try: {one.hint}"
+        yield f"{one.level:<7}  {one.check:<{width}}  {place}{one.text}{hint}"
+    counts = {level: sum(one.level == level for one in findings) for level in _ORDER}
+    words = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in (ERROR, WARNING)]
+    yield f"{', '.join(words)}, {counts[OK]} ok"
+
+
+def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Give them as JSON values."""
+    return [
+        {"check": one.check, "level": one.level, "text": one.text, "hint": one.hint, "hosts": [h for h in hosts if h]}
+        for one, hosts in merged(findings)
+    ]

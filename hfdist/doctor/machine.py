@@ -1,0 +1,190 @@
+"""What the kernel gives the processes of a run: memory, files, processes, threads, and a name. Loads no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from hfdist.doctor.finding import Finding
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHM = "/dev/shm"
+_LEAST_SHM, _ENOUGH_SHM = 64 * _MIB, 1 * _GIB
+_LEAST_FILES, _ENOUGH_FILES, _MANY_FILES = 1024, 4096, 65536
+_LEAST_PROCESSES, _ENOUGH_PROCESSES = 512, 4096
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def check_machine(num_hosts: int) -> list[Finding]:
+    """Check what every process of this machine meets."""
+    return [
+        _check_memory(),
+        _check_shared_memory(),
+        _check_open_files(),
+        _check_processes(),
+        _check_locked_memory(),
+        check_name(num_hosts),
+    ]
+
+
+def _check_memory() -> Finding:
+    ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    limit, used = (
+        _of_cgroup("memory.max", "memory.limit_in_bytes"),
+        _of_cgroup("memory.current", "memory.usage_in_bytes"),
+    )
+    if limit is None or limit >= ram:
+        text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+    else:
+        # What files have been read counts as used, too, but gives way.
+        free = min(free, limit - min(used or 0, limit))
+        text = f"a cgroup gives {limit / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+    low = free < 0.1 * min(ram, limit or ram)
+    return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
+
+
+def _check_shared_memory() -> Finding:
+    check = "shared memory"
+    try:
+        usage = shutil.disk_usage(_SHM)
+    except OSError as error:
+        hint = f"mount -t tmpfs tmpfs {_SHM}, or data.workers=0"
+        return Finding.of(check, f"{_SHM}: {error.strerror}", error=True, hint=hint)
+    text = f"{_SHM} has {_bytes(usage.total)}, {_bytes(usage.free)} free; data workers and NCCL put tensors there"
+    is_small, is_tight = usage.free < _LEAST_SHM, usage.free < _ENOUGH_SHM
+    hint = f"mount -o remount,size=8G {_SHM}; of a container: --shm-size=8g; or data.workers=0"
+    return Finding.of(check, text, error=is_small, warning=is_tight, hint=hint)
+
+
+def _check_open_files() -> Finding:
+    soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
+    target = min(hard, _MANY_FILES)
+    if hard < _ENOUGH_FILES:
+        hint = f"nofile in /etc/security/limits.conf, or LimitNOFILE of the service: the hard limit is {hard}"
+    else:
+        hint = f"ulimit -n {target}, in the script that starts the job"
+    text = f"a process may open {soft}" if soft < 1 << 30 else "a process may open any number"
+    return Finding.of("open files", text, error=soft < _LEAST_FILES, warning=soft < _ENOUGH_FILES, hint=hint)
+
+
+def _check_processes() -> Finding:
+    soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NPROC))
+    of_cgroup = _of_cgroup("pids.max", "pids.max", controller="pids")
+    least = min(soft, of_cgroup if of_cgroup is not None else soft)
+    who = "a cgroup" if of_cgroup is not None and of_cgroup < soft else "the user"
+    text = f"{who} may have {least} processes and threads" if least < 1 << 30 else "any number"
+    hint = "ulimit -u 65536; of a container: --pids-limit=-1"
+    is_few, is_tight = least < _LEAST_PROCESSES, least < _ENOUGH_PROCESSES
+    return Finding.of("processes", text, error=is_few, warning=is_tight, hint=hint)
+
+
+def _check_locked_memory() -> Finding:
+    soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    text = "any amount" if soft >= 1 << 40 else f"{_bytes(soft)} a process"
+    text += f"; {', '.join(adapters)} needs it" if adapters else "; not needed: there is no RDMA adapter"
+    hint = "ulimit -l unlimited; of a container: --ulimit memlock=-1"
+    return Finding.of("locked memory", text, warning=bool(adapters) and soft < 1 << 40, hint=hint)
+
+
+def check_name(num_hosts: int) -> Finding:
+    """Check whether others find this machine by the address that gloo tells them: that of its name."""
+    name, check = platform.node(), "host name"
+    interfaces = own_interfaces()
+    known = ", ".join(f"{one} {address}" for one, address in interfaces.items()) or "none but the loopback"
+    chosen = os.environ.get(_INTERFACES[0])
+    if chosen is not None:
+        wrong = [one for one in chosen.split(",") if one not in psutil.net_if_addrs()]
+        text = f"{_INTERFACES[0]}={chosen}; interfaces: {known}"
+        hint = f"export {_INTERFACES[0]}={next(iter(interfaces), 'lo')}"
+        return Finding.of(check, text, error=bool(wrong), hint=hint)
+    best = next(iter(interfaces), None)
+    hint = "export " + " ".join(f"{variable}={best}" for variable in _INTERFACES)
+    if best is None:
+        hint = "a network interface with an address"
+    try:
+        addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+    except OSError:
+        text = f"{name} has no address, so that gloo takes the loopback; interfaces: {known}"
+        return Finding.of(check, text, error=num_hosts > 1, warning=True, hint=hint)
+    looped = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+    text = f"{name} is {', '.join(addresses[:3])}; interfaces: {known}"
+    if looped:
+        text = (
+            f"{name} is {', '.join(addresses[:3])}, a loopback, which other machines cannot reach; interfaces: {known}"
+        )
+    return Finding.of(check, text, error=looped and num_hosts > 1, warning=looped, hint=hint)
+
+
+def own_interfaces() -> dict[str, str]:
+    """Give the interfaces that are up, but the loopback, with an address each; that of the default route first."""
+    states = psutil.net_if_stats()
+    found = {
+        name: str(address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name in states and states[name].isup
+        and not ipaddress.ip_address(address.address).is_loopback
+    }  # fmt: skip
+    try:
+        routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    except OSError:
+        routes = []
+    default = [route[0] for route in routes if route[1] == "00000000"]
+    return dict(sorted(found.items(), key=lambda item: item[0] not in default))
+
+
+def count_cores() -> int:
+    """How many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def check_threads(threads: int, cores: int, ranks: int) -> Finding:
+    """Check whether the ranks of a machine would take each other's cores."""
+    text = f"{ranks} ranks x {threads} threads on {cores} cores"
+    hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
+    # One each is the least there is.
+    return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)
+
+
+def _of_cgroup(name: str, old_name: str, controller: str = "memory") -> int | None:
+    """Read a limit of this process's cgroup; None: there is none."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return None
+    for _, controllers, path in groups:
+        if controllers == "":
+            places = [Path(f"/sys/fs/cgroup{path}") / name, Path("/sys/fs/cgroup") / name]
+        elif controller in controllers.split(","):
+            root = Path(f"/sys/fs/cgroup/{controller}")
+            places = [Path(f"{root}{path}") / old_name, root / old_name]
+        else:
+            continue
+        for place in places:
+            try:
+                text = place.read_text().strip()
+            except OSError:
+                continue
+            return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
+    return None
+
+
+def _limit(value: int) -> int:
+    return 1 << 62 if value == resource.RLIM_INFINITY else value
+
+
+def _bytes(number: float) -> str:
+    return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB"

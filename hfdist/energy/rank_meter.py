@@ -1,0 +1,156 @@
+"""What one rank counts of a run's energy: its device, and its host or its own share of it, each thing once."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfdist.energy.estimates import WATTS_PER_CORE, DeviceAtFullLoad, ProcessLoad
+from hfdist.energy.meter import Meter, Source
+from hfdist.energy.nvml import open_device
+from hfdist.energy.rapl import POWERCAP, Rapl
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank computes, and what can be read there; JSON values, for the other ranks."""
+
+    host: str
+    """The machine: one for all containers on it."""
+    has_rapl: bool
+    device: str | None
+    """None: the rank computes on the host's processors."""
+    device_source: str | None
+    """None: nobody knows the energy of the device."""
+
+
+class RankMeter:
+    """Counts from its making on; `begin` says what belongs to this rank.
+
+    Args:
+        device: the UUID of the rank's NVIDIA device; None: it computes on the host's processors.
+        device_watts: of a device that cannot be measured; None: its energy is not known.
+        host_watts: of a whole host that cannot be measured, under full load; None: 5 W for each core.
+        powercap: the folder of RAPL.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        device_watts: float | None = None,
+        host_watts: float | None = None,
+        powercap: Path = POWERCAP,
+    ) -> None:
+        self._device: Meter | None = None if device is None else open_device(device)
+        if device is not None and self._device is None and device_watts is not None:
+            self._device = DeviceAtFullLoad(device_watts)
+        self._host: Meter = _open_host(host_watts, powercap)
+        has_rapl = self._host.source is Source.rapl
+        self.place = Place(
+            host=_machine(),
+            has_rapl=has_rapl,
+            device=device,
+            device_source=None if self._device is None else self._device.source.value,
+        )
+        self._share = ProcessLoad(host_watts) if has_rapl else self._host
+        self._counted: list[Meter] = []
+        # A thread samples what must be read often, and the counters are not made for two at once.
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
+
+    def begin(self, rank: int, places: Sequence[Place]) -> None:
+        """Count what belongs to this rank, as all ranks know from the places of all."""
+        own = places[rank]
+        of_device = [number for number, place in enumerate(places) if place.device == own.device]
+        of_host = [number for number, place in enumerate(places) if place.host == own.host]
+        readers = [number for number in of_host if places[number].has_rapl]
+        if self._device is not None and rank == of_device[0]:
+            self._counted.append(self._device)
+        if not readers:
+            self._counted.append(self._share)
+        elif rank == readers[0]:
+            self._counted.append(self._host)
+        intervals = [meter.sample_seconds for meter in self._counted if meter.sample_seconds is not None]
+        if intervals:
+            threading.Thread(target=self._sample, args=[min(intervals)], name="energy", daemon=True).start()
+
+    def joules(self) -> float:
+        """Give the energy of what this rank counts, since the meter was made."""
+        with self._lock:
+            return sum(meter.joules() for meter in self._counted)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
+    def _sample(self, seconds: float) -> None:
+        while not self._is_closed.wait(seconds):
+            self.joules()
+
+
+def _open_host(host_watts: float | None, powercap: Path) -> Meter:
+    try:
+        return Rapl(powercap)
+    except (OSError, ValueError):
+        return ProcessLoad(host_watts)
+
+
+def _machine() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def is_known(places: Iterable[Place]) -> bool:
+    """Whether the energy of each device is counted: a part of the sum would pass for the whole."""
+    return all(place.device is None or place.device_source is not None for place in places)
+
+
+def num_devices(places: Sequence[Place]) -> int:
+    """Give the number of devices that a run pays for: GPUs, or where it computes on processors, hosts."""
+    devices = {place.device for place in places if place.device is not None}
+    return len(devices) or len({place.host for place in places})
+
+
+def name_sources(places: Iterable[Place]) -> str:
+    """Name what the figures come from, such as `nvml+estimate`."""
+    places = list(places)
+    found = {place.device_source for place in places if place.device_source is not None}
+    by_host = _has_rapl(places)
+    found |= {(Source.rapl if has_rapl else Source.estimate).value for has_rapl in by_host.values()}
+    return "+".join(source.value for source in Source if source.value in found)
+
+
+def describe_sources(places: Iterable[Place], *, device_watts: float | None, host_watts: float | None) -> str:
+    """Say what is counted and how, in one line."""
+    places = list(places)
+    devices = {place.device: place.device_source for place in places if place.device is not None}
+    words: dict[Any, str] = {
+        "nvml": "measured by NVML",
+        "estimate": f"estimated at {device_watts:g} W" if device_watts is not None else "",
+        None: "not known (cost.device_watts estimates it)",
+    }
+    parts = [f"{_count(number, 'GPU')} {words[source]}" for source, number in Counter(devices.values()).items()]
+    load = f"{WATTS_PER_CORE:g} W a core" if host_watts is None else f"{host_watts:g} W a host"
+    ways = {True: "measured by RAPL (processors and memory)", False: f"estimated from CPU time at {load}"}
+    parts += [f"{_count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(places).values()).items()]
+    return ", ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
+def _has_rapl(places: Iterable[Place]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for place in places:
+        found[place.host] = found.get(place.host, False) or place.has_rapl
+    return found

@@ -1,0 +1,157 @@
+"""Which curves a report has: of one run, or of several laid over each other, one colour each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hfdist.report.drawing.chart import Chart, Curve, Mark, draw
+from hfdist.report.history import marked
+from hfdist.report.reading.downsample import Point
+from hfdist.report.reading.rank_steps import PARTS, RankSteps
+from hfdist.report.reading.run_files import CURVES, RunFiles
+from hfdist.report.text import escaped_lines
+
+COLOURS = 6
+_MOST_MARKS = 20
+"""Of all runs, in a chart."""
+LOSS, HELD_OUT = "loss", "eval_loss"
+_SMALL = (  # in the order of CURVES, behind the loss
+    Chart(title="Learning rate", unit="", curves=(), from_zero=True),
+    Chart(title="Gradient norm", unit="before clipping", curves=(), may_be_log=True),
+    Chart(title="Throughput", unit="tokens a second, all ranks", curves=(), from_zero=True),
+    Chart(title="MFU", unit="share of the devices' peak", curves=(), from_zero=True, form="share"),
+    Chart(title="Step time", unit="seconds", curves=(), from_zero=True, form="seconds"),
+    Chart(title="Most loaded expert", unit="times an even share", curves=()),
+    Chart(title="Energy", unit="kWh, all starts", curves=(), from_zero=True),
+    Chart(title="Cost", unit="all starts", curves=(), from_zero=True),
+)
+_TIMES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+def colour(number: int) -> str:
+    """Give the class of the colour of a run; the first few differ."""
+    return f"c{number % COLOURS}"
+
+
+def loss_charts(runs: Sequence[RunFiles]) -> str:
+    """Give loss and held-out loss on tokens, and loss on time."""
+    by_tokens = [run.on(run.tokens, run.curve(LOSS)) for run in runs]
+    held_out = [run.on(run.tokens, run.held_out.get(HELD_OUT, [])) for run in runs]
+    base = Chart(title="Loss", unit="nats a token", curves=(), x="tokens", may_be_log=True, height=240)
+    marked = replace(base, marks=_marks(runs, [run.tokens for run in runs]))
+    of_training = [*_named(runs, by_tokens, "training")]
+    if len(runs) == 1:
+        of_training += [Curve("held out", held_out[0], "c1", is_dotted=True)] if held_out[0] else []
+        charts = [replace(marked, curves=of_training)]
+    else:
+        dotted = [replace(curve, is_dotted=True) for curve in _named(runs, held_out, "")]
+        charts = [
+            replace(marked, title="Training loss", curves=of_training),
+            replace(base, title="Held-out loss", curves=dotted),
+        ]
+    unit, word = _time_unit(max((run.seconds[-1] for run in runs if run.seconds), default=0.0))
+    axes = [[seconds / unit for seconds in run.seconds] for run in runs]
+    by_time = [run.on(axis, run.curve(LOSS)) for run, axis in zip(runs, axes, strict=True)]
+    on_time = f"{word} of training, without loading, evaluations and saves"
+    charts.append(
+        replace(
+            base, title="Loss by time", x=on_time, curves=_named(runs, by_time, "training"), marks=_marks(runs, axes)
+        )
+    )
+    return "".join(map(draw, charts))
+
+
+def small_charts(runs: Sequence[RunFiles]) -> str:
+    """Give all other figures of training lines by step, those that some run has."""
+    drawn = []
+    for key, base in zip(CURVES[1:], _SMALL, strict=True):
+        points = [run.curve(key) for run in runs]
+        marked = _marks(runs, [run.steps for run in runs])
+        drawn.append(draw(replace(base, curves=_named(runs, points, base.title), marks=marked)))
+    return "".join(drawn) + (own_charts(runs[0]) if len(runs) == 1 else "")
+
+
+def own_charts(run: RunFiles) -> str:
+    """Give what cannot be laid over the curves of another run."""
+    return _other_held_out(run) + _step_split(run.ranks) + _memory(run.ranks)
+
+
+def _named(runs: Sequence[RunFiles], points: Sequence[list[Point]], alone: str) -> list[Curve]:
+    """Curves of those that have points; a run that is alone needs no name."""
+    return [
+        Curve(run.name if len(runs) > 1 else alone, own, colour(number))
+        for number, (run, own) in enumerate(zip(runs, points, strict=True))
+        if any(y is not None for _, y in own)
+    ]
+
+
+def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
+    return [
+        Mark(run.place(axis, mark.step), mark.letters, f"mark-{number}-{place}", mark.is_bad)
+        for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
+        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
+    ]
+
+
+def texts_of_marks(runs: Sequence[RunFiles]) -> str:
+    """Give what the marks in all charts say, once."""
+    return "".join(
+        f'<p id="mark-{number}-{place}" hidden>{escaped_lines(f"{run.name}, " * (len(runs) > 1) + mark.text, 2000)}</p>'
+        for number, run in enumerate(runs)
+        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
+    )
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return next((unit, word) for least, unit, word in _TIMES if seconds >= least)
+
+
+def _other_held_out(run: RunFiles) -> str:
+    keys = [key for key in run.held_out if key != HELD_OUT][:COLOURS]
+    curves = [
+        Curve(key.removeprefix("eval_").removesuffix("_loss"), run.held_out[key], colour(number), is_dotted=True)
+        for number, key in enumerate(keys)
+    ]
+    return draw(Chart(title="Held-out loss by source", unit="nats a token", curves=curves)) if curves else ""
+
+
+def _step_split(ranks: RankSteps) -> str:
+    """Draw what a step's time goes to, as the mean of all ranks, one part on the other."""
+    by_part = {name: list(_means_of_ranks(ranks, name)) for name in PARTS}
+    shown = [name for name in PARTS if any(y for _, y in by_part[name])]
+    labels = dict(zip(PARTS, ("compute", "wait for data", "wait for others"), strict=True))
+    curves, total = [], dict.fromkeys((x for x, _ in by_part[PARTS[0]]), 0.0)
+    for name in shown:
+        for x, y in by_part[name]:
+            total[x] += y or 0.0
+        curves.append(Curve(labels[name], list(total.items()), f"c{PARTS.index(name)}"))
+    if not curves:
+        return ""
+    return draw(
+        Chart(
+            title="Step time by part",
+            unit="seconds, mean of ranks",
+            curves=curves[::-1],
+            form="seconds",
+            from_zero=True,
+            is_stacked=True,
+        )
+    )
+
+
+def _means_of_ranks(ranks: RankSteps, name: str) -> Iterator[Point]:
+    for stretch in ranks.stretches:
+        known = [value for value in stretch.means(name) if value is not None]
+        yield stretch.last_step, sum(known) / len(known) if known else None
+
+
+def _memory(ranks: RankSteps) -> str:
+    """Draw the peak memory of the rank with the most and of the one with the least."""
+    peaks = [(s.last_step, [peak / 2**30 for peak in s.peak_bytes if peak > 0]) for s in ranks.stretches]
+    most = [(step, max(own)) for step, own in peaks if own]
+    least = [(step, min(own)) for step, own in peaks if own]
+    if not most:
+        return ""
+    curves = [Curve("rank with the most", most), Curve("rank with the least", least, "c1")]
+    return draw(Chart(title="Peak memory", unit="GiB", curves=curves[: 1 if most == least else 2], from_zero=True))

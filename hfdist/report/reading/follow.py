@@ -1,0 +1,65 @@
+"""Lines of a file to which another process adds: each reading takes only what is new, or all, if it was replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_LONGEST = 1 << 24
+"""Bytes of a line; what is longer is no line of ours."""
+_KNOWN = 64
+"""Bytes before the place that was reached, by which a file that was replaced is known."""
+
+
+class Follower:
+    """Reads a file of one JSON object a line.
+
+    Lines that cannot be read are left out. One without its end is read once it has it: it may still be written.
+
+    Args:
+        path: the file, which need not exist.
+        begin: called when the file begins anew: what it said before no longer counts.
+        take: called with each line.
+    """
+
+    def __init__(self, path: Path, begin: Callable[[], None], take: Callable[[dict[str, Any]], None]) -> None:
+        self._path, self._begin, self._take = path, begin, take
+        self._stamp: tuple[int, ...] = ()
+        self._offset = 0
+        self._known = b""
+
+    def read(self) -> bool:
+        """Read what is new; whether there was anything."""
+        try:
+            stat = self._path.stat()
+            stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if stamp == self._stamp:
+                return False
+            with self._path.open("rb") as file:
+                file.seek(max(self._offset - _KNOWN, 0))
+                if stat.st_size < self._offset or file.read(len(self._known)) != self._known:
+                    # Steps that are done again: their lines have moved to another file.
+                    self._begin()
+                    self._offset = 0
+                    file.seek(0)
+                while (line := file.readline(_LONGEST)).endswith(b"\n") or len(line) == _LONGEST:
+                    self._offset += len(line)
+                    if (content := _parse(line)) is not None:
+                        self._take(content)
+                file.seek(max(self._offset - _KNOWN, 0))
+                self._known = file.read(min(self._offset, _KNOWN))
+        except OSError:
+            # Not there yet, or a shared disk that does not answer: the next reading sees it.
+            return False
+        self._stamp = stamp
+        return True
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

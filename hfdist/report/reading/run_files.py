@@ -1,0 +1,177 @@
+"""A run folder as a report needs it; `read` takes what has changed since, and nothing in the folder is touched."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hfdist.records import EVENTS, METRICS, RANKS, RUN_FILE, RunRecord, read_run
+from hfdist.report.reading.downsample import Point
+from hfdist.report.reading.follow import Follower
+from hfdist.report.reading.rank_steps import RankSteps
+from hfdist.report.text import number
+
+CONFIG = "config.yaml"
+SAMPLES = "samples.jsonl"
+TIMELINE = "timeline.json"
+MARKS = (CONFIG, RUN_FILE, METRICS)
+"""One of them makes a folder a run's."""
+
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "expert_load_max", "energy_kwh",
+    "cost",
+)  # fmt: skip
+"""Keys of training lines that are kept."""
+_MOST_BYTES = 1 << 26
+"""Of a file that is read whole."""
+_MOST_SAMPLES = 1000
+_EVALUATION = re.compile(r"eval_(?:.+_)?loss")
+
+
+class Span(NamedTuple):
+    """An action of a rank in the recorded step of a pipeline."""
+
+    rank: int
+    kind: str
+    microbatch: int | None
+    start_ms: float
+    length_ms: float
+
+
+class RunFiles:
+    """What the files of a run say so far.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Of `.`, too, and of a link the name that the user gave it.
+        self.name = folder.name or folder.resolve().name
+        self.record: RunRecord | None = None
+        self.spans: list[Span] = []
+        self.read_at = datetime.now(UTC)
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._begin_metrics()
+        self._begin_events()
+        self._begin_ranks()
+        self._begin_samples()
+        self._followers = [
+            Follower(folder / METRICS, self._begin_metrics, self._take_metrics),
+            Follower(folder / EVENTS, self._begin_events, lambda line: self.events.append(line)),
+            Follower(folder / RANKS, self._begin_ranks, lambda line: self.ranks.add(line)),
+            Follower(folder / SAMPLES, self._begin_samples, lambda line: self.samples.append(line)),
+        ]
+
+    def read(self) -> bool:
+        """Read what is new; whether there was anything."""
+        self.read_at = datetime.now(UTC)
+        is_new = False
+        for follower in self._followers:
+            is_new = follower.read() or is_new
+        if self._has_changed(RUN_FILE):
+            self.record, is_new = read_run(self.folder) or self.record, True
+        if self._has_changed(TIMELINE):
+            self.spans, is_new = _read_spans(self.folder / TIMELINE), True
+        return is_new
+
+    def curve(self, key: str) -> list[Point]:
+        """Give the values of one of CURVES by step; one that is not there, or not finite, is a gap."""
+        return list(zip(self.steps, self.columns[key], strict=True))
+
+    def on(self, axis: list[float], points: list[Point]) -> list[Point]:
+        """Give points by step as points by `tokens` or `seconds`, which lie on a line between two steps."""
+        return [(self.place(axis, step), y) for step, y in points]
+
+    def place(self, axis: list[float], step: float) -> float:
+        """Give the tokens or seconds at a step."""
+        if not self.steps or step <= 0:
+            return 0.0
+        after = bisect.bisect_left(self.steps, step)
+        if after == len(self.steps):
+            return axis[-1]
+        left, low = (self.steps[after - 1], axis[after - 1]) if after else (0.0, 0.0)
+        width = self.steps[after] - left
+        return low + (axis[after] - low) * ((step - left) / width if width else 1.0)
+
+    def _begin_metrics(self) -> None:
+        self.steps: list[float] = []
+        """Of training lines."""
+        self.tokens: list[float] = []
+        self.seconds: list[float] = []
+        """Of the steps up to each line, without loading, evaluations and saves."""
+        self.columns: dict[str, list[float | None]] = {key: [] for key in CURVES}
+        """Of training lines, each as long as `steps`."""
+        self.held_out: dict[str, list[Point]] = {}
+        """Held-out losses, by key."""
+        self.shares: dict[str, dict[str, float]] = {}
+        """What was read of each pool of documents, at the last save."""
+
+    def _begin_events(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def _begin_ranks(self) -> None:
+        self.ranks = RankSteps()
+
+    def _begin_samples(self) -> None:
+        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+
+    def _take_metrics(self, line: dict[str, Any]) -> None:
+        step = number(line.get("step"))
+        if step is None or step < 0:
+            return
+        if "loss" in line and (not self.steps or step > self.steps[-1]):
+            before = (self.steps[-1], self.tokens[-1], self.seconds[-1]) if self.steps else (0.0, 0.0, 0.0)
+            self.steps.append(step)
+            self.tokens.append(max(number(line.get("tokens")) or 0.0, before[1]))
+            a_step = number(line.get("step_seconds")) or 0.0
+            # How many steps lie before the first line is not known where a run goes on from another one's checkpoint.
+            self.seconds.append(before[2] + max(a_step, 0.0) * (step - before[0] if len(self.steps) > 1 else 1.0))
+            for key in CURVES:
+                self.columns[key].append(number(line.get(key)))
+        for key, value in line.items():
+            if _EVALUATION.fullmatch(key):
+                own = self.held_out.setdefault(key, [])
+                if not own or step > own[-1][0]:
+                    own.append((step, number(value)))
+            elif key.startswith("data/") and (found := number(value)) is not None:
+                pool, _, figure = key.removeprefix("data/").rpartition("/")
+                self.shares.setdefault(pool, {})[figure] = found
+
+    def _has_changed(self, name: str) -> bool:
+        try:
+            stat = (self.folder / name).stat()
+        except OSError:
+            return False
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        has_changed, self._stamps[name] = self._stamps.get(name) != stamp, stamp
+        return has_changed
+
+
+def _read_spans(path: Path) -> list[Span]:
+    """Read a Chrome trace; what is no span of it is passed over."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return []
+        events = json.loads(path.read_bytes())["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    found = [_to_span(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+    return sorted((span for span in found if span is not None), key=lambda span: (span.rank, span.start_ms))
+
+
+def _to_span(event: dict[str, Any]) -> Span | None:
+    rank, start, length = (number(event.get(key)) for key in ("tid", "ts", "dur"))
+    kind, args = event.get("cat"), event.get("args")
+    if event.get("ph") != "X" or not isinstance(kind, str) or rank is None or start is None or length is None:
+        return None
+    microbatch = number(args.get("microbatch")) if isinstance(args, dict) else None
+    # At the left edge, by the clock of a GPU, rounding gives a little less than zero.
+    own = None if microbatch is None else int(microbatch)
+    return Span(int(rank), kind, own, max(start, 0.0) / 1e3, max(length, 0.0) / 1e3)

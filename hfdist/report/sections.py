@@ -1,0 +1,245 @@
+"""The parts of a report about one run, each a function from what its files say to HTML; nothing to say: no part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hfdist.records import State
+from hfdist.report import history, rank_words
+from hfdist.report.curves import HELD_OUT, LOSS
+from hfdist.report.drawing import rank_map, schedule
+from hfdist.report.history import describe_layout, events_of
+from hfdist.report.reading.run_files import RunFiles
+from hfdist.report.text import count, duration, escaped, escaped_lines, instant, number, share, short, size, wide_table
+
+_SILENT_SECONDS = 180.0
+_MOST_SAVES = 12
+_MOST_SAMPLES = 8
+_LONGEST_SAMPLE = 800
+_STALL_SHARE = 0.05
+_DATA_SHARE = 0.1
+_RISE = 1.02
+"""A held-out loss that is so many times the lowest has risen."""
+
+
+def state(run: RunFiles) -> tuple[str, str]:
+    """Give the class of a run's state, and the state in words."""
+    record = run.record
+    if record is None:
+        return "unknown", "no run.json"
+    words = record.state.value
+    if record.state is State.running:
+        updated = instant(record.updated)
+        silent = 0.0 if updated is None else (run.read_at - updated).total_seconds()
+        if silent > _SILENT_SECONDS:
+            return "bad", f"silent for {duration(silent)}"
+        return "running", words
+    code = "" if record.exit_code is None else f", exit code {escaped(record.exit_code)}"
+    return ("good" if record.state in (State.finished, State.stopped) else "bad"), f"{words}{code}"
+
+
+def figures(run: RunFiles) -> list[tuple[str, str]]:
+    """Give the figures that a reader looks for first, each with its name; escaped."""
+    found: list[tuple[str, str]] = []
+    record = run.record
+    step = run.steps[-1] if run.steps else None
+    if record is not None:
+        done, most = number(record.step), number(record.max_steps)
+        step = done or step
+        if step is not None:
+            found.append(("step", f"{step:,.0f}" + (f" <small>of {most:,.0f}</small>" if most else "")))
+        tokens = number(record.tokens) or (run.tokens[-1] if run.tokens else 0.0)
+        found.append(("tokens", short(tokens)))
+    elif step is not None:
+        found.append(("step", f"{step:,.0f}"))
+    found += [(name, value) for name, value in _losses(run)]
+    for key, name, form in (("tokens_per_second", "tokens a second", short), ("mfu", "MFU", share)):
+        recent = [value for _, value in run.curve(key)[-50:] if value is not None]
+        if recent:
+            found.append((name, form(sum(recent) / len(recent))))
+    if record is not None:
+        spent = (number(record.seconds) or 0.0) + (number(record.earlier_seconds) or 0.0)
+        found.append(("duration", duration(spent)))
+        if record.state is State.running and (left := _seconds_left(run)) is not None:
+            found.append(("left", f"about {duration(left)}"))
+    return found + _energy(run)
+
+
+def _losses(run: RunFiles) -> list[tuple[str, str]]:
+    found = []
+    losses = [value for value in run.columns[LOSS] if value is not None]
+    if losses:
+        found.append(("loss", f"{losses[-1]:.4g}"))
+    held_out = [value for _, value in run.held_out.get(HELD_OUT, []) if value is not None]
+    if held_out:
+        found.append(("held-out loss", f"{held_out[-1]:.4g}"))
+    return found
+
+
+def _seconds_left(run: RunFiles) -> float | None:
+    most = None if run.record is None else number(run.record.max_steps)
+    recent = [value for _, value in run.curve("step_seconds")[-50:] if value is not None]
+    if most is None or not recent or not run.steps:
+        return None
+    return max(most - run.steps[-1], 0.0) * sum(recent) / len(recent)
+
+
+def _energy(run: RunFiles) -> list[tuple[str, str]]:
+    """Give energy, emissions and cost of all starts, where they are known."""
+    record, found = run.record, []
+    if record is None:
+        return []
+    source = escaped(record.energy_source or "", 40)
+    note = f" <small>{'an estimate' if source == 'estimate' else source}</small>"
+    for key, name, unit in (("energy_kwh", "energy", "Wh"), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
+        known = [value for which in ("", "earlier_") if (value := number(getattr(record, which + key))) is not None]
+        total = sum(known)
+        if key == "energy_kwh":
+            total, unit = (total, f"kWh{note}") if total >= 1 else (1e3 * total, f"Wh{note}")
+        if known:
+            found.append((name, f"{short(total)} {unit}"))
+    return found
+
+
+def head(run: RunFiles, *, colour: str = "") -> str:
+    """Give name, state, error and first figures of a run."""
+    kind, words = state(run)
+    error = (
+        "" if run.record is None or not run.record.error else f'<p class="error">{escaped(run.record.error, 600)}</p>'
+    )
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(run))
+    dot = f'<i class="{colour}"></i>' if colour else ""
+    return (
+        f'<article class="head"><h2>{dot}{escaped(run.name)} <span class="state {kind}">{words}</span></h2>{error}'
+        f'<dl class="figures">{items}</dl>{findings(run)}</article>'
+    )
+
+
+def findings(run: RunFiles) -> str:
+    """Say what stands out, in words; nothing, if nothing does."""
+    slow = rank_words.find_slow(run)
+    texts, wait = [*slow], rank_words.data_wait(run)
+    if wait > _DATA_SHARE:
+        texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
+    for name, words in (("skip", "skipped step"), ("rollback", "rollback"), ("lost_rank", "lost rank")):
+        if own := events_of(run, name):
+            texts.append(f"{count(len(own), words)}; the last: {history.kind_of(own[-1]).words(own[-1])}")
+    # What is said above for the whole run, an alert has told of some of its steps.
+    alerts = [event for event in events_of(run, "alert") if not (slow and event.get("kind") == "slow_rank")]
+    texts += [history.kind_of(event).words(event) for event in alerts[-3:]]
+    if len(alerts) > 3:
+        texts.append(f"{len(alerts) - 3} earlier alerts: see the events")
+    known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
+    if known and known[-1][0] > _RISE * min(known)[0] > 0:
+        best = min(known)
+        texts.append(f"The held-out loss was lowest at step {best[1]:,.0f}, {best[0]:.4g}, and has risen since")
+    if _stall_share(run) > _STALL_SHARE:
+        texts.append(f"Saves make training stand still for {share(_stall_share(run))} of its time")
+    items = "".join(f"<li>{escaped(text, 500)}</li>" for text in texts)
+    return f'<ul class="findings">{items}</ul>' if items else ""
+
+
+def _stall_share(run: RunFiles) -> float:
+    stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, "save"))
+    trained = run.seconds[-1] if run.seconds else 0.0
+    return stalls / (stalls + trained) if trained > 0 else 0.0
+
+
+def ranks(run: RunFiles) -> str:
+    """Give times and memory by rank."""
+    parts = rank_words.table(run) + rank_map.draw(run.ranks.stretches, rank_words.rank_names(run))
+    return f"<h2>Ranks</h2>{parts}" if parts else ""
+
+
+def pipeline(run: RunFiles) -> str:
+    """Give the measured schedule of a pipeline."""
+    drawn = schedule.draw(run.spans)
+    return f"<h2>Pipeline</h2>{drawn}" if drawn else ""
+
+
+def checkpoints(run: RunFiles) -> str:
+    """Give what saves took."""
+    saves = events_of(run, "save")
+    if not saves:
+        return ""
+    totals = {key: [number(e.get(key)) or 0.0 for e in saves] for key in ("seconds", "stall_seconds", "bytes")}
+    words = (
+        f"{count(len(saves), 'save')}, {duration(sum(totals['seconds']) / len(saves))} each, the longest "
+        f"{duration(max(totals['seconds']))}. Training stood still for {duration(sum(totals['stall_seconds']))} in "
+        f"all, {share(_stall_share(run))} of its time."
+    )
+    columns = (("step", "{:,.0f}".format), ("bytes", size), ("seconds", duration), ("stall_seconds", duration))
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{show(number(event.get(key)) or 0.0)}</td>' for key, show in columns)}</tr>"
+        for event in saves[: -_MOST_SAVES - 1 : -1]
+    )
+    titles = "".join(f"<th>{word}</th>" for word in ("step", "size", "time", "stood still"))
+    more = f"<p>The last {_MOST_SAVES}.</p>" if len(saves) > _MOST_SAVES else ""
+    table = f"<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<h2>Checkpoints</h2><p>{words}</p>{table}{more}"
+
+
+def events(run: RunFiles) -> str:
+    """Give what has happened, as a time line and in words."""
+    if not run.events:
+        return ""
+    return f"<h2>Events</h2>{history.time_line(run)}{history.table(run)}"
+
+
+def data(run: RunFiles) -> str:
+    """Give how much of each pool of documents was read, as of the last save."""
+    rows = []
+    for name, pool in list(run.shares.items())[:32]:
+        of_all = pool.get("share", 0.0)
+        fill = f'<rect class="fill c0" width="{100 * min(max(of_all, 0.0), 1.0):.1f}%" height="10"/>'
+        cells = [share(of_all), short(pool.get("tokens", 0.0)), f"{pool.get('epochs', 0.0):.2f}"]
+        cells += [share(pool.get("filled", 0.0)), f'<svg class="bar" height="10" aria-hidden="true">{fill}</svg>']
+        rows.append((name, cells))
+    drawn = wide_table(("sequences", "tokens", "epochs", "filled", ""), rows)
+    return f"<h2>Data</h2>{drawn}" if rows else ""
+
+
+def samples(run: RunFiles) -> str:
+    """Give the newest text of each prompt, and behind them some earlier ones."""
+    newest: dict[str, dict[str, Any]] = {}
+    for line in run.samples:
+        newest[repr(line.get("prompt"))] = line
+    last = list(newest.values())[-_MOST_SAMPLES:]
+    earlier = [line for line in run.samples if line not in last][: -_MOST_SAMPLES - 1 : -1]
+    if not last:
+        return ""
+    shown = "".join(map(_sample, last))
+    more = (
+        f'<details id="earlier"><summary>earlier ones</summary>{"".join(map(_sample, earlier))}</details>'
+        if earlier
+        else ""
+    )
+    return f"<h2>Samples</h2>{shown}{more}"
+
+
+def _sample(line: dict[str, Any]) -> str:
+    step = number(line.get("step"))
+    place = "" if step is None else f"step {step:,.0f}"
+    prompt, text = (escaped_lines(line.get(key) or "", _LONGEST_SAMPLE) for key in ("prompt", "text"))
+    return f"<blockquote><small>{place}</small><pre><b>{prompt}</b>{text}</pre></blockquote>"
+
+
+def details(run: RunFiles) -> str:
+    """Give layout, hosts and versions."""
+    record = run.record
+    if record is None:
+        return ""
+    rows = [("folder", str(run.folder))]
+    if isinstance(record.layout, dict):
+        rows.append(("layout", describe_layout(record.layout)))
+    rows.append(("ranks", str(record.processes)))
+    if isinstance(record.hosts, list) and record.hosts:
+        hosts = [str(host) for host in dict.fromkeys(map(str, record.hosts))]
+        rows.append(("hosts", ", ".join(hosts[:16]) + (f" and {len(hosts) - 16} more" if len(hosts) > 16 else "")))
+    began, last = instant(record.started), instant(record.updated)
+    if began is not None and last is not None:
+        rows.append(("this start", f"{began:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, number {record.start}"))
+    if isinstance(record.versions, dict):
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())))
+    items = "".join(f"<div><dt>{name}</dt><dd>{escaped(value, 600)}</dd></div>" for name, value in rows)
+    return f'<h2>Run</h2><dl class="details">{items}</dl>'

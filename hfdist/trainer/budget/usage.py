@@ -1,0 +1,159 @@
+"""Sums energy over the ranks now and then, and what follows from it: cost and CO2 equivalent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.collectives import control_group, gather_json, rank
+from hfdist.config.checks.budgets import find_used
+from hfdist.config.run import CostConfig
+from hfdist.energy import Place, RankMeter, describe_sources, name_sources
+from hfdist.energy.rank_meter import is_known, num_devices
+from hfdist.records import RunRecord, RunRecorder
+from hfdist.records.run_file import SUMMED
+
+logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 10.0
+"""Between two sums over the ranks, at the most: each gathers about 1 KB a rank."""
+_READ_SHARE = 0.05
+"""Of the time so far, after which the ranks sum again: the power of the first steps says little of the later ones."""
+_JOULES_PER_KWH = 3.6e6
+_SECONDS_PER_HOUR = 3600
+
+
+class Usage(TrainerCallback):
+    """Keeps the figures of energy and cost in the record of a run. All ranks have it.
+
+    It is a `RankFlag`, too: rank 0 says before a step whether the ranks sum at its end, so most steps cost nothing.
+
+    Args:
+        recorder: of rank 0.
+        cost: prices, and the watts of what is not measured.
+        device: on which this rank computes.
+    """
+
+    def __init__(self, recorder: RunRecorder | None, cost: CostConfig, device: torch.device) -> None:
+        self._recorder, self._cost = recorder, cost
+        self._meter = RankMeter(_uuid(device), device_watts=cost.device_watts, host_watts=cost.host_watts)
+        self._group: dist.ProcessGroup | None = None
+        self._places: list[Place] = []
+        self._begin_seconds = self._read_seconds = time.monotonic()
+        self._joules: float | None = None
+        self._watts = 0.0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tell each other what can be measured, and share it out. A collective."""
+        if self._places:
+            return
+        self._group = control_group()
+        self._places = [Place(**place) for place in gather_json(asdict(self._meter.place), self._group)]
+        self._meter.begin(rank(), self._places)
+        if self._recorder is not None:
+            self._recorder.record.energy_source = name_sources(self._places) if self.is_known else None
+            watts = {"device_watts": self._cost.device_watts, "host_watts": self._cost.host_watts}
+            logger.info("energy: %s", describe_sources(self._places, **watts))
+            self.note()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all devices and hosts tell or estimate their energy."""
+        return is_known(self._places)
+
+    def flag(self) -> int:
+        """1, of rank 0: it is time to sum again."""
+        now = time.monotonic()
+        interval = min(_READ_SECONDS, _READ_SHARE * (now - self._begin_seconds))
+        is_due = self._joules is None or now - self._read_seconds > interval
+        return int(self._recorder is not None and is_due)
+
+    def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
+        """Sum. A collective."""
+        self.read()
+
+    def read(self) -> None:
+        """Sum the energy of all ranks, and note it. A collective."""
+        joules = sum(gather_json(self._meter.joules(), self._group))
+        now = time.monotonic()
+        of_late = (joules - (self._joules or 0.0)) / max(now - self._read_seconds, 1e-3)
+        # The higher power counts for what is to come: waiting takes less than training.
+        self._watts = max(of_late, joules / max(now - self._begin_seconds, 1e-3))
+        self._joules, self._read_seconds = joules, now
+        if self._recorder is not None:
+            self.note()
+
+    def note(self) -> None:
+        """Write the figures of this moment into the record; on rank 0. Energy is that of the last sum."""
+        assert self._recorder is not None
+        record, cost = self._recorder.record, self._cost
+        if self.is_known and self._joules is not None:
+            record.energy_kwh = self._joules / _JOULES_PER_KWH
+        device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._places)
+        amounts = [(cost.price_per_hour, device_hours), (cost.price_per_kwh, record.energy_kwh)]
+        parts = [_times(price, amount) for price, amount in amounts if price is not None]
+        known = [part for part in parts if part is not None]
+        # A part of the sum would pass for the whole.
+        record.cost = sum(known) if parts and len(known) == len(parts) else None
+        record.gco2e = _times(cost.gco2e_per_kwh, record.energy_kwh)
+
+    def find_used(self) -> dict[str, float | None]:
+        """Give what the run has used by now of each budget; since the last sum, by the power of late."""
+        used, since_seconds = find_used(self.totals()), time.monotonic() - self._read_seconds
+        of_energy = {"max_kwh": 1.0, "max_cost": self._cost.price_per_kwh or 0.0}
+        more = {name: price * self._watts * since_seconds / _JOULES_PER_KWH for name, price in of_energy.items()}
+        return {name: None if value is None else value + more.get(name, 0.0) for name, value in used.items()}
+
+    def totals(self) -> RunRecord:
+        """Give the record with the figures of this moment; on rank 0."""
+        assert self._recorder is not None
+        self.note()
+        return replace(self._recorder.record, seconds=self._recorder.seconds)
+
+    def find_rates(self) -> dict[str, float]:
+        """Give what a second uses of each budget."""
+        kwh = self._watts / _JOULES_PER_KWH
+        cost = (self._cost.price_per_hour or 0.0) * num_devices(self._places) / _SECONDS_PER_HOUR
+        cost += (self._cost.price_per_kwh or 0.0) * kwh
+        return {"max_hours": 1 / _SECONDS_PER_HOUR, "max_cost": cost, "max_kwh": kwh, "deadline": 1.0}
+
+    def figures(self) -> dict[str, float]:
+        """Give what a training line says: totals over all starts, as far as they are known; {} on all but rank 0."""
+        if self._recorder is None:
+            return {}
+        record = self.totals()
+        totals = {name: record.total(name) for name in SUMMED}
+        return {name: total for name, total in totals.items() if total is not None}
+
+    def close(self) -> None:
+        """Measure no more. On rank 0, the record keeps the figures of this moment."""
+        if self._recorder is not None and self._places:
+            self.note()
+        self._meter.close()
+
+
+def describe_usage(record: RunRecord, cost: CostConfig) -> str:
+    """Say in one line what all starts have used, as far as it is known."""
+    kwh, money, grams = (record.total(name) for name in SUMMED)
+    parts = [f"{(record.earlier_seconds + record.seconds) / _SECONDS_PER_HOUR:.4g} h"]
+    parts += [] if kwh is None else [f"{kwh:.4g} kWh ({record.energy_source or 'of earlier starts'})"]
+    parts += [] if grams is None else [f"{grams:.4g} g CO2e"]
+    parts += [] if money is None else [f"{money:.4g} {cost.currency}"]
+    return ", ".join(parts) + (f", in {record.start} starts" if record.start > 1 else "")
+
+
+def _times(price: float | None, amount: float | None) -> float | None:
+    return None if price is None or amount is None else price * amount
+
+
+def _uuid(device: torch.device) -> str | None:
+    """As the driver writes it; None: not of NVIDIA."""
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

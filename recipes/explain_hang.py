@@ -1,0 +1,49 @@
+"""Say why a run hangs, or why the watch has ended it: which rank left which collective out, at which line.
+
+python recipes/explain_hang.py runs/demo
+python recipes/explain_hang.py runs/demo --json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from hfdist.config.cli.words import read_truth, read_words, word_command
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.errors import ConfigError, printable
+from hfdist.records import RUN_FILE
+from hfdist.watch.explain import explain
+from hfdist.watch.snapshot import FOLDER
+
+_HELP = """\
+Say why a run hangs, or why the watch has ended it: who is silent, which rank left which collective out, and at which
+line. A run that goes on is asked for its stacks, and goes on. Any machine that sees the run's folder can do this.
+
+hfdist explain-hang runs/NAME            a table of the ranks, who waits for whom, a verdict, and the next move
+hfdist explain-hang runs/NAME --json     the same for tools
+
+Exit codes: 0 explained, 2 no such run.
+"""
+
+
+def _explain(arguments: list[str]) -> None:
+    """Print it."""
+    values = read_words(arguments, {"run": "FOLDER", "json": "true|false"}, first="run")
+    as_json = read_truth(values, "json")
+    if "run" not in values:
+        raise ConfigError(
+            "which run?", where=COMMAND_LINE, allowed="a run's folder", hint="hfdist explain-hang runs/NAME"
+        )
+    run_dir = Path(values["run"]).expanduser()
+    if not (run_dir / RUN_FILE).is_file() and not (run_dir / FOLDER).is_dir():
+        where, allowed = f"run ({COMMAND_LINE})", f"a folder with {RUN_FILE} or {FOLDER}/"
+        raise ConfigError("there is no such run", where=where, found=values["run"], allowed=allowed)
+    found = explain(run_dir)
+    lines = [json.dumps(found.to_json(), indent=1)] if as_json else [printable(line) for line in found.lines()]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+main = word_command(_HELP, _explain)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The page: everything that a run says is in it, as text alone; it asks nobody for anything, and it stays small."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from hfdist.report.drawing.axis import linear, logarithmic
+from hfdist.report.page import page, parts
+from hfdist.report.reading.run_files import RunFiles
+from tests.unit.report.folders import SPIKES, event, rank_line, training_line, write_run
+
+HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'
+SAVES = [event("save", 20 + number, step=10 * number, bytes=2e9, seconds=3, stall_seconds=0.2) for number in (1, 2)]
+
+
+def read(folder):
+    run = RunFiles(folder)
+    run.read()
+    return run
+
+
+def html(*folders):
+    runs = [read(folder) for folder in folders]
+    return page(runs, parts(runs))
+
+
+def text_of(content):
+    return re.sub(r"<[^>]*>", " ", content)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """100,000 steps of 64 ranks."""
+    folder = tmp_path_factory.mktemp("long")
+    alerts = [event("alert", 30, step=997 * number, kind="spike", text="the loss is high") for number in range(100)]
+    return write_run(
+        folder,
+        lines=[training_line(step) for step in range(1, 100_001)],
+        events=[event("start", 1), *alerts, *SAVES],
+        ranks=[rank_line(step, slow={5}, num_ranks=64) for step in range(100, 100_001, 100)],
+        samples=[{"step": step, "prompt": "def ", "text": "x" * 5000} for step in range(0, 100_000, 1000)],
+    )
+
+
+def test_a_long_run_is_a_small_page_with_all_its_spikes(long_run):
+    content = html(long_run)
+    assert len(content.encode()) < 300_000
+    for spike in SPIKES.values():
+        assert re.search(rf" {spike:g}[ \"]", content), spike
+
+
+def test_a_page_of_many_runs_is_small(tmp_path):
+    lines = [training_line(step) for step in range(1, 1501)]
+    ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
+    for number in range(4):
+        write_run(tmp_path / str(number), lines=lines, ranks=ranks)
+    assert len(html(*[tmp_path / str(number % 4) for number in range(16)]).encode()) < 300_000
+
+
+def test_it_asks_nobody_for_anything(tmp_path):
+    content = html(write_run(tmp_path, events=SAVES, ranks=[rank_line(1), rank_line(2)]))
+    assert not re.search(r"https?:|//\w|@import|url\(", re.sub(r"\s//.*", "", content))
+    assert {*re.findall(r'(?:src|href)="([^"]*)"', content)} == {"data:,"}
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', content)[1]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    # What the policy would not let the browser use.
+    assert not re.search(r"<[^>]* (?:style|on\w+)=", content)
+
+
+def test_texts_of_a_run_are_text_alone(tmp_path):
+    folder = tmp_path / "<script>alert(1)<"
+    config = f"run: {{name: x}}\nnote: {json.dumps(HOSTILE)}\n"
+    for name, note in ((folder, config), (tmp_path / "other", "run: {name: y}\nnote: other\n")):
+        write_run(
+            name,
+            lines=[
+                *(training_line(step) for step in range(1, 9)),
+                {"step": 8, f"data/{HOSTILE}/share": 1.0, f"eval_{HOSTILE}_loss": 2.0},
+            ],
+            events=[
+                event("start", 1, host=HOSTILE, layout={HOSTILE: 2, "sharding": HOSTILE}),
+                event("alert", 2, step=3, kind=HOSTILE, text=HOSTILE),
+                event("resume", 3, step=4, checkpoint=HOSTILE, changes=[HOSTILE]),
+                event(HOSTILE, 4, step=4),
+                event("lost_rank", 5, found=HOSTILE),
+                event("end", 6, step=8, state="failed", exit_code=HOSTILE, error=HOSTILE),
+            ],
+            ranks=[rank_line(step, slow={1}) for step in range(1, 9)],
+            samples=[{"step": 1, "prompt": HOSTILE, "text": HOSTILE}],
+            state="failed",
+            error=HOSTILE,
+            hosts=[HOSTILE] * 4,
+            versions={HOSTILE: HOSTILE},
+            layout={HOSTILE: 3},
+        )
+        (name / "config.yaml").write_text(note)
+    alone, together = html(folder), html(folder, tmp_path / "other")
+    for content in (alone, together):
+        assert content.count("<script>") == content.count("<script") == 1
+        assert "<img" not in content
+        assert not {*"\u202e\x00\ud800"} & {*content}
+        assert "&lt;script&gt;alert(1)&lt;" in content
+        # All quotes inside tags are those of attributes.
+        assert not re.search(r"<\w[^>]*alert\(\"", content)
+        content.encode()
+    assert "&lt;img src=x onerror=alert(1)&gt;" in alone
+
+
+NASTY = (None, True, -1, 1e308, 10**400, float("nan"), "x", [], [None], [{}], {}, {"a": []}, [1e99] * 3, "2026-01-01")
+
+
+@pytest.mark.parametrize("kind", ["record", "metrics", "events", "ranks", "samples", "timeline"])
+def test_no_value_of_a_file_breaks_it(tmp_path, kind):
+    whole = {
+        "record": [write_run(tmp_path / "whole") / "run.json"],
+        "metrics": training_line(3) | {"eval_loss": 2.0, "data/all/share": 1.0},
+        "events": event("end", 5, step=3, state="failed", exit_code=2, error="x")
+        | {"bytes": 1, "seconds": 1, "stall_seconds": 1, "layout": {}, "changes": [], "kind": "x", "text": "y"},
+        "ranks": rank_line(3),
+        "samples": {"step": 1, "prompt": "a", "text": "b"},
+        "timeline": {"ph": "X", "tid": 0, "cat": "forward", "ts": 1.0, "dur": 2.0, "args": {"microbatch": 0}},
+    }[kind]
+    if kind == "record":
+        whole = json.loads(whole[0].read_text())
+    folder = tmp_path / "run"
+    for key, value in itertools.product(whole, NASTY):
+        broken = whole | {key: value}
+        own = {"lines": [training_line(1), training_line(2)]}
+        if kind in ("ranks", "samples"):
+            own[kind] = [broken, whole, broken]
+        if kind == "metrics":
+            own["lines"] = [training_line(2), broken, training_line(5)]
+        if kind == "events":
+            own["events"] = [
+                broken | {"event": name} for name in ("start", "save", "resume", "alert", "skip", "end", "budget")
+            ]
+        write_run(folder, **own)
+        if kind == "record":
+            (folder / "run.json").write_text(json.dumps(broken))
+        if kind == "timeline":
+            (folder / "timeline.json").write_text(json.dumps({"traceEvents": [whole, broken]}))
+        content = html(folder)
+        assert "</html>" in content
+        assert not re.search(r"nan|inf[^o]", " ".join(re.findall(r' (?:d|viewBox|x|y|width)="([^"]*)"', content)))
+
+
+def test_the_head_says_how_it_ended(tmp_path):
+    content = html(write_run(tmp_path, state="failed", exit_code=5, error="the loss is not finite"))
+    words = " ".join(text_of(content).split())
+    assert "failed, exit code 5" in words
+    assert "the loss is not finite" in words
+    assert "20 of 20" in words
+
+
+@pytest.mark.parametrize(("updated", "words"), [("2020-01-01T00:00:00+00:00", "silent for"), (None, "running")])
+def test_a_run_that_is_silent_is_not_called_running(tmp_path, updated, words):
+    content = html(write_run(tmp_path, state="running", exit_code=None, updated=updated))
+    assert words in text_of(content)
+
+
+def test_a_straggler_is_named_with_its_host(tmp_path):
+    words = text_of(html(write_run(tmp_path, ranks=[rank_line(step, slow={2}) for step in range(1, 31)])))
+    assert "rank 2 on node-b computes 250 ms a step, 5.0 times as long as the median of ranks (50 ms)" in words
+    assert "67 % of the step" in words
+    assert words.count("times as long") == 1
+
+
+def test_even_ranks_are_no_finding(tmp_path):
+    content = html(write_run(tmp_path, ranks=[rank_line(step) for step in range(1, 31)], events=SAVES[:1]))
+    assert 'class="findings"' not in content
+
+
+def test_a_rank_that_was_slow_for_a_time_is_named(tmp_path):
+    ranks = [rank_line(step, slow={1} if 10 <= step < 13 else ()) for step in range(1, 91)]
+    assert "rank 1 on node-a was slow between step 10 and 12" in text_of(html(write_run(tmp_path, ranks=ranks)))
+
+
+def test_waiting_for_data_is_a_finding(tmp_path):
+    words = text_of(html(write_run(tmp_path, ranks=[rank_line(step, data=0.15) for step in range(1, 31)])))
+    assert "Ranks wait for their data for 50 % of the step" in words
+
+
+def test_events_are_marks_and_words(tmp_path):
+    events = [
+        event("start", 1, host="node-a", layout={"shard": 4, "sharding": "none"}),
+        event("resume", 2, step=5, checkpoint="step-00000005", changes=["optimizer.lr: 1 -> 2"]),
+        event("skip", 3, step=10),
+        event("rollback", 4, step=12, to_step=8),
+        event("alert", 5, step=15, kind="slow rank", text="rank 3 is slow"),
+        event("budget", 6, step=19, which="max_hours", used=1.0, limit=1.0),
+        event("end", 7, step=20, state="failed", exit_code=6, error="gone"),
+    ]
+    content = html(write_run(tmp_path, events=events))
+    words = " ".join(text_of(content).split())
+    for said in (
+        "went on from step-00000005; changed: optimizer.lr: 1 -&gt; 2",
+        "step 10 was skipped",
+        "went back from step 12 to 8",
+        "slow rank: rank 3 is slow",
+        "the budget max_hours is used up",
+        "ended: failed, exit code 6, at step 20: gone",
+    ):
+        assert said in words
+    letters = re.findall(r'<g class="mark[^>]*data-from="(mark-0-\d)".*?>(\w|\$)</text></g>', content)
+    assert "".join(letter for _, letter in letters[:6]) == "RSBA$E"
+    assert all(f'id="{name}"' in content for name, _ in letters)
+
+
+def test_runs_are_laid_over_each_other_with_what_differs_on_top(tmp_path):
+    for name, rate in (("a", "0.1"), ("b", "0.2"), ("c", "0.1")):
+        write_run(tmp_path / name)
+        text = f"run: {{name: {name}, dir: runs/{name}}}\noptimizer: {{lr: {rate}, betas: [0.9, 0.95]}}\n"
+        (tmp_path / name / "config.yaml").write_text(text)
+    content = html(*(tmp_path / name for name in "abc"))
+    table = text_of(content[content.index("What differs") : content.index('id="losses"')]).split()
+    assert table[2:9] == ["a", "b", "c", "optimizer.lr", "0.1", "0.2", "0.1"]
+    assert "betas" not in table
+    first = re.search(r"Training loss.*?</figure>", content, re.DOTALL)[0]
+    assert re.findall(r'class="line (c\d)" data-label="(\w)"', first) == [("c0", "a"), ("c1", "b"), ("c2", "c")]
+
+
+def test_same_configs_are_said_to_be_the_same(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(f"run: {{name: {name}}}\n")
+    assert "The runs have the same config." in html(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_pipeline_has_its_schedule(tmp_path):
+    spans = [(0, "forward", 0, 10), (1, "wait", 0, 10), (1, "forward", 10, 10), (1, "backward", 20, 20)]
+    spans += [(0, "wait", 10, 30), (0, "backward", 40, 20)]
+    lines = [
+        {"ph": "X", "tid": rank, "cat": kind, "ts": 1e3 * start, "dur": 1e3 * length, "args": {"microbatch": 7}}
+        for rank, kind, start, length in spans
+    ]
+    write_run(tmp_path)
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": lines}))
+    content = html(tmp_path)
+    assert "2 ranks, 60.0 ms, 50 % idle" in content
+    assert "Busy: rank 0 50 %, rank 1 50 %." in content
+    assert content.count("M0 0.08h10v0.84h-10z") == 1
+
+
+def test_energy_says_where_it_comes_from(tmp_path):
+    more = {
+        "energy_kwh": 2.0,
+        "earlier_energy_kwh": 1.0,
+        "energy_source": "estimate",
+        "cost": 4.0,
+        "earlier_cost": None,
+    }
+    run = read(write_run(tmp_path))
+    for name, value in more.items():
+        setattr(run.record, name, value)
+    words = " ".join(text_of(parts([run])["heads"]).split())
+    assert "energy 3 kWh an estimate" in words
+    assert "cost 4" in words
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (5, 5), (-3, 7), (1e-9, 2e-9), (0, 1e60), (6.7931, 6.7932), (-2, -1)]
+)
+def test_an_axis_has_its_values_between_round_numbers(low, high):
+    axis = linear(low, high)
+    assert axis.low <= low <= high <= axis.high
+    assert 2 <= len(axis.ticks) <= 8
+    assert len({label for _, label in axis.ticks}) == len(axis.ticks)
+
+
+def test_a_logarithmic_axis_has_powers_of_ten():
+    axis = logarithmic(0.02, 3e7)
+    assert (axis.low, axis.high) == (-2, 8)
+    assert [label for _, label in axis.ticks][:2] == ["0.01", "1"]

@@ -1,0 +1,274 @@
+"""Alerts are given early for what was planted, once, and not for what is healthy."""
+
+import itertools
+import json
+import random
+import time
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from hfdist.alerts import Kind, Monitor, command, find_alerts
+from hfdist.config.run import CheckpointConfig
+from hfdist.records import EVENTS, METRICS, RANKS, RunRecorder, read_lines
+from hfdist.trainer.reporting.alerts import Alerts
+
+WARM_UP = 100
+
+
+def loss_at(step, random_values, noise):
+    """From a uniform guess, flat in the warm-up, then by a power of the steps."""
+    level = 1.8 + 9.0 * (1 + max(step - WARM_UP / 2, 0) / 20) ** -0.35
+    return level * (1 + noise * random_values.gauss(0, 1))
+
+
+def healthy(seed, num_steps, noise=0.02):
+    """Lines of metrics as a run writes them: a noisy loss, norms that fall and have tails, steady steps."""
+    values = random.Random(seed)
+    for step in range(1, num_steps + 1):
+        norm = (0.5 + 3.0 * min(step / 20, 1) * (1 + step / 50) ** -0.5) * values.lognormvariate(0, 0.4)
+        yield {
+            "step": step,
+            "loss": loss_at(step, values, noise),
+            "grad_norm": norm,
+            "tokens_per_second": 5000 * values.lognormvariate(0, 0.1) * (0.3 if values.random() < 0.02 else 1),
+            "step_seconds": 1.0,
+        }
+
+
+def ranks(seed, num_steps, num_ranks=4):
+    """Lines of ranks whose times vary."""
+    values = random.Random(seed)
+    for step in range(1, num_steps + 1):
+        compute = [0.6 * values.lognormvariate(0, 0.15) for _ in range(num_ranks)]
+        yield {
+            "step": step,
+            "step_seconds": [1.0] * num_ranks,
+            "compute_seconds": compute,
+            "data_seconds": [values.uniform(0, 0.1) for _ in range(num_ranks)],
+            "wait_seconds": [0.95 - seconds for seconds in compute],
+        }
+
+
+def first(lines, monitor, see="see_metrics"):
+    """The alerts of lines."""
+    return list(itertools.chain.from_iterable(getattr(monitor, see)(line) for line in lines))
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.03])
+def test_healthy_runs_have_no_alerts(noise):
+    for seed in range(20):
+        monitor = Monitor(max_steps=3000, save_every=500)
+        for line in healthy(seed, 3000, noise):
+            step = line["step"]
+            assert monitor.see_metrics(line) == []
+            if step % 500 == 0:
+                # Two checkpoints stay.
+                save = {"step": step, "checkpoint/step": step, "checkpoint/bytes": 10**9}
+                assert monitor.see_metrics(save, 2 * 10**11 - 10**9 * min(step // 500, 2)) == []
+        assert first(ranks(seed, 400), monitor, "see_ranks") == []
+
+
+def test_a_spike_is_found_within_three_steps_and_told_once():
+    for seed in range(10):
+        lines = list(healthy(seed, 700))
+        for line in lines[500:520]:
+            line["loss"] *= 1.4
+        alerts = first(lines, Monitor())
+        assert [alert.kind for alert in alerts] == [Kind.loss_spike]
+        assert alerts[0].step <= 503
+        assert "the loss has jumped from" in alerts[0].text
+
+
+def test_one_odd_batch_is_no_spike_and_a_second_spike_is_new():
+    lines = list(healthy(1, 900))
+    lines[400]["loss"] *= 3
+    lines[500]["loss"], lines[510]["loss"], lines[510]["grad_norm"] = None, float("nan"), float("inf")
+    for line in (*lines[600:604], *lines[750:754]):
+        line["loss"] *= 2
+    assert [alert.step for alert in first(lines, Monitor())] == [602, 752]
+
+
+@pytest.mark.parametrize(("noise", "latest"), [(0.002, 2600), (0.01, 3500)])
+def test_a_plateau_is_found_once_its_noise_allows(noise, latest):
+    for seed in range(5):
+        values = random.Random(seed)
+        lines = [{"step": s, "loss": loss_at(min(s, 1500), values, noise)} for s in range(1, latest + 1)]
+        alerts = first(lines, Monitor())
+        assert {alert.kind for alert in alerts} == {Kind.plateau}
+        assert alerts[0].step > 1500
+
+
+def test_a_growing_gradient_norm_is_found():
+    for seed in range(10):
+        lines = list(healthy(seed, 1000))
+        for line in lines[600:]:
+            line["grad_norm"] *= 1.01 ** (line["step"] - 600)
+        alerts = first(lines, Monitor())
+        assert [alert.kind for alert in alerts] == [Kind.grad_norm_drift]
+        # It has grown five times after 162 steps.
+        assert alerts[0].step < 860
+
+
+def test_a_slow_rank_is_named_with_its_host():
+    for seed in range(10):
+        lines = list(ranks(seed, 60))
+        for line in lines[30:]:
+            line["compute_seconds"][2] *= 1.5
+        alerts = first(lines, Monitor(hosts=["a", "a", "b", "b"]), "see_ranks")
+        assert [alert.kind for alert in alerts] == [Kind.slow_rank]
+        assert alerts[0].step <= 52
+        assert alerts[0].text.startswith("rank 2 (on b) is slow: it computes ")
+        assert (alerts[0].figures["rank"], alerts[0].figures["host"]) == (2, "b")
+
+
+def test_stages_of_a_pipeline_have_different_work():
+    lines = list(ranks(0, 40))
+    for line in lines:
+        line["compute_seconds"][2:] = [2 * seconds for seconds in line["compute_seconds"][2:]]
+    assert first(lines, Monitor(num_stages=2), "see_ranks") == []
+    for line in lines:
+        line["compute_seconds"][3] *= 1.5
+    assert [alert.figures["rank"] for alert in first(lines, Monitor(num_stages=2), "see_ranks")] == [3]
+
+
+def test_a_gpu_has_no_computing_times_and_a_wait_for_data_is_found():
+    lines = list(ranks(0, 30))
+    for line in lines:
+        line["compute_seconds"] = line["wait_seconds"] = [None] * 4
+        line["data_seconds"][1] = 0.4
+    alerts = first(lines, Monitor(), "see_ranks")
+    assert [alert.kind for alert in alerts] == [Kind.data_wait]
+    assert "rank 1 waits for its data in 40% of the time" in alerts[0].text
+
+
+def test_short_disturbances_are_none():
+    """They last a second, and not for ten."""
+    lines = list(ranks(0, 600))
+    for line in lines:
+        line["step_seconds"] = [0.02] * 4
+        line["data_seconds"] = [0.001] * 4
+        line["compute_seconds"] = [0.015, 0.018 if 300 <= line["step"] < 350 else 0.01, 0.01, 0.01]
+    assert [alert.figures["rank"] for alert in first(lines, Monitor(), "see_ranks")] == [0]
+
+
+def test_falling_throughput_is_found_and_one_pause_is_not():
+    for seed in range(10):
+        lines = list(healthy(seed, 300))
+        lines[50]["step_seconds"], lines[50]["tokens_per_second"] = 60.0, 80.0
+        for line in lines[200:]:
+            line["tokens_per_second"] *= 0.6
+            line["step_seconds"] /= 0.6
+        alerts = first(lines, Monitor())
+        assert [alert.kind for alert in alerts] == [Kind.falling_throughput]
+        assert 200 < alerts[0].step <= 225
+
+
+def saves(monitor, free_of):
+    lines = ({"step": s, "checkpoint/step": s, "checkpoint/bytes": 10**9} for s in range(100, 1100, 100))
+    return [(alert.step, alert.text) for line in lines for alert in monitor.see_metrics(line, free_of(line["step"]))]
+
+
+def test_a_disk_that_fills():
+    # As other things grow, it is full at step 900 of 2000.
+    found = saves(Monitor(max_steps=2000), lambda step: 90 * 10**9 - step * 10**8)
+    assert [step for step, _ in found] == [700]
+    assert "will be full at about step 890 of 2,000" in found[0][1]
+    assert saves(Monitor(max_steps=2000), lambda step: 90 * 10**9 - step * 10**6) == []
+    # Many checkpoints are kept: by the end it fills no more.
+    assert saves(Monitor(max_steps=1000, num_kept=50), lambda step: 80 * 10**9 - step * 7 * 10**7) == []
+    found = saves(Monitor(), lambda step: 3 * 10**9 if step < 500 else 10**9)
+    assert [step for step, _ in found] == [500]
+    assert "no room for two saves: 1 GB are free, and a save has 1 GB" in found[0][1]
+
+
+def test_a_checkpoint_older_than_asked():
+    lines = [{"step": s, "step_seconds": 1.0, "tokens_per_second": 1.0} for s in range(501, 900)]
+    lines.insert(50, {"step": 550, "checkpoint/step": 550, "checkpoint/bytes": 1})
+    alerts = first(lines, Monitor(save_every=50))
+    assert [(alert.kind, alert.step) for alert in alerts] == [(Kind.old_checkpoint, 651)]
+    assert first(lines, Monitor(save_every=200)) == []
+    # A minute has not passed.
+    assert (
+        first([line | {"step_seconds": 0.01} for line in lines if "step_seconds" in line], Monitor(save_every=50)) == []
+    )
+
+
+def test_an_alert_is_told_again_after_a_thousand_steps():
+    lines = [{"step": s, "step_seconds": 1.0, "tokens_per_second": 1.0} for s in range(1, 2300)]
+    assert [alert.step for alert in first(lines, Monitor(save_every=100))] == [201, 1201, 2201]
+
+
+def test_an_old_run_is_judged_by_its_files(tmp_path):
+    assert find_alerts(tmp_path) == []
+    metrics, times = list(healthy(0, 300)), list(ranks(0, 300))
+    for line in times[100:]:
+        line["data_seconds"][3] += 0.5
+    for line in metrics[200:204]:
+        line["loss"] *= 2
+    for name, lines in ((METRICS, metrics), (RANKS, times)):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alerts = find_alerts(tmp_path)
+    assert [alert.kind for alert in alerts] == [Kind.data_wait, Kind.loss_spike]
+    assert json.loads(json.dumps(alerts[1].to_json()))["step"] == 202
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch):
+    """Makes the callback of a run whose first save is late at step 3."""
+    monkeypatch.setattr(RunRecorder, "of_process", None)
+    logged = []
+
+    def make(alert_command=None):
+        recorder = RunRecorder(tmp_path, {"pipeline": 1}, 1)
+        return Alerts(recorder, CheckpointConfig(every=1), alert_command, logged.append), logged
+
+    return make
+
+
+def train(alerts, num_steps=5):
+    for step in range(1, num_steps + 1):
+        state, control = TrainerState(global_step=step), TrainerControl()
+        alerts.on_log(None, state, control, logs={"loss": 1.0, "step_seconds": 40.0, "tokens_per_second": 1.0})
+        alerts.on_log(None, state, control, logs={"alert/old_checkpoint": 1})
+        alerts.on_step_begin(None, state, control)
+    alerts.on_train_end(None, state, control)
+
+
+def test_an_alert_goes_everywhere_once(watch, tmp_path, caplog):
+    alerts, logged = watch(f"tee -a {tmp_path}/got")
+    train(alerts)
+    [event] = [line for line in read_lines(tmp_path / EVENTS) if line["event"] == "alert"]
+    told = {"step": 3, "kind": "old_checkpoint", "saved_step": 0, "save_every": 1}
+    assert {name: event[name] for name in told} == told
+    assert logged == [{"alert/old_checkpoint": 1}]
+    assert caplog.messages == [f"step 3: {event['text']}"]
+    [got] = read_lines(tmp_path / "got")
+    assert got == {"run": str(tmp_path)} | told | {"text": event["text"]}
+
+
+@pytest.mark.parametrize(
+    ("alert_command", "words"),
+    [
+        ("ls /no/such/folder", "exit code 2: ls: cannot access"),
+        ("sleep 60", "took more than 0.2 s, and was killed"),
+        # No shell.
+        ("false; touch here", "cannot be started: No such file"),
+    ],
+)
+def test_a_command_that_fails_is_a_warning(watch, monkeypatch, caplog, alert_command, words):
+    monkeypatch.setattr(command, "_LONGEST_SECONDS", 0.2)
+    alerts, _ = watch(alert_command)
+    begin = time.monotonic()
+    train(alerts)
+    assert time.monotonic() - begin < 30
+    assert words in caplog.text
+
+
+def test_a_full_disk_ends_no_training(watch, tmp_path, caplog):
+    alerts, logged = watch()
+    (tmp_path / EVENTS).unlink()
+    (tmp_path / EVENTS).symlink_to("/dev/full")
+    train(alerts)
+    assert "events.jsonl lacks this alert" in caplog.text
+    assert logged == [{"alert/old_checkpoint": 1}]
