@@ -13,7 +13,7 @@ from hfdist.report.reading.run_files import CURVES, RunFiles
 from hfdist.report.text import escaped_lines
 
 COLOURS = 6
-_MOST_MARKS = 32
+_MOST_MARKS = 20
 """Of all runs, in a chart."""
 LOSS, HELD_OUT = "loss", "eval_loss"
 _SMALL = (  # in the order of CURVES, behind the loss
@@ -90,7 +90,7 @@ def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
     return [
         Mark(run.place(axis, mark.step), mark.letters, f"mark-{number}-{place}", mark.is_bad)
         for number, (run, axis) in enumerate(zip(runs, axes, strict=True))
-        for place, mark in enumerate(marked(run, _MOST_MARKS // len(runs)))
+        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
     ]
 
 
@@ -99,7 +99,7 @@ def texts_of_marks(runs: Sequence[RunFiles]) -> str:
     return "".join(
         f'<p id="mark-{number}-{place}" hidden>{escaped_lines(f"{run.name}, " * (len(runs) > 1) + mark.text, 2000)}</p>'
         for number, run in enumerate(runs)
-        for place, mark in enumerate(marked(run, _MOST_MARKS // len(runs)))
+        for place, mark in enumerate(marked(run, max(_MOST_MARKS // len(runs), 1)))
     )
 
 

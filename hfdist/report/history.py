@@ -80,7 +80,9 @@ KINDS = {
     "save": Kind(None, "saves", False, _saved),
     "skip": Kind("S", "skips", True, lambda e: f"step {_step(e)} was skipped: its loss or gradient was not finite"),
     "rollback": Kind("B", "rollbacks", True, lambda e: f"went back from step {_step(e)} to {_step(e, 'to_step')}"),
-    "alert": Kind("A", "alerts", True, lambda e: f"{e.get('kind', 'alert')}: {e.get('text', '')}"),
+    "alert": Kind(
+        "A", "alerts", True, lambda e: f"{str(e.get('kind', 'alert')).replace('_', ' ')}: {e.get('text', '')}"
+    ),
     "lost_rank": Kind("L", "lost ranks", True, lambda e: f"lost a rank: {e.get('found', '')}"),
     "budget": Kind("$", "budget", False, _used_up),
     "end": Kind("E", "ends", False, _ended),
@@ -89,11 +91,15 @@ KINDS = {
 
 def describe_layout(layout: dict[str, Any]) -> str:
     """Give the degrees of the axes that are used, and the sharding."""
-    degrees = [
-        f"{axis} {degree}" for axis, degree in layout.items() if isinstance(degree, int) and degree != 1 and axis
-    ]
-    parts = degrees or ["one rank"]
-    return ", ".join([*parts, *([f"sharding {layout['sharding']}"] if layout.get("sharding") else [])])
+    # Without sharding, its axis only replicates.
+    names = {"shard": "data"} if layout.get("sharding") == "none" else {}
+    degrees = [f"{names.get(axis, axis)} {degree}" for axis, degree in layout.items() if _is_used(degree)]
+    sharding = [f"sharding {layout['sharding']}"] if layout.get("sharding") else []
+    return ", ".join([*(degrees or ["one rank"]), *sharding])
+
+
+def _is_used(degree: Any) -> bool:
+    return isinstance(degree, int) and degree != 1
 
 
 def kind_of(event: dict[str, Any]) -> Kind:

@@ -87,24 +87,17 @@ def _seconds_left(run: RunFiles) -> float | None:
 def _energy(run: RunFiles) -> list[tuple[str, str]]:
     """Give energy, emissions and cost of all starts, where they are known."""
     record, found = run.record, []
-    if record is not None:
-        source = getattr(record, "energy_source", None)
-        note = (
-            " <small>an estimate</small>"
-            if source == "estimate"
-            else f" <small>{escaped(source, 20)}</small>"
-            if source
-            else ""
-        )
-        for key, name, unit in (
-            ("energy_kwh", "energy", " kWh"),
-            ("gco2e", "emissions", " g CO2e"),
-            ("cost", "cost", ""),
-        ):
-            own = [number(getattr(record, f"{which}{key}", None)) for which in ("", "earlier_")]
-            if any(value is not None for value in own):
-                total = short(sum(value or 0.0 for value in own))
-                found.append((name, f"{total}{unit}{note if key == 'energy_kwh' else ''}"))
+    if record is None:
+        return []
+    source = escaped(record.energy_source or "", 40)
+    note = f" <small>{'an estimate' if source == 'estimate' else source}</small>"
+    for key, name, unit in (("energy_kwh", "energy", "Wh"), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
+        known = [value for which in ("", "earlier_") if (value := number(getattr(record, which + key))) is not None]
+        total = sum(known)
+        if key == "energy_kwh":
+            total, unit = (total, f"kWh{note}") if total >= 1 else (1e3 * total, f"Wh{note}")
+        if known:
+            found.append((name, f"{short(total)} {unit}"))
     return found
 
 
@@ -124,14 +117,15 @@ def head(run: RunFiles, *, colour: str = "") -> str:
 
 def findings(run: RunFiles) -> str:
     """Say what stands out, in words; nothing, if nothing does."""
-    texts = rank_words.find_slow(run)
-    wait = rank_words.data_wait(run)
+    slow = rank_words.find_slow(run)
+    texts, wait = [*slow], rank_words.data_wait(run)
     if wait > _DATA_SHARE:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
     for name, words in (("skip", "skipped step"), ("rollback", "rollback"), ("lost_rank", "lost rank")):
         if own := events_of(run, name):
             texts.append(f"{count(len(own), words)}; the last: {history.kind_of(own[-1]).words(own[-1])}")
-    alerts = events_of(run, "alert")
+    # What is said above for the whole run, an alert has told of some of its steps.
+    alerts = [event for event in events_of(run, "alert") if not (slow and event.get("kind") == "slow_rank")]
     texts += [history.kind_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:
         texts.append(f"{len(alerts) - 3} earlier alerts: see the events")
@@ -242,7 +236,9 @@ def details(run: RunFiles) -> str:
     if isinstance(record.hosts, list) and record.hosts:
         hosts = [str(host) for host in dict.fromkeys(map(str, record.hosts))]
         rows.append(("hosts", ", ".join(hosts[:16]) + (f" and {len(hosts) - 16} more" if len(hosts) > 16 else "")))
-    rows += [("starts", str(record.start)), ("this start", f"{record.started} to {record.updated}")]
+    began, last = instant(record.started), instant(record.updated)
+    if began is not None and last is not None:
+        rows.append(("this start", f"{began:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, number {record.start}"))
     if isinstance(record.versions, dict):
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())))
     items = "".join(f"<div><dt>{name}</dt><dd>{escaped(value, 600)}</dd></div>" for name, value in rows)
