@@ -183,6 +183,19 @@ def test_waiting_for_data_is_a_finding(tmp_path):
     assert "Ranks wait for their data for 50 % of the step" in words
 
 
+def test_on_a_gpu_the_loader_and_the_memory_are_known(tmp_path):
+    unknown = {"compute_seconds": [None] * 4, "wait_seconds": [None] * 4}
+    slow = {"data_seconds": [0.01, 0.01, 0.01, 0.2]}
+    run = write_run(tmp_path, ranks=[rank_line(step) | unknown | slow for step in range(1, 31)])
+    content = html(run)
+    words = text_of(content)
+    assert "rank 3 on node-b waits for its data 200 ms a step, 20.0 times as long as the median of ranks" in words
+    assert "the wait for other ranks is not told apart from computing" in words
+    assert 'data-label="compute, or wait for others"' in content
+    assert "Busy time" not in content
+    assert words.count("381 MiB") == 4
+
+
 def test_events_are_marks_and_words(tmp_path):
     events = [
         event("start", 1, host="node-a", layout={"shard": 4, "sharding": "none"}),
