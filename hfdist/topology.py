@@ -162,10 +162,12 @@ class LauncherPlace:
     local_rank: int = 0
     is_given: bool = False
     """Whether there is a launcher."""
+    has_other_machines: bool = False
+    """Whether it has started processes on other machines, too; False where it does not say."""
 
 
 def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace:
-    """Read RANK, WORLD_SIZE and LOCAL_RANK: the only place in hfdist that does.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: the only place in hfdist that does.
 
     Raises:
         ConfigError: a value that is not a number in range.
@@ -179,7 +181,13 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
         hint = "unset both: launch.processes=2 starts two processes"
         raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)
     local_rank = _number(values, "LOCAL_RANK", 0)
-    return LauncherPlace(world_size=world_size, rank=rank, local_rank=local_rank, is_given="RANK" in values)
+    return LauncherPlace(
+        world_size=world_size,
+        rank=rank,
+        local_rank=local_rank,
+        is_given="RANK" in values,
+        has_other_machines=_number(values, "LOCAL_WORLD_SIZE", world_size) < world_size,
+    )
 
 
 def _number(values: Mapping[str, str], name: str, default: int) -> int:

@@ -1,6 +1,6 @@
 """Write the job file of a run for a cluster: SLURM, Kubernetes, Ray, SkyPilot or AWS ParallelCluster. Submits nothing.
 
-python recipes/job.py to=slurm cluster=slurm_gpu_8 cluster.nodes=2 +experiment=demo strategy=ddp
+python recipes/job.py to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp
 """
 
 from hfdist.jobs.command import job_recipe, write_job

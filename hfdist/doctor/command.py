@@ -87,7 +87,7 @@ def _choose(asked: int | None) -> int:
     if asked is not None and 0 < gpus < asked:
         raise ConfigError("each rank needs a GPU of its own", where="processes", found=f"{asked}, with {gpus}",
                           hint=f"processes={AUTO}")  # fmt: skip
-    # A single GPU has no link; two ranks of the CPU show whether processes of this machine reach each other.
+    # A single GPU has no link to try. Without one, two ranks show whether processes of this machine reach each other.
     return asked or gpus or 2
 
 

@@ -9,14 +9,14 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hfdist.doctor import machine, software, storage
 from hfdist.doctor.finding import ERROR, Finding, lines, to_json
-from hfdist.doctor.pairs import Pair, judge_clocks, judge_pairs
+from hfdist.doctor.pairs import Pair, find_slow, judge_clocks, judge_pairs, rounds
 from hfdist.errors import ResourceError
 from hfdist.records import find_versions
 from hfdist.topology import LauncherPlace, read_launcher
@@ -115,13 +115,28 @@ def _facts(place: LauncherPlace) -> dict[str, Any]:
 def _try_links(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
     from hfdist.doctor.links import prepare_nccl, try_pairs
 
-    hosts = {int(rank): host for rank, host in plan["hosts"].items()}
     prepare_nccl()
     found = []
     for backend in plan["backends"]:
-        if meeting.rank in plan["ranks"]:
-            found += try_pairs(meeting, backend, plan["ranks"], hosts.__getitem__, request.pair_seconds)
+        schedule = rounds(plan["ranks"])
+        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds)
     return found
+
+
+def _try_again(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
+    """Try slow pairs alone: before, all pairs of a round shared the machines."""
+    from hfdist.doctor.links import try_pairs
+
+    found = []
+    for backend, pairs in plan["again"].items():
+        schedule = [[(int(a), int(b))] for a, b in pairs]
+        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
+    return found
+
+
+def _host_of(plan: Mapping[str, Any]) -> Callable[[int], str]:
+    hosts = {int(rank): host for rank, host in plan["hosts"].items()}
+    return hosts.__getitem__
 
 
 def _measure_all(request: Request, meeting: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,9 +161,10 @@ def _follow(request: Request, meeting: Any, place: LauncherPlace) -> None:
         findings += _check_same_folder(request, plan, platform.node())
     meeting.tell("findings", findings)
     meeting.tell("pairs", [pair.to_json() for pair in _try_links(request, meeting, plan)])
-    whole = meeting.hear("whole", 0, _patience(meeting) + len(plan["ranks"]) * 4 * request.pair_seconds)
-    if whole is not None:
-        _measure_all(request, meeting, plan | {"whole": whole})
+    rest = meeting.hear("rest", 0, _patience(meeting) + len(plan["ranks"]) * 4 * request.pair_seconds)
+    if rest is not None:
+        meeting.tell("again", [pair.to_json() for pair in _try_again(request, meeting, plan | rest)])
+        _measure_all(request, meeting, plan | rest)
     # Rank 0 may serve the store.
     with contextlib.suppress(RuntimeError):
         meeting.tell("end", True)
@@ -186,13 +202,19 @@ def _lead(request: Request, meeting: Any) -> None:
         others = [rank for rank in hosts if rank != 0]
         for rank, told in meeting.hear_all("findings", others, patience).items():
             findings += [Finding(*one)._replace(host=hosts[rank]) for one in told]
-        for told in meeting.hear_all("pairs", others, patience).values():
-            pairs += [Pair(**one | {"ranks": tuple(one["ranks"]), "hosts": tuple(one["hosts"])}) for one in told]
+        pairs += _pairs_of(meeting.hear_all("pairs", others, patience))
     pairs = _unique(pairs)
     dead = {pair.backend for pair in pairs if pair.error is not None}
-    whole = [backend for backend in backends if backend not in dead and len(ranks) > 2]
-    meeting.tell("whole", whole)
-    measured = _measure_all(request, meeting, plan | {"whole": whole})
+    slow = {backend: find_slow([pair for pair in pairs if pair.backend == backend]) for backend in backends}
+    rest = {
+        "again": {backend: [pair.ranks for pair in found] for backend, found in slow.items()},
+        "whole": [backend for backend in backends if backend not in dead and len(ranks) > 2],
+    }
+    meeting.tell("rest", rest)
+    pairs = _unique(
+        [*pairs, *_try_again(request, meeting, plan | rest), *_pairs_of(meeting.hear_all("again", others, patience))]
+    )
+    measured = _measure_all(request, meeting, plan | rest)
     findings += _judge(facts, pairs, measured, meeting.world_size)
     meeting.hear_all("end", others, request.pair_seconds)
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
@@ -236,14 +258,26 @@ def _describe_whole(backend: str, gbs: Any, ranks: int) -> Finding:
     )
 
 
+def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:
+    """Read what the other ranks have told."""
+    return [
+        Pair(**one | {"ranks": tuple(one["ranks"]), "hosts": tuple(one["hosts"])})
+        for of_rank in told.values()
+        for one in of_rank
+    ]
+
+
 def _unique(pairs: Iterable[Pair]) -> list[Pair]:
-    """Each pair was told by both: the first rank has measured, and either may have failed."""
+    """Each pair is told by both ranks, and maybe twice: an error counts first, and then the greatest speed."""
     found: dict[tuple[str, tuple[int, int]], Pair] = {}
     for pair in pairs:
         key = pair.backend, pair.ranks
         before = found.get(key)
-        if before is None or (before.error is None and (pair.error is not None or pair.latency_seconds > 0)):
+        if before is None or (before.error is None and (pair.error is not None or pair.speed > before.speed)):
             found[key] = pair
+    for pair in found.values():
+        if pair.error is None and pair.speed == 0.0:
+            pair.error = f"rank {pair.ranks[0]} has ended meanwhile"
     return [found[key] for key in sorted(found)]
 
 

@@ -47,7 +47,8 @@ def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
         hint = "" if one.hint is None else f"; try: {one.hint}"
         yield f"{one.level:<7}  {one.check:<{width}}  {place}{one.text}{hint}"
     counts = {level: sum(one.level == level for one in findings) for level in _ORDER}
-    yield f"{counts[ERROR]} errors, {counts[WARNING]} warnings, {counts[OK]} ok"
+    words = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in (ERROR, WARNING)]
+    yield f"{', '.join(words)}, {counts[OK]} ok"
 
 
 def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:

@@ -21,12 +21,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hfdist.doctor.pairs import SIZES_MIB, Pair, rounds
+from hfdist.doctor.pairs import SIZES_MIB, Pair
 from hfdist.errors import ResourceError, first_line, printable
 from hfdist.topology import LauncherPlace
 
 JOIN_SECONDS = 60.0
 """For all ranks to come."""
+_LATE_SECONDS = 30.0
+"""What a rank may need for its other checks."""
 _LATENCY_ROUNDS = 10
 _REPEATS = 3
 _LONG_SECONDS = 0.1
@@ -91,35 +93,48 @@ class Meeting:
 
 
 def try_pairs(
-    meeting: Meeting, backend: str, ranks: Sequence[int], hosts: Callable[[int], str], seconds: float
+    meeting: Meeting,
+    backend: str,
+    schedule: Sequence[Sequence[tuple[int, int]]],
+    hosts: Callable[[int], str],
+    seconds: float,
+    *,
+    is_second: bool = False,
 ) -> list[Pair]:
-    """Try the pairs of these ranks to which this rank belongs, a rank in one at a time.
+    """Try the pairs to which this rank belongs, a rank in one at a time.
 
     Args:
         meeting: of all ranks.
         backend: `gloo` or `nccl`.
-        ranks: those that are there.
+        schedule: rounds of pairs, the same on all ranks.
         hosts: gives each one's machine.
         seconds: how long a pair may take to connect, and for each message.
+        is_second: of one pair a round; each waits for the end of the one before.
     """
     found = []
-    for number, pairs in enumerate(rounds(ranks)):
+    label = f"{backend}-again" if is_second else backend
+    for number, pairs in enumerate(schedule):
         for ab in (pair for pair in pairs if meeting.rank in pair):
+            # A dead pair may have kept the other one in each round before, and a slow disk or the Hub before them.
+            patience = _LATE_SECONDS + 3 * seconds * (number + 1)
+            if is_second and number > 0:
+                meeting.hear(f"{label}-done-{number - 1}", schedule[number - 1][0][0], patience)
             pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
-            # A dead pair may have kept the other one in each round before.
-            pair.error = _connect(meeting, pair, seconds, patience_seconds=3 * seconds * (number + 1))
+            name = f"{label}-{ab[0]}-{ab[1]}"
+            pair.error = _connect(meeting, pair, name, seconds, patience)
             if pair.error is None:
-                _try(meeting, pair, seconds)
+                _try(meeting, pair, name, seconds)
+            if is_second and meeting.rank == ab[0]:
+                meeting.tell(f"{label}-done-{number}", True)
             found.append(pair)
     return found
 
 
-def _connect(meeting: Meeting, pair: Pair, seconds: float, patience_seconds: float) -> str | None:
+def _connect(meeting: Meeting, pair: Pair, name: str, seconds: float, patience_seconds: float) -> str | None:
     """Connect both ranks to each other, and give what failed; None: nothing.
 
     By own sockets first: gloo takes several times its time limit (torch 2.13), and does not say which way is closed.
     """
-    name = f"{pair.backend}-{pair.ranks[0]}-{pair.ranks[1]}"
     other = pair.ranks[1] if meeting.rank == pair.ranks[0] else pair.ranks[0]
     own_address = gloo_address()
     try:
@@ -142,9 +157,9 @@ def _connect(meeting: Meeting, pair: Pair, seconds: float, patience_seconds: flo
     return problem or (f"rank {other} hangs" if told is None else told[0])
 
 
-def _try(meeting: Meeting, pair: Pair, seconds: float) -> None:
+def _try(meeting: Meeting, pair: Pair, name: str, seconds: float) -> None:
     try:
-        with meeting.group(f"{pair.backend}-{pair.ranks[0]}-{pair.ranks[1]}", pair.backend, pair.ranks, seconds):
+        with meeting.group(name, pair.backend, pair.ranks, seconds):
             _measure(pair)
     except Exception as error:
         # Whatever a backend raises: that is the finding.
@@ -157,7 +172,7 @@ def _what_failed(error: Exception) -> str:
 
 
 def _measure(pair: Pair) -> None:
-    """Measure latency, clocks, and both sizes, on both ranks together."""
+    """Measure latency, clocks, and both sizes, on both ranks together; the first keeps the figures."""
     device = torch.device("cuda", torch.cuda.current_device()) if pair.backend == "nccl" else torch.device("cpu")
     own = dist.get_rank()
     trips = [_round_trip(own, device) for _ in range(_LATENCY_ROUNDS)]
@@ -175,6 +190,10 @@ def _measure(pair: Pair) -> None:
         agreed = torch.tensor([1 if best > _LONG_SECONDS else _REPEATS], device=device)
         dist.broadcast(agreed, src=0)
         repeats = int(agreed)
+    if own == 1:
+        # Its clock begins to count before the other one sends.
+        pair.gbs.clear()
+        pair.all_reduce_gbs.clear()
 
 
 def _round_trip(own: int, device: torch.device) -> tuple[float, float]:

@@ -17,6 +17,8 @@ _MOST_OF_ONE_STREAM_GBS = 1.0
 """What a connection of gloo fills of a faster link."""
 _MOST_OFFSET_SECONDS = 1.0
 _NAMED_PAIRS = 6
+_MOST_SLOW = 32
+"""Pairs that are measured again, one at a time."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +37,11 @@ class Pair:
     all_reduce_gbs: dict[str, float] = field(default_factory=dict)
     offset_seconds: float = 0.0
     """How far the second's clock is ahead."""
+
+    @property
+    def speed(self) -> float:
+        """At the largest size; 0: it was not measured here."""
+        return self.gbs.get(_LARGEST, 0.0)
 
     @property
     def is_local(self) -> bool:
@@ -58,6 +65,17 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
+def find_slow(pairs: Sequence[Pair]) -> list[Pair]:
+    """Find the pairs below half of the median of their kind, the slowest first."""
+    found = []
+    for is_local in (True, False):
+        kind = [pair for pair in pairs if pair.error is None and pair.is_local is is_local]
+        if len(kind) > 2:
+            median = statistics.median(pair.speed for pair in kind)
+            found += [pair for pair in kind if pair.speed < median / 2]
+    return sorted(found, key=lambda pair: pair.speed)[:_MOST_SLOW]
+
+
 def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Finding]:
     """Say which pairs are dead or slow, and how fast the others are.
 
@@ -76,20 +94,22 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
 
 
 def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
-    """Compare the clocks of hosts, as each pair has seen them."""
-    worst: dict[tuple[str, str], float] = {}
-    for pair in pairs:
-        if pair.error is None and not pair.is_local and abs(pair.offset_seconds) >= abs(worst.get(pair.hosts, 0.0)):
-            worst[pair.hosts] = pair.offset_seconds
-    far = {hosts: seconds for hosts, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
-    hint = "start NTP there, as chronyd: records and logs of both are compared by time"
+    """Compare the clocks of hosts with that of the first, as each pair has seen them."""
+    alive = [pair for pair in pairs if pair.error is None and not pair.is_local]
+    worst: dict[str, float] = {}
+    for pair in alive:
+        if pair.hosts[0] == alive[0].hosts[0]:
+            worst[pair.hosts[1]] = max(worst.get(pair.hosts[1], 0.0), pair.offset_seconds, key=abs)
+    far = {host: seconds for host, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
+    hint = "start NTP there, as chronyd: records and logs of machines are compared by time"
     found = []
-    for (a, b), seconds in far.items():
-        text = f"{b}'s clock is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {a}'s"
+    for host, seconds in far.items():
+        side = "ahead of" if seconds > 0 else "behind"
+        text = f"{host}'s clock is {abs(seconds):.1f} s {side} {alive[0].hosts[0]}'s"
         found.append(Finding("clocks", WARNING, text, hint))
     if worst and not far:
-        text = f"{len(worst)} pairs of machines agree within {1000 * max(map(abs, worst.values())):.0f} ms"
-        found.append(Finding.of("clocks", text))
+        most = 1000 * max(map(abs, worst.values()))
+        found.append(Finding.of("clocks", f"{len(worst) + 1} machines agree within {most:.0f} ms"))
     return found
 
 
@@ -116,11 +136,10 @@ def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
 
 
 def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: str) -> list[Finding]:
-    speeds = {pair.ranks: pair.gbs[_LARGEST] for pair in pairs}
+    speeds = {pair.ranks: pair.speed for pair in pairs}
     median = statistics.median(speeds.values())
-    slow = [pair for pair in pairs if len(pairs) > 2 and speeds[pair.ranks] < median / 2]
     found = []
-    for pair in slow:
+    for pair in find_slow(pairs):
         text = (
             f"ranks {pair.ranks[0]}-{pair.ranks[1]} ({pair.hosts[0]}, {pair.hosts[1]}) reach {speeds[pair.ranks]:.3f} "
             f"GB/s at {_LARGEST} MiB, where the median of {len(pairs)} pairs is {median:.3f}"

@@ -16,7 +16,9 @@ from hfdist.doctor.finding import ERROR, Finding
 from hfdist.records import find_versions
 
 _TOOL, _TOOL_SECONDS = "nvidia-smi", 20
-_COLUMNS = "index,name,driver_version,memory.total,memory.used,clocks_throttle_reasons.active,temperature.gpu"
+_COLUMNS = "index,name,driver_version,memory.total,memory.used,clocks_{}_reasons.active,temperature.gpu"
+_REASONS = ("event", "throttle")
+"""What newer and older drivers call them."""
 _MOST_USED_MIB = 1024
 _SLOWED = {0x08: "hardware slowdown", 0x20: "thermal, by software", 0x40: "thermal, by hardware", 0x80: "power brake"}
 """Bits of the reasons for which a GPU runs slower, as NVML has them; the others are no fault."""
@@ -65,7 +67,8 @@ def check_gpus() -> list[Finding]:
     cuda = _cuda_of_torch()
     if shutil.which(_TOOL) is None:
         return [Finding.of("GPUs", "none: ranks train on the CPU, over gloo")]
-    listed = _ask_tool(f"--query-gpu={_COLUMNS}", "--format=csv,noheader,nounits")
+    tables = (_ask_tool(f"--query-gpu={_COLUMNS.format(name)}", "--format=csv,noheader,nounits") for name in _REASONS)
+    listed = next((table for table in tables if table is not None), None)
     if listed is None:
         hint = f"{_TOOL} itself; the driver must be the one of the running kernel"
         return [Finding.of("GPUs", f"{_TOOL} fails", error=True, hint=hint)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from hfdist.doctor.finding import Finding
 from hfdist.errors import first_line, printable
@@ -75,20 +77,29 @@ def check_hub() -> Finding:
     from huggingface_hub import constants, get_session, get_token
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its __all__ lacks it
 
-    check = "Hub"
+    check, has_token = "Hub", get_token() is not None
     if constants.HF_HUB_OFFLINE:
         return Finding.of(check, "switched off (HF_HUB_OFFLINE): models and data come from this machine")
-    token = "with a token" if get_token() else "without a token"
-    offline = "HF_HUB_OFFLINE=1, with models and data from `hf download` on a connected machine"
-    try:
+    answer: dict[str, Any] = {"found": f"no answer within {_HUB_SECONDS:.0f} s"}
+
+    def ask() -> None:
         url = f"{constants.ENDPOINT}/api/whoami-v2"
-        status = get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code
-    except Exception as error:
-        found = printable(first_line(error), 200)
-        return Finding.of(check, f"{constants.ENDPOINT} is not reached: {found}", warning=True, hint=offline)
-    if status in (401, 403) and get_token():
+        try:
+            answer["status"] = get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code
+        except Exception as error:
+            answer["found"] = printable(first_line(error), 200)
+
+    # The time limit of the request does not hold for the search of the address, which may take a minute.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS + 1)
+    offline = "HF_HUB_OFFLINE=1, with models and data from `hf download` on a connected machine"
+    status = answer.get("status")
+    if status is None:
+        text = f"{constants.ENDPOINT} is not reached: {answer['found']}"
+        return Finding.of(check, text, warning=True, hint=offline)
+    if status in (401, 403) and has_token:
         return Finding.of(check, "the Hub refuses the token", error=True, hint="`hf auth login`, or another HF_TOKEN")
-    text = f"{constants.ENDPOINT} answers, {token}"
     if status >= 500 or status == 429:
         return Finding.of(check, f"{constants.ENDPOINT} answers {status}", warning=True, hint=f"wait, or {offline}")
-    return Finding.of(check, text)
+    return Finding.of(check, f"{constants.ENDPOINT} answers, {'with' if has_token else 'without'} a token")

@@ -16,7 +16,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
-from hfdist.jobs.job import MARK, Job, JobFiles
+from hfdist.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
 from hfdist.jobs.kubernetes import write_kubernetes
 from hfdist.jobs.parallelcluster import write_parallelcluster
 from hfdist.jobs.ray import write_ray
@@ -36,12 +36,11 @@ RECIPES = ("pretrain", "finetune")
 """Those whose processes may be on several machines; each one's primary config has its name."""
 _KEYS = ("to", "cluster", "recipe", "run", "out")
 _VALUE_FLAGS = ("--config-dir", "--config-name")
-_STANDARD_OUTPUT = Path("-")
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
-hfdist job to=slurm cluster=slurm_gpu_8 cluster.nodes=2 +experiment=demo strategy=ddp      writes demo.sbatch
-hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                           goes on with that run
+hfdist job to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp    writes demo.sbatch
+hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                   goes on with that run
 
 to=TARGET           {targets}
 cluster=NAME|FILE   the machines: {clusters}; or a file of your own
@@ -108,7 +107,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
 def write_job(target: str, job: Job) -> None:
     """Write the files, and say how they are submitted; ConfigError: another file is in their place."""
     made = TARGETS[target][1](job)
-    if job.path == _STANDARD_OUTPUT:
+    if job.path == STANDARD_OUTPUT:
         sys.stdout.write("".join(file.text for file in made.files))
         return
     for file in made.files:

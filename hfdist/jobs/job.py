@@ -17,6 +17,7 @@ MARK = "Written by `hfdist job`"
 STAYS = (2, 3, 4, 5, 7, 8)
 """Exit codes after which the same command fails again, or must not go on: see docs/jobs.md."""
 AGAIN = 75
+STANDARD_OUTPUT = Path("-")
 _MARGIN_SECONDS = 30
 """Between the end that a launcher makes of its ranks and that which the cluster makes of the launcher."""
 
@@ -33,12 +34,17 @@ class Job:
     command: Sequence[str]
     """The whole command line of `hfdist job`."""
     path: Path
-    """The first file to be written; "-": all go to standard output."""
+    """The first file to be written; `STANDARD_OUTPUT`: all go there."""
 
     @property
     def name(self) -> str:
         """The run's name for schedulers: letters, digits and dashes."""
         return re.sub(r"[^A-Za-z0-9]+", "-", self.config.run.name).strip("-").lower()[:40] or "run"
+
+    @property
+    def shell_path(self) -> str:
+        """The first file, as a word of shell."""
+        return "FILE" if self.path == STANDARD_OUTPUT else shlex.quote(str(self.path))
 
     @property
     def folder(self) -> str | None:

@@ -8,7 +8,6 @@ again as often as `cluster.max_restarts` says.
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Any
 
 from hfdist.errors import ConfigError
@@ -39,7 +38,7 @@ def write_kubernetes(job: Job) -> JobFiles:
     ):
         if value is None:
             raise ConfigError(why, where=key, found="null", hint=f"{key}=NAME")
-    submit = f"kubectl create -f {shlex.quote(str(job.path))}"
+    submit = f"kubectl create -f {job.shell_path}"
     if job.cluster.kubernetes.kind is Kind.jobset:
         spec = _job_set_spec(job)
         documents = [_document(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec, labels=_queue(job))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from typing import Any
 
 from hfdist.errors import ConfigError
@@ -31,7 +30,7 @@ def write_skypilot(job: Job) -> JobFiles:
         raise ConfigError(what, where="cluster.skypilot.volume", found="null", hint=hint)
     cluster = dataclasses.replace(job.cluster, folder=job.cluster.folder or options.mount)
     job = dataclasses.replace(job, cluster=cluster)
-    submit = f"sky jobs launch {shlex.quote(str(job.path))}"
+    submit = f"sky jobs launch {job.shell_path}"
     accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
     resources: dict[str, Any] = {
         "infra": options.infra,

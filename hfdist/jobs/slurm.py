@@ -55,7 +55,7 @@ exit "$code"
 
 def write_slurm(job: Job) -> JobFiles:
     """Give the batch script."""
-    submit = f"sbatch {shlex.quote(str(job.path))}"
+    submit = f"sbatch {job.shell_path}"
     cluster, options = job.cluster, job.cluster.slurm
     setup, python = setup_lines(job), shlex.quote(cluster.python)
     container, in_container, verdict = "", "", python

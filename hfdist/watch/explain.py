@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -287,26 +288,30 @@ class _Case:
 
     def _waits(self) -> list[Wait]:
         """For each collective that has not ended: who is in it, and who has not come to it."""
-        found: dict[tuple[str, int], Wait] = {}
+        found: dict[tuple[str, int, str], Wait] = {}
         for rank, pending in sorted(self._pending.items()):
-            for one in [one for one in pending if not one.is_p2p][:1]:
-                missing = [
-                    other
-                    for other in self._members[one.group]
-                    if other != rank and not self._has_begun(other, one) and other in self._beats
-                ]
+            for one in pending[:1]:
+                missing = [other for other in self._partners(rank, one) if not self._has_begun(other, one)]
+                key = one.group, one.number, one.name if one.is_p2p else ""
                 if missing:
-                    key = one.group, one.number
-                    before = found.get(key)
-                    waiting = [*(before.waiting if before else []), rank]
+                    waiting = [*(found[key].waiting if key in found else []), rank]
                     found[key] = Wait(waiting, missing, f"{_short(one)}, {one.place}")
         return list(found.values())
+
+    def _partners(self, rank: int, one: Collective) -> list[int]:
+        """Give the other ranks of the group, or the one at the other end, as of `nccl:recv 0<-1`."""
+        members = self._members[one.group]
+        end = re.search(r"(?:->|<-)(\d+)$", one.name) if one.is_p2p else None
+        if one.is_p2p:
+            members = [members[int(end[1])]] if end is not None and int(end[1]) < len(members) else []
+        return [other for other in members if other != rank and other in self._beats]
 
     def _has_begun(self, rank: int, one: Collective) -> bool:
         if rank not in self._snapshots:
             # A silent rank has none; of one whose machine has a disk of its own nothing is known.
             return rank not in self._silent
-        return self._newest.get((one.group, rank), 0) >= one.number
+        # Of the two ends of a message, both have numbers of their own.
+        return not one.is_p2p and self._newest.get((one.group, rank), 0) >= one.number
 
     # ---- words ----
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from hfdist.atomic_write import write_atomically
 from hfdist.errors import ConfigError
 from hfdist.watch.diagnosis import Heartbeat, PeerState
 
@@ -172,8 +173,6 @@ def _state_of(one: PeerState, own: Heartbeat) -> str | None:
 
 
 def _write(path: Path, content: Any) -> None:
-    """Give it its name when it is whole: another process may be reading."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    unfinished.replace(path)
+    # Another process may be reading.
+    write_atomically(path, json.dumps(content).encode(), is_durable=False)

@@ -238,7 +238,8 @@ class Watcher:
         except OSError:
             # Twice is better than not at all.
             pass
-        logger.error("%s%s", verdict.line, f"; stacks: {self._folder}" if verdict.is_alarm else "")
+        where = f"; stacks: {self._folder}; `hfdist explain-hang {self._folder.parents[1]}` compares them"
+        logger.error("%s%s", verdict.line, where if verdict.is_alarm else "")
         self._record(verdict)
 
 

@@ -1,6 +1,6 @@
 """Each tracker that is installed, for real: runs that are killed, go on and go back stay one run in it.
 
-tensorboard is always there; `make trackers` runs this with the others, too.
+The extra `tests` installs all four; one that is missing is skipped.
 """
 
 import os
@@ -27,9 +27,10 @@ each_tracker = pytest.mark.parametrize(
     ],
 )
 
-# Behind the lines of step 5, two steps after a checkpoint, rank 1 of the first start is killed.
+# Behind the lines of step 5, two steps after a checkpoint, rank 1 of the first start is killed. The trackers of rank 0,
+# which write once or twice a second, have time until it is found.
 PROGRAM = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 from transformers import TrainerCallback
 from hfdist.config.cli.command import recipe
@@ -39,6 +40,7 @@ from hfdist.trainer.run import prepare_run
 class Dies(TrainerCallback):
     def on_step_begin(self, args, state, control, **named):
         if state.global_step == 5 and args.process_index == 1 and read_run(Path(args.output_dir)).start == 1:
+            time.sleep(2)
             os.kill(os.getpid(), signal.SIGKILL)
 
 @recipe()
@@ -93,7 +95,7 @@ def test_a_run_that_is_killed_and_goes_on_is_one_run_with_each_step_once(name, r
     assert [step for step, _ in wanted["eval_loss"]] == [3, 6, 7]
     for key, points in wanted.items():
         assert [step for step, _ in run[key]] == [step for step, _ in points], key
-        if "second" not in key and "runtime" not in key:
+        if not any(word in key for word in ("second", "runtime", "energy", "cost", "gco2e")):
             assert [value for _, value in run[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
 
 
@@ -158,6 +160,7 @@ BROKEN = {
 """A folder that is a file, a wrong key, no login, and a server that is not there."""
 
 
+@pytest.mark.skipif(not INSTALLED, reason="without any tracker")
 def test_trackers_that_fail_do_not_fail_the_run(tmp_path, cache_dir, short_library):
     (tmp_path / "file").touch()
     environment = {k: v.format(file=tmp_path / "file") for name in INSTALLED for k, v in BROKEN[name].items()}

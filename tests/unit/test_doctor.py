@@ -67,7 +67,8 @@ def test_links_are_compared_with_what_the_interface_is_made_for():
 
 
 def test_a_clock_that_is_off_is_named_with_its_direction():
-    behind = judge_clocks([pair(0, 1, 1.0, offset_seconds=-3.0), pair(0, 2, 1.0, offset_seconds=0.2)])
+    others = [pair(0, 2, 1.0, offset_seconds=0.2), pair(1, 2, 1.0, offset_seconds=3.2)]
+    behind = judge_clocks([pair(0, 1, 1.0, offset_seconds=-3.0), *others])
     assert [(one.level, one.text) for one in behind] == [("warning", "node-1's clock is 3.0 s behind node-0's")]
     assert judge_clocks([pair(0, 1, 1.0, offset_seconds=0.9)])[0].level == "ok"
     assert offset_seconds(100.0, 103.5, 101.0) == 3.0
@@ -115,7 +116,7 @@ def test_hosts_that_found_the_same_share_a_line_and_errors_come_first():
     assert list(lines([*same, bad], 2)) == [
         "error    memory  b: none; try: buy some",
         "ok       Hub     it answers",
-        "1 errors, 0 warnings, 2 ok",
+        "1 error, 0 warnings, 2 ok",
     ]
 
 

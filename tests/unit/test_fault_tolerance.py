@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hfdist.errors import ConfigError
 from hfdist.testing import run_ranks
+from hfdist.trainer.fault_tolerance import gloo_interface
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, SkipCounter, Skipped, propagate_nan
 from hfdist.trainer.fault_tolerance.process_group import agree_on_start, start_group_under_torchrun
 from hfdist.trainer.fault_tolerance.replicas import Difference, find_differences, sum_bits, vote
@@ -142,3 +144,30 @@ def started_with(port, timeout_seconds):
 def test_the_group_has_the_timeout_that_was_asked_for(asked, given):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(started_with, 1, server.port, asked, group=False) == [given]
+
+
+def test_gloo_gets_an_interface_only_where_other_machines_would_not_find_this_one(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(gloo_interface, "_interfaces", lambda: ["eth7", "ib0"])
+    monkeypatch.setattr(gloo_interface, "find_route", lambda peer, wait_seconds: {"first": ("ib0", "10.0.0.2")}[peer])
+    monkeypatch.setattr(gloo_interface, "address_of_own_name", lambda: "127.0.1.1")
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "first"}.items():
+        monkeypatch.setenv(name, str(value))
+    gloo_interface.choose_gloo_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    gloo_interface.choose_gloo_interface()
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "ib0"
+    monkeypatch.setattr(gloo_interface, "address_of_own_name", lambda: "10.0.0.2")
+    gloo_interface.choose_gloo_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(ConfigError, match="no such network interface"):
+        gloo_interface.choose_gloo_interface()
+
+
+def test_a_host_name_has_the_address_that_gloo_would_take(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    assert gloo_interface.address_of_own_name() in ("127.0.0.1", "::1")
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-name.invalid")
+    assert gloo_interface.address_of_own_name() == "127.0.0.1"

@@ -54,7 +54,7 @@ def test_the_command_line_loads_hydra_and_no_torch(spent):
 
 def test_a_run_on_one_process_loads_hfdist_and_little_else(spent):
     modules = [*spent["run"][1], *spent["strategy"][1]]
-    heavy = "deepspeed matplotlib sklearn scipy pydantic peft trl lm_eval wandb tensorboard"
+    heavy = "deepspeed matplotlib sklearn scipy pydantic peft trl lm_eval wandb tensorboard mlflow trackio"
     assert packages(modules).isdisjoint(heavy.split())
     assert "torch.distributed.pipelining" not in modules
     others = [name for name in modules if packages([name]) != {"hfdist"}]

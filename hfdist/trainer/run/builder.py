@@ -235,17 +235,7 @@ class Run:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
-        assert trainer.engine is not None
-        if config.report.timeline:
-            trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
-        if self._recorder is not None and config.report.alerts:
-            alerts = Alerts(self._recorder, checkpoint, config.report.alert_command, trainer.log)
-            trainer.add_callback(RankTimes(run_dir, trainer.throughput, alerts.see_ranks))
-            trainer.add_callback(alerts)
-        else:
-            trainer.add_callback(RankTimes(run_dir, trainer.throughput))
-        # The progress bar and metrics.jsonl say the same, and are easier to read.
-        trainer.remove_callback(PrinterCallback)
+        _add_reports(trainer, config, self._recorder)
         self.trainer = trainer
 
     def train(self) -> None:
@@ -289,6 +279,22 @@ class Run:
             "num_held_out": len(self.data.held_out or ()),
         }
         return Budget(self.config, self._usage, self._recorder, **sizes)
+
+
+def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | None) -> None:
+    """Add what watches the training itself; `recorder` is on rank 0."""
+    run_dir, report = Path(config.run.dir), config.report
+    assert trainer.engine is not None
+    if report.timeline:
+        trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
+    if recorder is not None and report.alerts:
+        alerts = Alerts(recorder, config.checkpoint, report.alert_command, trainer.log)
+        trainer.add_callback(RankTimes(run_dir, trainer.throughput, alerts.see_ranks))
+        trainer.add_callback(alerts)
+    else:
+        trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+    # The progress bar and metrics.jsonl say the same, and are easier to read.
+    trainer.remove_callback(PrinterCallback)
 
 
 def _make_cache(config: RunConfig) -> Path:

@@ -12,16 +12,20 @@ from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import ConfigError, PeerError, first_line, nearest
 from hfdist.optim.registry import name_for_arguments
 from hfdist.strategies.base import Strategy
+from hfdist.topology import read_launcher
+from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
 from hfdist.trainer.fault_tolerance.process_group import start_group_under_torchrun
+from hfdist.watch.callback import is_broken_connection
 
 
 def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
     """Give the Trainer's arguments. Starts the process group, and then the strategy."""
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     own = config.train.arguments
+    choose_gloo_interface()
     try:
         start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
         arguments = TrainingArguments(**fields, **own)
@@ -30,6 +34,11 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
             f"transformers refuses the arguments: {str(error).splitlines()[0]}",
             where="train.arguments, optimizer.* or train.*",
         ) from error
+    except RuntimeError as error:
+        if not is_broken_connection(error):
+            raise
+        what, hint = "this rank cannot connect to the others", f"the interface between the machines in {VARIABLE}"
+        raise PeerError(what, where=f"rank {read_launcher().rank}", found=first_line(error), hint=hint) from error
     strategy.start()
     return arguments
 

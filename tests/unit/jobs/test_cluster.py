@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -146,6 +147,26 @@ def test_the_command_loads_no_torch(tmp_path):
     )  # fmt: skip
     assert done.stdout.startswith("#!/bin/bash\n")
     assert not list(tmp_path.iterdir())
+
+
+def shown_commands():
+    """The commands of pages and docstrings, but of those that leave something to the reader."""
+    for path in [
+        *sorted((CONF.parent / "docs").rglob("*.md")),
+        CONF.parent / "README.md",
+        CONF.parent / "recipes/job.py",
+    ]:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found = re.match(r"(?:hfdist job|python recipes/job.py) (.*)", line)
+            if found and "..." not in line:
+                yield pytest.param(shlex.split(found[1], comments=True), id=f"{path.name}: {found[1]}")
+
+
+@pytest.mark.parametrize("words", list(shown_commands()))
+def test_a_shown_command_writes_its_files(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    write_job(*parse_job(words))
+    assert [*tmp_path.iterdir()]
 
 
 def test_each_recipe_has_its_primary_config():

@@ -1,9 +1,9 @@
 """What a job's script is told of a run that has ended."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -54,6 +54,12 @@ def test_a_record_that_still_runs_is_of_a_lost_start(tmp_path):
     assert judge(tmp_path, 0, 1, 0, wait_seconds=0.0) == (6, False)
 
 
+def cpu_seconds():
+    """Of all processes that this one has started, and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_program_answers_in_a_moment_and_loads_no_torch(tmp_path):
     leave(tmp_path, (75, 10))
     code = "import runpy, sys; runpy.run_module('hfdist.jobs.verdict', run_name='__main__')"
@@ -65,9 +71,9 @@ def test_the_program_answers_in_a_moment_and_loads_no_torch(tmp_path):
         ).stdout
 
     assert ask(str(tmp_path)) == "1\n"
-    before = time.process_time()
+    before = cpu_seconds()
     assert ask(str(tmp_path), "0", "1", "3") == "75 again\n"
-    assert time.process_time() - before < 0.2  # of this process; the other's is in docs/jobs.md
+    assert cpu_seconds() - before < 0.4  # 0.07 where nothing else runs
     assert read_run(tmp_path).exit_code == 75
 
 

@@ -1,0 +1,72 @@
+"""What snapshots tell, where no test can have them: NCCL's messages, other disks, files that are damaged."""
+
+import json
+
+from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.explain import explain_folder
+from hfdist.watch.snapshot import (
+    Collective,
+    Snapshot,
+    read_snapshots,
+    request,
+    take_request,
+    write_beats,
+    write_snapshot,
+)
+
+
+def beat(rank, **more):
+    return Heartbeat(number=9, host=f"node-{rank}", marks=5, step=7, idle_seconds=61.0, pid=100 + rank, **more)
+
+
+def snapshot(folder, rank, *collectives, groups=None, frames=(), **more):
+    write_snapshot(folder, Snapshot(rank=rank, beat=beat(rank, **more), collectives=[*collectives],
+                                    groups=groups or {"0": [0, 1, 2]}, frames=[*frames]))  # fmt: skip
+
+
+def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_hangs(tmp_path):
+    """Rank 2 waits for rank 1, which waits for rank 0."""
+    snapshot(tmp_path, 0, frames=[["/x/models/own.py", 12, "forward"]])
+    snapshot(tmp_path, 1, Collective("0", 4, "nccl:recv 1<-0", [[8]], False, "pipeline", True))
+    snapshot(tmp_path, 2, Collective("0", 9, "nccl:recv 2<-1", [[8]], False, "pipeline", True))
+    found = explain_folder(tmp_path, "x")
+    assert [(wait.waiting, wait.awaited) for wait in found.waits] == [([1], [0]), ([2], [1])]
+    assert (
+        "for rank 0, which never came to it: runs its own code, behind the start at models/own.py:12" in found.verdict
+    )
+
+
+def test_groups_of_one_name_and_other_ranks_are_not_compared(tmp_path):
+    for rank, name in enumerate(["gloo:all_reduce", "gloo:all_reduce", "gloo:barrier", "gloo:barrier"]):
+        groups = {"7": [0, 1] if rank < 2 else [2, 3]}
+        snapshot(tmp_path, rank, Collective("7", 3, name, [], False), groups=groups)
+    assert "are all in all_reduce" in explain_folder(tmp_path, "x").verdict
+
+
+def test_a_silent_rank_of_another_machine_is_not_said_to_be_dead(tmp_path):
+    snapshot(tmp_path, 0, Collective("0", 3, "gloo:all_reduce", [[3]], False))
+    peers = {0: PeerState(beat(0)), 1: PeerState(beat(1), 61.0), 2: PeerState(beat(2), 0.1)}
+    write_beats(tmp_path, peers, beat(0), "rank 0 waits for rank 1")
+    found = explain_folder(tmp_path, "x")
+    assert found.verdict.startswith("rank 1 (on node-1, process 101) is dead, stopped or cut off")
+    assert found.hint.startswith("ssh node-1 ps 101")
+    assert found.rows[2].does == "beats; its stack is not here"
+    assert [(wait.waiting, wait.awaited) for wait in found.waits] == [([0], [1])]
+
+
+def test_damaged_files_are_left_out(tmp_path):
+    snapshot(tmp_path, 0)
+    for number, text in enumerate(["", "[]", '{"rank": 3}', json.dumps({"beat": [1] * 99}), "\0"], 1):
+        (tmp_path / f"rank-{number:05d}.json").write_text(text)
+    (tmp_path / "beats.json").write_text('{"ranks": []}')
+    assert list(read_snapshots(tmp_path)) == [0]
+    assert explain_folder(tmp_path, "x").rows[0].rank == 0
+
+
+def test_a_request_names_no_other_folder(tmp_path):
+    for name in ("../outside", "asked-20260102-030405/..", "report.txt"):
+        request(tmp_path, name)
+        assert take_request(tmp_path) is None
+    request(tmp_path, "asked-20260102-030405")
+    assert take_request(tmp_path) == "asked-20260102-030405"
+    assert take_request(tmp_path) is None
