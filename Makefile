@@ -5,11 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster mutations coverage readme docs check format clean
-=======
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak jobs mutations coverage readme docs check format clean
->>>>>>> main
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -68,7 +64,6 @@ MINUTES ?= 30
 soak: $(READY)  ## Save every 2 steps for MINUTES=30, watch what the ranks hold on to, and write docs/soak.md.
 	$(BIN)/python -m tests.distributed.soak docs/soak.md $(MINUTES)
 
-<<<<<<< HEAD
 cluster: $(READY)  ## Disturb runs on two machines and a real SLURM, made of this one (root), and write docs/cluster.md (10 minutes).
 	@test "$$(id -u)" = 0 || { echo "make cluster needs root: network namespaces, and apt-get for SLURM" >&2; exit 1; }
 	@for program in ip slurmctld slurmd munged; do command -v $$program >/dev/null && continue; \
@@ -76,12 +71,11 @@ cluster: $(READY)  ## Disturb runs on two machines and a real SLURM, made of thi
 	  apt-get update -q && exec apt-get install -y --no-install-recommends slurm-wlm munge iproute2; exit 1; done
 	$(BIN)/python -m pytest tests/cluster
 	$(BIN)/python -m tests.cluster docs/cluster.md
-=======
+
 jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCluster, and run one on two nodes of Ray.
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
->>>>>>> main
 
 mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
 	$(BIN)/python -m tests.mutations
