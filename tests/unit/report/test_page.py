@@ -155,6 +155,15 @@ def test_the_head_says_how_it_ended(tmp_path):
     assert "20 of 20" in words
 
 
+def test_a_run_that_ended_before_its_first_step(tmp_path):
+    ends = [event("skip", 2, step=1), event("end", 3, step=0, state="failed", exit_code=2, error="no such file")]
+    content = html(
+        write_run(tmp_path, lines=[], events=[event("start", 1), *ends], step=0, state="failed", exit_code=2)
+    )
+    assert "no such file" in text_of(content)
+    assert "Loss" not in text_of(content)
+
+
 @pytest.mark.parametrize(("updated", "words"), [("2020-01-01T00:00:00+00:00", "silent for"), (None, "running")])
 def test_a_run_that_is_silent_is_not_called_running(tmp_path, updated, words):
     content = html(write_run(tmp_path, state="running", exit_code=None, updated=updated))
