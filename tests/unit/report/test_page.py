@@ -56,7 +56,7 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
     for number in range(4):
         write_run(tmp_path / str(number), lines=lines, ranks=ranks)
-    assert len(html(*[tmp_path / str(number % 4) for number in range(16)]).encode()) < 300_000
+    assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
 
 
 def test_it_asks_nobody_for_anything(tmp_path):
