@@ -56,7 +56,7 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
     for number in range(4):
         write_run(tmp_path / str(number), lines=lines, ranks=ranks)
-    assert len(html(*[tmp_path / str(number % 4) for number in range(16)]).encode()) < 300_000
+    assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
 
 
 def test_it_asks_nobody_for_anything(tmp_path):
@@ -153,6 +153,15 @@ def test_the_head_says_how_it_ended(tmp_path):
     assert "failed, exit code 5" in words
     assert "the loss is not finite" in words
     assert "20 of 20" in words
+
+
+def test_a_run_that_ended_before_its_first_step(tmp_path):
+    ends = [event("skip", 2, step=1), event("end", 3, step=0, state="failed", exit_code=2, error="no such file")]
+    content = html(
+        write_run(tmp_path, lines=[], events=[event("start", 1), *ends], step=0, state="failed", exit_code=2)
+    )
+    assert "no such file" in text_of(content)
+    assert "Loss" not in text_of(content)
 
 
 @pytest.mark.parametrize(("updated", "words"), [("2020-01-01T00:00:00+00:00", "silent for"), (None, "running")])
