@@ -30,7 +30,8 @@ A run's folder is only read. Exit codes: 0; 2: a mistake in the command line; 7:
 """
 _KEYS = ("out", "port")
 _LIVE = "--live"
-_MOST_RUNS = 32
+_MOST_RUNS = 24
+"""More make a page that no phone opens quickly: see the limit of its size."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hfdist.report.drawing.chart import Chart, Curve, Mark, draw
 from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
-from hfdist.report.reading.rank_steps import PARTS, RankSteps
+from hfdist.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.report.reading.run_files import CURVES, RunFiles
 from hfdist.report.text import escaped_lines
 
@@ -118,26 +118,22 @@ def _other_held_out(run: RunFiles) -> str:
 
 def _step_split(ranks: RankSteps) -> str:
     """Draw what a step's time goes to, as the mean of all ranks, one part on the other."""
-    by_part = {name: list(_means_of_ranks(ranks, name)) for name in PARTS}
-    shown = [name for name in PARTS if any(y for _, y in by_part[name])]
-    labels = dict(zip(PARTS, ("compute", "wait for data", "wait for others"), strict=True))
-    curves, total = [], dict.fromkeys((x for x, _ in by_part[PARTS[0]]), 0.0)
-    for name in shown:
-        for x, y in by_part[name]:
-            total[x] += y or 0.0
-        curves.append(Curve(labels[name], list(total.items()), f"c{PARTS.index(name)}"))
+    compute, data, wait = ([(x, y or 0.0) for x, y in _means_of_ranks(ranks, name)] for name in PARTS)
+    labels = ["compute", "wait for data", "wait for others"]
+    if not any(y for _, y in (*compute, *wait)):
+        # A GPU: only the loader is known, and the whole step.
+        steps = _means_of_ranks(ranks, STEP)
+        compute = [(x, max((y or 0.0) - own, 0.0)) for (x, y), (_, own) in zip(steps, data, strict=True)]
+        labels[0] = "compute, or wait for others"
+    curves, total = [], dict.fromkeys((x for x, _ in compute), 0.0)
+    for number, (label, points) in enumerate(zip(labels, (compute, data, wait), strict=True)):
+        if any(y for _, y in points):
+            total = {x: total[x] + y for x, y in points}
+            curves.append(Curve(label, list(total.items()), f"c{number}"))
     if not curves:
         return ""
-    return draw(
-        Chart(
-            title="Step time by part",
-            unit="seconds, mean of ranks",
-            curves=curves[::-1],
-            form="seconds",
-            from_zero=True,
-            is_stacked=True,
-        )
-    )
+    title, unit = "Step time by part", "seconds, mean of ranks"
+    return draw(Chart(title=title, unit=unit, curves=curves[::-1], form="seconds", from_zero=True, is_stacked=True))
 
 
 def _means_of_ranks(ranks: RankSteps, name: str) -> Iterator[Point]:

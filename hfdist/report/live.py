@@ -191,12 +191,11 @@ def serve(runs: Sequence[RunFiles], port: int) -> None:
     """
     live = LivePage(runs)
     server = Server(live, port)
-    threading.Thread(target=live.follow, daemon=True).start()
-    sys.stdout.write(
-        f"{server.url}\nCtrl-C ends it. From another machine: ssh -L PORT:{_HOST}:{server.server_port} HOST\n"
-    )
-    sys.stdout.flush()
     try:
+        threading.Thread(target=live.follow, daemon=True).start()
+        tunnel = f"ssh -L PORT:{_HOST}:{server.server_port} HOST"
+        sys.stdout.write(f"{server.url}\nCtrl-C ends it. From another machine: {tunnel}\n")
+        sys.stdout.flush()
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         sys.stdout.write("\n")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median, median_low
 
 from hfdist.report.drawing.rank_map import ratios_of
-from hfdist.report.reading.rank_steps import PARTS, Stretch
+from hfdist.report.reading.rank_steps import PARTS, STEP, Stretch
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import duration, share, size, wide_table
 
@@ -38,7 +38,7 @@ def find_slow(run: RunFiles) -> list[str]:
 def _of_part(total: Stretch, names: Sequence[str], part: str, verb: str) -> list[str]:
     means = total.means(part)
     known = [value for value in means if value is not None]
-    steps = [value for value in total.means("step_seconds") if value is not None]
+    steps = [value for value in total.means(STEP) if value is not None]
     if len(known) < 2 or not steps:
         return []
     # Of two ranks, one is the measure of the other.
@@ -80,7 +80,7 @@ def data_wait(run: RunFiles) -> float:
     if total is None:
         return 0.0
     waits = [value for value in total.means(PARTS[1]) if value is not None]
-    steps = [value for value in total.means("step_seconds") if value is not None]
+    steps = [value for value in total.means(STEP) if value is not None]
     return sum(waits) / len(waits) / (sum(steps) / len(steps)) if waits and sum(steps) > 0 else 0.0
 
 

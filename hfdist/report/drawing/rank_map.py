@@ -18,7 +18,7 @@ _LEVELS = (0.9, 1.05, 1.15, 1.3, 1.6, 2.2)
 
 
 def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
-    """Give the map as HTML; nothing for one rank.
+    """Give the map as HTML; nothing for one rank, or if no busy time is known, as on a GPU.
 
     Args:
         stretches: in order.
@@ -28,6 +28,8 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
     if num_ranks < 2:
         return ""
     columns = _columns(stretches)
+    if not any(ratio is not None for ratios in columns for ratio in ratios):
+        return ""
     a_row = -(-num_ranks // _MOST_ROWS)
     rows = [range(first, min(first + a_row, num_ranks)) for first in range(0, num_ranks, a_row)]
     cells = [[_highest(ratios, ranks) for ratios in columns] for ranks in rows]

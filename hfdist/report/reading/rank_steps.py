@@ -12,7 +12,7 @@ from hfdist.records import RankColumn
 from hfdist.report.text import number, numbers
 
 PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
-_SECONDS = (RankColumn.step_seconds.value, *PARTS)
+STEP = RankColumn.step_seconds.value
 _MOST_STRETCHES = 96
 """Where there are more, two and two become one."""
 
@@ -32,7 +32,7 @@ class Stretch:
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line."""
         self.num_lines += 1
-        for name in _SECONDS:
+        for name in (STEP, *PARTS):
             values = numbers(line.get(name))
             self._add(name, [value or 0.0 for value in values], [int(value is not None) for value in values])
         self._raise_peaks([value or 0.0 for value in numbers(line.get(RankColumn.peak_bytes.value))])

@@ -4,6 +4,8 @@ import ast
 import json
 import re
 import subprocess
+import sysconfig
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -15,6 +17,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import Traine
 from hfdist.records import read_run
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
+SHELLCHECK = Path(sysconfig.get_path("scripts"), "shellcheck")
 TWO = ("cluster.nodes=2",)
 MODELS = {
     "JobSet": JobsetV1alpha2JobSet,
@@ -37,7 +40,7 @@ def test_no_value_leaves_its_quotes(tmp_path, monkeypatch, target):
         if text.startswith("#!") or number == 0:
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
             checked = subprocess.run(
-                ["shellcheck", "--shell=bash", "--severity=warning", "-"],
+                [SHELLCHECK, "--shell=bash", "--severity=warning", "-"],
                 input=text, text=True, capture_output=True, check=False,
             )  # fmt: skip
             assert checked.returncode == 0, checked.stdout

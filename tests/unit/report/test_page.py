@@ -56,7 +56,7 @@ def test_a_page_of_many_runs_is_small(tmp_path):
     ranks = [rank_line(step, slow={step % 64}, num_ranks=64) for step in range(1, 97)]
     for number in range(4):
         write_run(tmp_path / str(number), lines=lines, ranks=ranks)
-    assert len(html(*[tmp_path / str(number % 4) for number in range(16)]).encode()) < 300_000
+    assert len(html(*[tmp_path / str(number % 4) for number in range(24)]).encode()) < 300_000
 
 
 def test_it_asks_nobody_for_anything(tmp_path):
@@ -155,6 +155,15 @@ def test_the_head_says_how_it_ended(tmp_path):
     assert "20 of 20" in words
 
 
+def test_a_run_that_ended_before_its_first_step(tmp_path):
+    ends = [event("skip", 2, step=1), event("end", 3, step=0, state="failed", exit_code=2, error="no such file")]
+    content = html(
+        write_run(tmp_path, lines=[], events=[event("start", 1), *ends], step=0, state="failed", exit_code=2)
+    )
+    assert "no such file" in text_of(content)
+    assert "Loss" not in text_of(content)
+
+
 @pytest.mark.parametrize(("updated", "words"), [("2020-01-01T00:00:00+00:00", "silent for"), (None, "running")])
 def test_a_run_that_is_silent_is_not_called_running(tmp_path, updated, words):
     content = html(write_run(tmp_path, state="running", exit_code=None, updated=updated))
@@ -181,6 +190,19 @@ def test_a_rank_that_was_slow_for_a_time_is_named(tmp_path):
 def test_waiting_for_data_is_a_finding(tmp_path):
     words = text_of(html(write_run(tmp_path, ranks=[rank_line(step, data=0.15) for step in range(1, 31)])))
     assert "Ranks wait for their data for 50 % of the step" in words
+
+
+def test_on_a_gpu_the_loader_and_the_memory_are_known(tmp_path):
+    unknown = {"compute_seconds": [None] * 4, "wait_seconds": [None] * 4}
+    slow = {"data_seconds": [0.01, 0.01, 0.01, 0.2]}
+    run = write_run(tmp_path, ranks=[rank_line(step) | unknown | slow for step in range(1, 31)])
+    content = html(run)
+    words = text_of(content)
+    assert "rank 3 on node-b waits for its data 200 ms a step, 20.0 times as long as the median of ranks" in words
+    assert "the wait for other ranks is not told apart from computing" in words
+    assert 'data-label="compute, or wait for others"' in content
+    assert "Busy time" not in content
+    assert words.count("381 MiB") == 4
 
 
 def test_events_are_marks_and_words(tmp_path):
