@@ -78,7 +78,7 @@ def find_reached(
 
     Args:
         limits: by name, as `find_limits` gives them.
-        used: of each; None: nobody knows, so the limit is not held.
+        used: of each; None: not known before the first sum of energy.
         rates: what a second uses.
         reserve_seconds: for what is still to be done.
     """
@@ -118,12 +118,14 @@ class Budget(TrainerCallback):
         """Look at the limits, behind `Usage`; and at how long things have taken in earlier starts.
 
         Raises:
-            ConfigError: `train.max_kwh` where the energy is not known.
+            ConfigError: a budget of energy, or of cost by the price of energy, where the energy is not known.
         """
-        if "max_kwh" in self._limits and not self._usage.is_known:
-            what, found = "nobody knows the energy of this machine's GPUs", f"{self._config.train.max_kwh:g}"
+        of_energy = ["max_kwh"] if self._config.cost.price_per_kwh is None else ["max_kwh", "max_cost"]
+        unknown = [name for name in of_energy if name in self._limits and not self._usage.is_known]
+        if unknown:
+            what, found = "nobody knows the energy of this run's GPUs", f"{self._limits[unknown[0]]:g}"
             hint = "pip install nvidia-ml-py; or cost.device_watts=700, the watts of one under load"
-            raise ConfigError(what, where="train.max_kwh", found=found, allowed="null", hint=hint)
+            raise ConfigError(what, where=f"train.{unknown[0]}", found=found, allowed="null", hint=hint)
         if self._recorder is None:
             return
         if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
@@ -172,19 +174,26 @@ class Budget(TrainerCallback):
         self._begin_seconds = now
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note when an evaluation would begin."""
+        """Note when it ended: an evaluation and a save behind it are no part of it."""
         self._end_seconds = time.monotonic()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it took, with what other callbacks measure; it is no part of a step."""
+        """Note how long it took, with what other callbacks measure."""
         if self._begin_seconds is not None:
-            seconds = time.monotonic() - self._end_seconds
-            self._pace.evaluated(seconds)
-            self._begin_seconds += seconds
+            self._pace.evaluated(self._leave_out())
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A save has begun."""
+        """A save has begun, and in the foreground it has ended."""
+        self._leave_out()
         self._pace.is_saving = True
+
+    def _leave_out(self) -> float:
+        """Take the time since the end of the step out of it, and give that."""
+        now = time.monotonic()
+        seconds, self._end_seconds = now - self._end_seconds, now
+        if self._begin_seconds is not None:
+            self._begin_seconds += seconds
+        return seconds
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save took, on rank 0."""
