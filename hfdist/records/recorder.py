@@ -109,7 +109,7 @@ class RunRecorder:
 
     @property
     def seconds(self) -> float:
-        """Since this start."""
+        """Since this start has opened its folder."""
         return time.monotonic() - self._begun_seconds
 
     def _count_seconds(self) -> None:
