@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,16 @@ class Pace:
     """How many steps take as long as an evaluation, before one was measured."""
     evaluation_seconds: float | None = None
     step_seconds: float = 0.0
-    """Assumed before the first step."""
+    """First assumed, then measured: see `stepped`."""
     is_saving: bool = False
     """Whether a save is under way, for which the next one waits."""
     _is_save_measured: bool = False
-    _steps: list[float] = field(default_factory=list)
-    """Of the first step, which compiles and warms up; of the longest one behind it."""
+    _num_steps: int = 0
 
     def stepped(self, seconds: float) -> None:
-        """A step has taken so long."""
-        self._steps = [*self._steps[:1], max([seconds, *self._steps[1:]])] if self._steps else [seconds]
+        """A step has taken so long. The first one compiles and warms up: it counts until there is a second one."""
+        self.step_seconds = max(self.step_seconds, seconds) if self._num_steps > 1 else seconds
+        self._num_steps += 1
 
     def saved(self, seconds: float) -> None:
         """A save has taken so long."""
@@ -63,9 +63,10 @@ class Pace:
 
         An export is taken to last as long as a save: it writes less.
         """
-        step = self._steps[-1] if self._steps else self.step_seconds
-        evaluation = self.evaluation_in_steps * step if self.evaluation_seconds is None else self.evaluation_seconds
-        return 2 * step + (2 + self.is_saving) * self.save_seconds + evaluation
+        evaluation = self.evaluation_seconds
+        if evaluation is None:
+            evaluation = self.evaluation_in_steps * self.step_seconds
+        return 2 * self.step_seconds + (2 + self.is_saving) * self.save_seconds + evaluation
 
 
 def find_reached(
