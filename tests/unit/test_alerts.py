@@ -56,7 +56,7 @@ def first(lines, monitor, see="see_metrics"):
 
 @pytest.mark.parametrize("noise", [0.005, 0.03])
 def test_healthy_runs_have_no_alerts(noise):
-    for seed in range(20):
+    for seed in range(10):
         monitor = Monitor(max_steps=3000, save_every=500)
         for line in healthy(seed, 3000, noise):
             step = line["step"]
