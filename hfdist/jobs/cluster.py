@@ -212,8 +212,10 @@ def _merge(config: Any, key: str, value: Any, place: str) -> Any:
     try:
         return OmegaConf.merge(config, nested)
     except OmegaConfBaseException as error:
-        what, allowed = f"this value does not fit: {first_line(error)}", cluster_keys()[key].allowed
-        raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+        what = f"this value does not fit: {first_line(error)}"
+        # A member of a free mapping is no key itself.
+        known = cluster_keys().get(key) or cluster_keys()[key.rpartition(".")[0]]
+        raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=known.allowed) from error
 
 
 def _members(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -235,6 +237,10 @@ def _check(cluster: ClusterConfig) -> None:
             value = getattr(value, part)
         if value is not None and known.limit is not None and not known.limit.accepts(value):
             raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
+        # OmegaConf takes a list or a mapping in a list of texts.
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not all(isinstance(member, str) for member in members):
+            raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
         # What a line of a job file holds must not begin another.
         for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
             if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
