@@ -204,8 +204,8 @@ def _merge(config: Any, key: str, value: Any, place: str) -> Any:
             hint = nearest(name, cluster_keys(), "{}=...", cutoff=0.6)
             section = cluster_keys().get(name.rpartition(".")[0])
             known = [k.name for k in cluster_keys().values() if section is None or k.name.startswith(section.name)]
-            what, allowed = f"there is no key `{name}`", ", ".join(known)
-            raise ConfigError(what, where=f"{name} ({place})", allowed=allowed, hint=hint)
+            what, names = f"there is no key `{name}`", ", ".join(known)
+            raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
     nested = value
     for part in reversed(key.removeprefix(_PREFIX).split(".")):
         nested = {part: nested}
@@ -214,8 +214,8 @@ def _merge(config: Any, key: str, value: Any, place: str) -> Any:
     except OmegaConfBaseException as error:
         what = f"this value does not fit: {first_line(error)}"
         # A member of a free mapping is no key itself.
-        known = cluster_keys().get(key) or cluster_keys()[key.rpartition(".")[0]]
-        raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=known.allowed) from error
+        allowed = (cluster_keys().get(key) or cluster_keys()[key.rpartition(".")[0]]).allowed
+        raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
 
 def _members(key: str, value: Any) -> Iterator[tuple[str, Any]]:

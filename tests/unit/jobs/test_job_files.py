@@ -77,8 +77,13 @@ def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("code", "state", "is_requeued", "more"),
-    [(75, "RUNNING", True, ()), (75, "RUNNING", True, ("cluster.image=image",)), (6, "RUNNING", True, ())]
-    + [(75, "COMPLETING", False, ()), *((code, "RUNNING", False, ()) for code in (0, 2, 3, 4, 5, 7, 8))],
+    [
+        (75, "RUNNING", True, ()),
+        (75, "RUNNING", True, ("cluster.image=image",)),
+        (6, "RUNNING", True, ()),
+        (75, "COMPLETING", False, ()),
+        *((code, "RUNNING", False, ()) for code in (0, 2, 3, 4, 5, 7, 8)),
+    ],
 )
 def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued, more):
     monkeypatch.chdir(tmp_path)
