@@ -6,9 +6,8 @@ python recipes/explain_hang.py runs/demo --json
 
 import json
 import sys
-from pathlib import Path
 
-from hfdist.config.cli.words import read_truth, read_words, word_command
+from hfdist.config.cli.words import TRUTH, find_run, read_truth, read_words, word_command
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
 from hfdist.records import RUN_FILE
@@ -28,17 +27,13 @@ Exit codes: 0 explained, 2 no such run.
 
 def _explain(arguments: list[str]) -> None:
     """Print it."""
-    values = read_words(arguments, {"run": "FOLDER", "json": "true|false"}, first="run")
+    values = read_words(arguments, {"run": "FOLDER", "json": TRUTH}, first="run")
     as_json = read_truth(values, "json")
     if "run" not in values:
         raise ConfigError(
             "which run?", where=COMMAND_LINE, allowed="a run's folder", hint="hfdist explain-hang runs/NAME"
         )
-    run_dir = Path(values["run"]).expanduser()
-    if not (run_dir / RUN_FILE).is_file() and not (run_dir / FOLDER).is_dir():
-        where, allowed = f"run ({COMMAND_LINE})", f"a folder with {RUN_FILE} or {FOLDER}/"
-        raise ConfigError("there is no such run", where=where, found=values["run"], allowed=allowed)
-    found = explain(run_dir)
+    found = explain(find_run(values["run"], (RUN_FILE, FOLDER)))
     lines = [json.dumps(found.to_json(), indent=1)] if as_json else [printable(line) for line in found.lines()]
     sys.stdout.write("\n".join(lines) + "\n")
 

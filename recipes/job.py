@@ -3,15 +3,7 @@
 python recipes/job.py to=slurm cluster=slurm cluster.nodes=2 +experiment=demo strategy=ddp
 """
 
-from hfdist.jobs.command import job_recipe, write_job
-from hfdist.jobs.job import Job
-
-
-@job_recipe
-def main(target: str, job: Job) -> None:
-    """Write what was asked for."""
-    write_job(target, job)
-
+from hfdist.jobs.command import main
 
 if __name__ == "__main__":
     main()

@@ -6,9 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.command import go_offline
-from hfdist.config.cli.words import read_truth, read_words, word_command
+from hfdist.config.cli.words import TRUTH, read_truth, read_words, word_command
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO
 from hfdist.doctor.examine import Request, check_alone, examine_rank, report
@@ -30,15 +29,15 @@ json=true, --json   for tools
 
 Exit codes: 0 no error, 2 a wrong argument, 7 an error.
 """
-_KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "json": "true|false"}
+_KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "json": TRUTH, "offline": TRUTH}
 
 
 def _examine(arguments: list[str]) -> None:
     """Examine, and end with exit code 7 where there is an error."""
     # Before torch is loaded: it would say of each dead link what a finding says.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    request, is_launched = parse_request([one for one in arguments if one != OFFLINE_FLAG])
-    if OFFLINE_FLAG in arguments:
+    request, is_launched = parse_request(arguments)
+    if request.is_offline:
         go_offline()
     if is_launched:
         examine_rank(request)
@@ -76,6 +75,7 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
         processes=processes or 1,
         pair_seconds=float(_number(values, "pair_seconds", "10")),
         as_json=read_truth(values, "json"),
+        is_offline=read_truth(values, "offline"),
     )
     return request, place.world_size > 1
 

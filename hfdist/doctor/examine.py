@@ -35,6 +35,8 @@ class Request:
     pair_seconds: float
     """How long two ranks may take to connect, and for a message."""
     as_json: bool
+    is_offline: bool = False
+    """The Hub is not asked."""
 
 
 def check_alone(request: Request) -> list[Finding]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from hfdist.doctor.finding import Finding
+from hfdist.jobs.address import is_loopback, own_interfaces
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"
@@ -114,31 +114,13 @@ def check_name(num_hosts: int) -> Finding:
     except OSError:
         text = f"{name} has no address, so that gloo takes the loopback; interfaces: {known}"
         return Finding.of(check, text, error=num_hosts > 1, warning=True, hint=hint)
-    looped = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+    looped = all(map(is_loopback, addresses))
     text = f"{name} is {', '.join(addresses[:3])}; interfaces: {known}"
     if looped:
         text = (
             f"{name} is {', '.join(addresses[:3])}, a loopback, which other machines cannot reach; interfaces: {known}"
         )
     return Finding.of(check, text, error=looped and num_hosts > 1, warning=looped, hint=hint)
-
-
-def own_interfaces() -> dict[str, str]:
-    """Give the interfaces that are up, but the loopback, with an address each; that of the default route first."""
-    states = psutil.net_if_stats()
-    found = {
-        name: str(address.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET and name in states and states[name].isup
-        and not ipaddress.ip_address(address.address).is_loopback
-    }  # fmt: skip
-    try:
-        routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    except OSError:
-        routes = []
-    default = [route[0] for route in routes if route[1] == "00000000"]
-    return dict(sorted(found.items(), key=lambda item: item[0] not in default))
 
 
 def count_cores() -> int:

@@ -8,9 +8,11 @@ do not find each other. The route to another machine tells what works. It waits 
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
@@ -49,6 +51,29 @@ def address_of(interface: str) -> str:
     if not own:
         raise OSError(f"no interface {interface} with an address; there are: {', '.join(psutil.net_if_addrs())}")
     return min(own, key=lambda one: _INTERNET.index(one.family)).address.partition("%")[0]
+
+
+def own_interfaces() -> dict[str, str]:
+    """Give the interfaces that are up, but the loopback, with an address each; that of the default route first."""
+    states = psutil.net_if_stats()
+    found = {
+        # An alias such as eth0:1 is no interface to gloo.
+        name.partition(":")[0]: str(one.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and name in states and states[name].isup and not is_loopback(one.address)
+    }
+    try:
+        routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    except OSError:
+        routes = []
+    default = [route[0] for route in routes if route[1] == "00000000"]
+    return dict(sorted(found.items(), key=lambda item: item[0] not in default))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads back to this machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _resolve(peer: str, wait_seconds: float) -> tuple[int, int, int, str, tuple[object, ...]]:

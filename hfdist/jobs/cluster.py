@@ -204,15 +204,17 @@ def _merge(config: Any, key: str, value: Any, place: str) -> Any:
             hint = nearest(name, cluster_keys(), "{}=...", cutoff=0.6)
             section = cluster_keys().get(name.rpartition(".")[0])
             known = [k.name for k in cluster_keys().values() if section is None or k.name.startswith(section.name)]
-            what, allowed = f"there is no key `{name}`", ", ".join(known)
-            raise ConfigError(what, where=f"{name} ({place})", allowed=allowed, hint=hint)
+            what, names = f"there is no key `{name}`", ", ".join(known)
+            raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
     nested = value
     for part in reversed(key.removeprefix(_PREFIX).split(".")):
         nested = {part: nested}
     try:
         return OmegaConf.merge(config, nested)
     except OmegaConfBaseException as error:
-        what, allowed = f"this value does not fit: {first_line(error)}", cluster_keys()[key].allowed
+        what = f"this value does not fit: {first_line(error)}"
+        # A member of a free mapping is no key itself.
+        allowed = (cluster_keys().get(key) or cluster_keys()[key.rpartition(".")[0]]).allowed
         raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
 
 
@@ -235,6 +237,10 @@ def _check(cluster: ClusterConfig) -> None:
             value = getattr(value, part)
         if value is not None and known.limit is not None and not known.limit.accepts(value):
             raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
+        # OmegaConf takes a list or a mapping in a list of texts.
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not all(isinstance(member, str) for member in members):
+            raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
         # What a line of a job file holds must not begin another.
         for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
             if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run, plan_run
-from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
+from hfdist.config.cli.words import find_run, word_command
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -55,23 +54,6 @@ Exit codes: 0 written, 2 a mistake in the run's config, in the cluster, or in ho
 """
 
 
-def job_recipe(main: Callable[[str, Job], None]) -> Callable[[], None]:
-    """Make `main(target, job)` a command that ends with a documented exit code."""
-
-    @functools.wraps(main)
-    def command() -> None:
-        with told_in_one_message(stop_everywhere):
-            arguments = sys.argv[1:]
-            if {"-h", "--help"} & {*arguments} or not arguments:
-                clusters = ", ".join(list_options(shipped_folder(), GROUP))
-                texts = {"targets": " | ".join(TARGETS), "recipes": " | ".join(RECIPES), "clusters": clusters}
-                sys.stdout.write(_HELP.format(**texts))
-                return
-            main(*parse_job(arguments))
-
-    return command
-
-
 def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     """Read the command line, compose the run's config and the cluster, and check both; ConfigError: the first mistake.
 
@@ -85,7 +67,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     if "run" in own:
         if flags.keys() & {*_VALUE_FLAGS}:
             raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
-        flags |= {"--config-dir": _find_run(own["run"]), "--config-name": "config"}
+        flags |= {"--config-dir": str(find_run(own["run"], ("config.yaml",), "run")), "--config-name": "config"}
     config_dir = flags.get("--config-dir")
     config = compose_config(overrides, name=flags.get("--config-name") or recipe, extra_dir=config_dir)
     of_user = None if config_dir is None else Path(config_dir).expanduser()
@@ -116,6 +98,20 @@ def write_job(target: str, job: Job) -> None:
         file.path.write_text(file.text, encoding="utf-8")
         sys.stdout.write(f"written: {file.path}\n")
     sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
+
+
+def _write(arguments: list[str]) -> None:
+    write_job(*parse_job(arguments))
+
+
+main = word_command(
+    _HELP.format(
+        targets=" | ".join(TARGETS),
+        recipes=" | ".join(RECIPES),
+        clusters=", ".join(list_options(shipped_folder(), GROUP)),
+    ),
+    _write,
+)
 
 
 def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
@@ -167,18 +163,6 @@ def _split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         else:
             overrides.append(argument)
     return flags, overrides
-
-
-def _find_run(value: str) -> str:
-    run = Path(value).expanduser()
-    if not (run / "config.yaml").is_file():
-        others = sorted(path.parent.name for path in run.parent.glob("*/config.yaml"))
-        hint = nearest(run.name, others, f"run={run.parent / '{}'}")
-        allowed = "the folder of a run, with config.yaml"
-        raise ConfigError(
-            "there is no such run", where=f"run ({COMMAND_LINE})", found=value, allowed=allowed, hint=hint
-        )
-    return str(run)
 
 
 def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:

@@ -38,8 +38,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The run's name for schedulers: letters, digits and dashes."""
-        return re.sub(r"[^A-Za-z0-9]+", "-", self.config.run.name).strip("-").lower()[:40] or "run"
+        """The run's name for schedulers: letters, digits and dashes, with a letter first and no dash last."""
+        name = re.sub(r"[^A-Za-z0-9]+", "-", self.config.run.name).strip("-").lower()
+        return (name if name[:1].isalpha() else f"run-{name}")[:40].strip("-")
 
     @property
     def shell_path(self) -> str:

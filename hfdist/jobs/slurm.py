@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 
 from hfdist.jobs.job import Job, JobFile, JobFiles
@@ -71,7 +72,8 @@ def write_slurm(job: Job) -> JobFiles:
         directives="".join(f"#SBATCH {line}\n" for line in _directives(job)),
         setup=setup,
         node_function=node_function(job),
-        run_dir=shlex.quote(job.config.run.dir),
+        # A step in a container begins in the image's own folder.
+        run_dir=shlex.quote(os.path.join(job.folder or "", job.config.run.dir)),
         first_port=_FIRST_PORT,
         num_ports=_NUM_PORTS,
         verdict=verdict,

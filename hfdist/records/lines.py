@@ -17,7 +17,7 @@ from hfdist.errors import ResourceError
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read such a file; none: an empty list. A line cut off by a kill is left out."""
-    return [content for line in _lines_of(path) if (content := _parse(line)) is not None]
+    return [content for line in _lines_of(path) if (content := parse_line(line)) is not None]
 
 
 def add_line(file: TextIO, content: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ def set_aside(path: Path, step: int = -1) -> None:
     kept: list[str] = []
     moved: list[str] = []
     for line in _lines_of(path):
-        content = _parse(line) if line.endswith("\n") else None
+        content = parse_line(line) if line.endswith("\n") else None
         number = -1 if content is None else content.get("step")
         (kept if isinstance(number, (int, float)) and 0 <= number <= step else moved).append(line)
     if moved:
@@ -70,7 +70,8 @@ def _lines_of(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.is_file() else []
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """Give the object of a line; None: it is none."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import os
 import secrets
@@ -18,6 +17,7 @@ import socket
 import threading
 
 from hfdist.collectives import gather_json, rank, world_size
+from hfdist.jobs.address import find_route, is_loopback
 from hfdist.watch.diagnosis import Diagnosis, Heartbeat
 
 _CONNECT_SECONDS = 30
@@ -156,11 +156,7 @@ def _own_address() -> str:
     """
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        kind, *_, target = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            # Of datagrams this only chooses the route; nothing is sent.
-            probe.connect(target)
-            own = str(probe.getsockname()[0])
+        _, own = find_route(master, wait_seconds=0.0)
     except OSError:
         return master
-    return master if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+    return master if is_loopback(own) else own

@@ -148,7 +148,7 @@ def test_the_group_has_the_timeout_that_was_asked_for(asked, given):
 
 def test_gloo_gets_an_interface_only_where_other_machines_would_not_find_this_one(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(gloo_interface, "_interfaces", lambda: ["eth7", "ib0"])
+    monkeypatch.setattr(gloo_interface, "own_interfaces", lambda: {"eth7": "10.0.1.2", "ib0": "10.0.0.2"})
     monkeypatch.setattr(gloo_interface, "find_route", lambda peer, wait_seconds: {"first": ("ib0", "10.0.0.2")}[peer])
     monkeypatch.setattr(gloo_interface, "address_of_own_name", lambda: "127.0.1.1")
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "first"}.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, nearest
 
-JSON_FLAG = "--json"
+TRUTH = "true|false"
+"""Of a key that may also stand as a flag: `--json` is `json=true`."""
 
 
 def word_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
@@ -28,25 +30,28 @@ def word_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[
 
 
 def read_words(arguments: Sequence[str], keys: Mapping[str, str], *, first: str | None = None) -> dict[str, str]:
-    """Read a command line; `--json` is `json=true`.
+    """Read a command line.
 
     Args:
         arguments: the words behind the command.
-        keys: what may be set, with its values for a message.
+        keys: what may be set, with its values for a message; with the value `TRUTH` also as a flag.
         first: the key whose value may stand alone.
 
     Raises:
         ConfigError: an unknown key, or one without a value.
     """
     values: dict[str, str] = {}
-    for argument in ("json=true" if one == JSON_FLAG else one for one in arguments):
+    for argument in arguments:
         name, equals, value = argument.partition("=")
-        if first is not None and not equals and not argument.startswith("-") and first not in values:
+        if argument.startswith("--") and keys.get(argument[2:]) == TRUTH:
+            name, value = argument[2:], "true"
+        elif first is not None and not equals and not argument.startswith("-") and first not in values:
             name, value = first, argument
         if name not in keys or not value:
             what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
             allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
-            hint = nearest(name.lstrip("-"), keys, f"{{}}={value or '...'}") or "--help"
+            near = nearest(name.lstrip("-"), keys)
+            hint = "--help" if near is None else f"--{near}" if keys[near] == TRUTH else f"{near}={value or '...'}"
             raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
         values[name] = value
     return values
@@ -59,3 +64,25 @@ def read_truth(values: Mapping[str, str], name: str) -> bool:
         where, near = f"{name} ({COMMAND_LINE})", nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0)
         raise ConfigError("no such value", where=where, found=value, allowed="true, false", hint=near)
     return value == "true"
+
+
+def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
+    """Give the folder of a run.
+
+    Args:
+        value: as given.
+        marks: files, of which one makes a folder that of a run.
+        key: whose value it is; None: it stands alone.
+
+    Raises:
+        ConfigError: there is none, with those that are beside it.
+    """
+    folder = Path(value).expanduser()
+    if any((folder / mark).exists() for mark in marks):
+        return folder
+    others = sorted({path.parent.name for mark in marks for path in folder.parent.glob(f"*/{mark}")})
+    beside = f": {', '.join(others[:20])} in {folder.parent}" if others else ""
+    where, given = (COMMAND_LINE, "") if key is None else (f"{key} ({COMMAND_LINE})", f"{key}=")
+    hint = nearest(folder.name, others, f"{given}{folder.parent / '{}'}")
+    allowed = f"a folder with {' or '.join(marks)}{beside}"
+    raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)

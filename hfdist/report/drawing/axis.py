@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from hfdist.report.text import short
 
+_LEAST_WIDTH = 1e-9
+"""Share of the larger end: values that are nearer than that, as a rate but for its rounding, count as the same."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -30,7 +33,7 @@ class Axis:
 def linear(low: float, high: float, *, from_zero: bool = False, num_ticks: int = 4, fits: bool = True) -> Axis:
     """Give an axis on which all values from `low` to `high` lie, from one round number to another if it `fits` them."""
     low, high = (min(low, 0.0), max(high, 0.0)) if from_zero else (low, high)
-    if not high > low:
+    if not high - low > _LEAST_WIDTH * max(abs(low), abs(high)):
         margin = abs(high) * 0.5 or 1.0
         low, high = low - (0.0 if from_zero else margin), high + margin
     step = _round_step((high - low) / num_ticks)

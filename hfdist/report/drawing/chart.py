@@ -58,7 +58,7 @@ class Chart:
         title: what it shows.
         unit: of y, in words.
         x: what lies on the x axis, in words.
-        form: how the script writes y: number, share, seconds, bytes.
+        form: how the script writes y: number, share, seconds.
         from_zero: whether the y axis has 0.
         may_be_log: whether the y axis may be logarithmic.
         is_stacked: each curve lies on top of the next one and the area between them is its value.

@@ -39,7 +39,7 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
     data = {
         "form": "map",
         "cells": ",".join("" if cell is None else f"{100 * cell:.0f}" for row in cells for cell in row),
-        "names": escaped(json.dumps([name[:60] for name in names]), 8000),
+        "names": escaped(json.dumps([name[:60] for name in names]), 16_000),
         "steps": f"{stretches[0].first_step:.0f},{stretches[-1].last_step:.0f}",
         "size": f"{len(columns)},{len(rows)}",
     }

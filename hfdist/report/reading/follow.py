@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hfdist.records.lines import parse_line
 
 _LONGEST = 1 << 24
 """Bytes of a line; what is longer is no line of ours."""
@@ -46,7 +47,7 @@ class Follower:
                     file.seek(0)
                 while (line := file.readline(_LONGEST)).endswith(b"\n") or len(line) == _LONGEST:
                     self._offset += len(line)
-                    if (content := _parse(line)) is not None:
+                    if (content := parse_line(line)) is not None:
                         self._take(content)
                 file.seek(max(self._offset - _KNOWN, 0))
                 self._known = file.read(min(self._offset, _KNOWN))
@@ -55,11 +56,3 @@ class Follower:
             return False
         self._stamp = stamp
         return True
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -7,7 +7,6 @@ wait for them until the end of `ddp_timeout`. NCCL leaves out loopback by itself
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -15,7 +14,7 @@ import socket
 import psutil
 
 from hfdist.errors import ConfigError
-from hfdist.jobs.address import find_route
+from hfdist.jobs.address import find_route, is_loopback, own_interfaces
 from hfdist.topology import read_launcher
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def choose_gloo_interface() -> None:
         ConfigError: the variable names an interface that this machine does not have.
     """
     named = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
-    usable = _interfaces()
+    usable = list(own_interfaces())
     missing = [name for name in named if name not in psutil.net_if_addrs()]
     if missing:
         what, where = "this machine has no such network interface", f"{VARIABLE} (environment)"
@@ -46,7 +45,7 @@ def choose_gloo_interface() -> None:
     if named or not usable or not read_launcher().has_other_machines:
         return
     address = address_of_own_name()
-    if _is_loopback(address):
+    if is_loopback(address):
         routes = (_interface_to(peer) for peer in (os.environ.get("MASTER_ADDR"), _ANYWHERE) if peer)
         os.environ[VARIABLE] = chosen = next((name for name in routes if name in usable), usable[0])
         logger.info("gloo connects by %s, as the name of this machine leads to %s: see %s", chosen, address, VARIABLE)
@@ -68,25 +67,8 @@ def address_of_own_name() -> str:
     return _LOOPBACK
 
 
-def _interfaces() -> list[str]:
-    """Those that are up, with an address that other machines may reach."""
-    up = psutil.net_if_stats()
-    return [
-        # An alias such as eth0:1 is no interface to gloo.
-        name.partition(":")[0]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up
-        and up[name].isup
-        and any(one.family == socket.AF_INET and not _is_loopback(one.address) for one in addresses)
-    ]
-
-
 def _interface_to(peer: str) -> str | None:
     try:
         return find_route(peer, wait_seconds=0)[0]
     except OSError:
         return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

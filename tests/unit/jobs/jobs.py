@@ -55,8 +55,10 @@ os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """
 _PROGRAMS = {
     "python": _PYTHON,
-    "srun": '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexport SLURM_NODEID\n'
-    'for SLURM_NODEID in 0 1; do "$@" || code=$?; done; exit "${code:-0}"\n',
+    # A container begins in a folder of its own.
+    "srun": '#!/bin/bash\nnodes="0 1"\n'
+    'while [[ "$1" == --* ]]; do case "$1" in --nodes=1) nodes=0;; --container-image=*) cd /;; esac; shift; done\n'
+    'export SLURM_NODEID\nfor SLURM_NODEID in $nodes; do "$@" || code=$?; done; exit "${code:-0}"\n',
     "scontrol": '#!/bin/bash\n[ "$2" = hostnames ] && printf "127.0.0.1\\n127.0.0.2\\n"'
     ' || echo "$@" >>"$NOTES.scontrol"\n',
     "squeue": '#!/bin/bash\necho "$JOB_STATE"\n',

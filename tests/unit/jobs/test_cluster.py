@@ -75,6 +75,9 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
         (["cluster.slurm.options=[exclusive]"], "cluster.slurm.options", "--exclusive"),
         (['cluster.setup=["a\nb"]'], "cluster.setup.0", None),
         (["cluster.environment.A-B=1"], "cluster.environment", None),
+        (["cluster.environment.A=[1,2]"], "cluster.environment", None),
+        (["cluster.environment.A=null"], "cluster.environment.A (command line)", None),
+        (["cluster.setup=[[a]]"], "cluster.setup", None),
         (["cluster.environment.HF_TOKEN=abc"], "cluster.environment.HF_TOKEN (command line)", None),
         (["cluster.nodes=3"], "train.global_batch_size", None),
         (["cluster.nodes=1"], "strategy.data", "cluster.nodes=2"),
@@ -89,6 +92,16 @@ def test_a_mistake_is_named_before_anything_is_written(tmp_path, monkeypatch, ar
     assert error.where == where, error
     assert hint is None or error.hint.startswith(hint), error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("Job_1", "job-1"), ("2025-run", "run-2025-run"), ("\u6f22", "run"), (f"{'a' * 39}-b", "a" * 39)],
+)
+def test_a_job_has_a_name_that_all_schedulers_take(tmp_path, monkeypatch, name, shown):
+    """A JobSet and a cluster of AWS begin with a letter, and end with no dash."""
+    monkeypatch.chdir(tmp_path)
+    assert parse_job(["to=slurm", *RUN[:2], "cluster.nodes=2", f"run.name='{name}'"])[1].name == shown
 
 
 def test_a_cluster_file_of_ones_own(tmp_path, monkeypatch):

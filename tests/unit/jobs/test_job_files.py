@@ -76,13 +76,18 @@ def test_the_machines_of_a_slurm_job_meet_at_the_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "is_requeued"),
-    [(75, "RUNNING", True), (6, "RUNNING", True), (75, "COMPLETING", False)]
-    + [(code, "RUNNING", False) for code in (0, 2, 3, 4, 5, 7, 8)],
+    ("code", "state", "is_requeued", "more"),
+    [
+        (75, "RUNNING", True, ()),
+        (75, "RUNNING", True, ("cluster.image=image",)),
+        (6, "RUNNING", True, ()),
+        (75, "COMPLETING", False, ()),
+        *((code, "RUNNING", False, ()) for code in (0, 2, 3, 4, 5, 7, 8)),
+    ],
 )
-def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued):
+def test_a_slurm_job_is_requeued_by_the_record(tmp_path, monkeypatch, code, state, is_requeued, more):
     monkeypatch.chdir(tmp_path)
-    _, texts = make("slurm", *TWO, folder=tmp_path)
+    _, texts = make("slurm", *TWO, *more, folder=tmp_path)
     run_dir = tmp_path / "runs" / "Job_1"
     leave(run_dir, (75, 5), (code, 10))
     # The launcher's start is the second; before it there is the record of the first.

@@ -48,7 +48,7 @@ def test_the_page_is_written_where_the_command_is_called(runs, monkeypatch, caps
         ([], "which runs?"),
         (["runs/frist"], "try:     runs/first"),
         (["runs"], "there is no such run"),
-        (["runs/first", "outt=x"], "try:     out=..."),
+        (["runs/first", "outt=x"], "try:     out=x"),
         (["runs/first", "--life"], "try:     --live"),
         (["runs/first", "out=runs"], "this is a folder"),
         (["runs/first", "port=http"], "this is no port"),

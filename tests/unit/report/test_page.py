@@ -283,7 +283,8 @@ def test_energy_says_where_it_comes_from(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 0), (5, 5), (-3, 7), (1e-9, 2e-9), (0, 1e60), (6.7931, 6.7932), (-2, -1)]
+    ("low", "high"),
+    [(0, 0), (5, 5), (-3, 7), (1e-9, 2e-9), (0, 1e60), (6.7931, 6.7932), (-2, -1), (4e-4, 4e-4 + 5e-20)],
 )
 def test_an_axis_has_its_values_between_round_numbers(low, high):
     axis = linear(low, high)
