@@ -66,6 +66,25 @@ def test_without_a_core_a_rank_is_busy(tmp_path, monkeypatch):
     assert 0.05 <= clock.read(1).compute < 0.1
 
 
+def test_a_loader_without_a_core_is_not_computing(tmp_path, monkeypatch):
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 1000000000 3\n")
+    monkeypatch.setattr(step_clock, "_SCHEDSTAT", schedstat)
+    clock = StepClock(CPU)
+    clock.restart()
+
+    def batch():
+        schedstat.write_text("0 1080000000 4\n")
+        time.sleep(0.08)
+        yield 0
+
+    assert list(clock.loading(batch())) == [0]
+    time.sleep(0.1)
+    times = clock.read(1)
+    assert times.compute < 0.05
+    assert times.wait >= 0.09
+
+
 def test_a_gpu_works_behind_its_callers_back():
     times = StepClock(torch.device("cuda")).read(1)
     assert (times.compute, times.wait) == (None, None)
