@@ -1,6 +1,6 @@
-"""What goes wrong in a run, in words and early, from the lines of its files. Loads no torch."""
+"""What goes wrong in a run, in words and early, from the lines that it writes. Loads no torch."""
 
 from hfdist.alerts.alert import Alert, Kind
-from hfdist.alerts.monitor import Monitor, find_alerts
+from hfdist.alerts.monitor import Monitor
 
-__all__ = ["Alert", "Kind", "Monitor", "find_alerts"]
+__all__ = ["Alert", "Kind", "Monitor"]

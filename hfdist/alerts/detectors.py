@@ -133,7 +133,8 @@ class GradNormDrift:
         if len(before) < _DRIFT_GROUPS:
             return None
         lowest, now = min(before), min(self._levels[-2:])
-        if now <= _DRIFT_TIMES * lowest:
+        # Norms of 0, as of a loss without targets that count, are no level to grow from.
+        if lowest == 0 or now <= _DRIFT_TIMES * lowest:
             return None
         return Finding(
             f"the gradient norm has grown to {now:.3g}, which is {now / lowest:.1f} times its lowest level; before it"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfdist.alerts.alert import Alert, Finding, Kind
 from hfdist.alerts.detectors import DiskFilling, FallingThroughput, GradNormDrift, LossSpike, OldCheckpoint, Plateau
 from hfdist.alerts.rank_window import RankWindow
-from hfdist.records import METRICS, RANKS, read_lines, read_run
+from hfdist.records import METRICS, RANKS
 
 WINDOW_SECONDS, WINDOW_LINES = 10.0, 8
 """Of figures that depend on the machine: shorter disturbances are none of the run's."""
@@ -120,24 +118,3 @@ class Monitor:
 
 def _is_finite(value: Any) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
-
-
-def find_alerts(run_dir: Path, *, save_every: int | None = None) -> list[Alert]:
-    """Find what a monitor would have found in a run folder, but for its disk.
-
-    Args:
-        run_dir: with metrics.jsonl, ranks.jsonl and run.json; each may be missing.
-        save_every: `checkpoint.every` of the run.
-    """
-    run = read_run(run_dir)
-    monitor = Monitor(
-        save_every=save_every,
-        num_stages=1 if run is None else int(run.layout.get("pipeline", 1)),
-        hosts=() if run is None else run.hosts,
-    )
-    metrics = ((line["step"], 0, line) for line in read_lines(run_dir / METRICS))
-    ranks = ((line["step"], 1, line) for line in read_lines(run_dir / RANKS))
-    alerts: list[Alert] = []
-    for _, is_of_ranks, line in heapq.merge(metrics, ranks, key=lambda one: one[:2]):
-        alerts += monitor.see_ranks(line) if is_of_ranks else monitor.see_metrics(line)
-    return alerts

@@ -3,7 +3,6 @@
 Loads no torch. A rank has a `RankMeter`; the ranks tell each other their places, so that nothing is counted twice.
 """
 
-from hfdist.energy.meter import Meter, Source
-from hfdist.energy.rank_meter import Place, RankMeter, describe_sources, name_sources
+from hfdist.energy.rank_meter import Place, RankMeter, describe_sources, is_known, name_sources, num_devices
 
-__all__ = ["Meter", "Place", "RankMeter", "Source", "describe_sources", "name_sources"]
+__all__ = ["Place", "RankMeter", "describe_sources", "is_known", "name_sources", "num_devices"]

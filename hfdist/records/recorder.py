@@ -57,7 +57,6 @@ class RunRecorder:
             _close(self.run_dir, before, None, "it ended without a word")
         self.record = RunRecord(
             start=1 if before is None else before.start + 1,
-            earlier_seconds=0.0 if before is None else before.earlier_seconds + before.seconds,
             started=utc_now(),
             host=platform.node(),
             pid=os.getpid(),
@@ -67,7 +66,7 @@ class RunRecorder:
             versions=find_versions(),
         )
         if before is not None:
-            for name in SUMMED:
+            for name in ("seconds", *SUMMED):
                 setattr(self.record, f"earlier_{name}", before.total(name))
         self._begun_seconds = self._written_seconds = time.monotonic()
         # The watch may end the run from a thread of its own, and a signal in the middle of a write.
@@ -110,7 +109,7 @@ class RunRecorder:
 
     @property
     def seconds(self) -> float:
-        """Since this start."""
+        """Since this start has opened its folder."""
         return time.monotonic() - self._begun_seconds
 
     def _count_seconds(self) -> None:

@@ -55,7 +55,7 @@ class RunRecord:
     tokens: int = 0
     """Read by all data ranks since the run began, earlier starts included."""
     seconds: float = 0.0
-    """Since this start, loading included."""
+    """Since this start has opened its folder, which comes behind its data."""
     earlier_seconds: float = 0.0
     """Of all starts before this one."""
     energy_kwh: float | None = None

@@ -7,7 +7,6 @@ import faulthandler
 import os
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from hfdist.records import EVENTS, METRICS, RANKS, RUN_FILE
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.trainer import Trainer
 from recipes.pretrain import main
+from tests.debian import why_missing
 from tests.distributed.faults import SAVE_EVERY, Reference, make_config, read_run
 from tests.distributed.kills import newest_whole
 from tests.distributed.processes import LONGEST_SECONDS, Life
@@ -73,11 +73,8 @@ class Outcome:
 @cache
 def why_no_strace() -> str | None:
     """Install strace if it is missing, and see whether it may attach. Gives the reason if not."""
-    if shutil.which("strace") is None:
-        # A Debian without lists of packages has to fetch them first.
-        for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "strace"]):
-            if shutil.which("apt-get") is None or subprocess.run(command, capture_output=True).returncode != 0:
-                return "strace is missing, and cannot be installed"
+    if (reason := why_missing("strace")) is not None:
+        return reason
     with subprocess.Popen(["sleep", "10"]) as sleeper:
         tracer = subprocess.run(
             ["timeout", "--signal=INT", "1", "strace", "-p", str(sleeper.pid)], capture_output=True, text=True

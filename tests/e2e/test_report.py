@@ -9,14 +9,12 @@ import pytest
 
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import RunFiles
+from tests.debian import why_missing
 from tests.e2e.browser import CHROMIUM, browsing
 from tests.unit.config.shipped import CONF
 from tests.unit.report.folders import event, rank_line, training_line, write_run
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not CHROMIUM.is_file(), reason=f"no {CHROMIUM}: apt-get install chromium"),
-]
+pytestmark = pytest.mark.e2e
 LONG = "a-very-long-name-of-a-host-in-a-cluster.with-a-domain.example"
 OVERFLOW = """[...document.querySelectorAll("body *")].filter((one) => {
     const box = one.getBoundingClientRect();
@@ -26,6 +24,8 @@ OVERFLOW = """[...document.querySelectorAll("body *")].filter((one) => {
 
 @pytest.fixture(scope="module")
 def browser():
+    if reason := why_missing(CHROMIUM.name):
+        pytest.skip(reason)
     with browsing() as found:
         yield found
 

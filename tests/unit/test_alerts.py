@@ -1,16 +1,15 @@
 """Alerts are given early for what was planted, once, and not for what is healthy."""
 
 import itertools
-import json
 import random
 import time
 
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from hfdist.alerts import Kind, Monitor, command, find_alerts
+from hfdist.alerts import Kind, Monitor, command
 from hfdist.config.run import CheckpointConfig
-from hfdist.records import EVENTS, METRICS, RANKS, RunRecorder, read_lines
+from hfdist.records import EVENTS, RunRecorder, read_lines
 from hfdist.trainer.reporting.alerts import Alerts
 
 WARM_UP = 100
@@ -57,7 +56,7 @@ def first(lines, monitor, see="see_metrics"):
 
 @pytest.mark.parametrize("noise", [0.005, 0.03])
 def test_healthy_runs_have_no_alerts(noise):
-    for seed in range(20):
+    for seed in range(10):
         monitor = Monitor(max_steps=3000, save_every=500)
         for line in healthy(seed, 3000, noise):
             step = line["step"]
@@ -108,6 +107,11 @@ def test_a_growing_gradient_norm_is_found():
         assert [alert.kind for alert in alerts] == [Kind.grad_norm_drift]
         # It has grown five times after 162 steps.
         assert alerts[0].step < 860
+
+
+def test_a_gradient_norm_that_was_0_has_no_multiple():
+    norms = [1.0] * 64 + [0.0] * 64 + [1.0] * 128
+    assert first([{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)], Monitor()) == []
 
 
 def test_a_slow_rank_is_named_with_its_host():
@@ -197,20 +201,6 @@ def test_a_checkpoint_older_than_asked():
 def test_an_alert_is_told_again_after_a_thousand_steps():
     lines = [{"step": s, "step_seconds": 1.0, "tokens_per_second": 1.0} for s in range(1, 2300)]
     assert [alert.step for alert in first(lines, Monitor(save_every=100))] == [201, 1201, 2201]
-
-
-def test_an_old_run_is_judged_by_its_files(tmp_path):
-    assert find_alerts(tmp_path) == []
-    metrics, times = list(healthy(0, 300)), list(ranks(0, 300))
-    for line in times[100:]:
-        line["data_seconds"][3] += 0.5
-    for line in metrics[200:204]:
-        line["loss"] *= 2
-    for name, lines in ((METRICS, metrics), (RANKS, times)):
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    alerts = find_alerts(tmp_path)
-    assert [alert.kind for alert in alerts] == [Kind.data_wait, Kind.loss_spike]
-    assert json.loads(json.dumps(alerts[1].to_json()))["step"] == 202
 
 
 @pytest.fixture

@@ -242,6 +242,25 @@ def test_a_first_save_that_will_take_long_is_allowed_for(tmp_path):
     assert Run(tmp_path / "large", "train.max_hours=0.4", num_parameters=7_000_000_000).step()
 
 
+def test_an_evaluation_and_a_save_are_no_part_of_a_step(tmp_path, monkeypatch):
+    seconds = [0.0]
+    run = Run(tmp_path, "train.max_hours=10")
+    monkeypatch.setattr("hfdist.trainer.budget.budget.time.monotonic", lambda: seconds[0])
+
+    def event(name, after, **logs):
+        seconds[0] += after
+        getattr(run.budget, name)(None, run.state, run.control, logs=logs)
+
+    for _ in range(3):
+        event("on_step_begin", 1)
+        event("on_step_end", 10)
+        event("on_evaluate", 200)
+        # In the foreground.
+        event("on_save", 3000)
+        event("on_log", 0, **{"checkpoint/seconds": 3000})
+    assert run.budget._pace.reserve_seconds == 2 * 11 + 2 * 3000 + 200
+
+
 @pytest.mark.parametrize(
     ("file", "line"),
     [
@@ -270,6 +289,10 @@ def test_energy_that_nobody_knows_cannot_be_limited(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nobody knows the energy") as caught:
         Run(tmp_path, "train.max_kwh=1")
     assert "cost.device_watts" in caught.value.hint
+    with pytest.raises(ConfigError, match="nobody knows the energy") as caught:
+        Run(tmp_path / "cost", "train.max_cost=1", PRICE, "cost.price_per_kwh=0.3")
+    assert caught.value.where == "train.max_cost"
+    Run(tmp_path / "hours", "train.max_cost=1", PRICE)
     run = Run(tmp_path / "free", "cost.gco2e_per_kwh=400")
     run.step()
     assert run.usage.figures() == {}

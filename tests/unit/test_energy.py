@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfdist.energy import Place, RankMeter, describe_sources, estimates, name_sources, nvml
+from hfdist.energy import Place, RankMeter, describe_sources, estimates, is_known, name_sources, num_devices, nvml
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.energy.meter import Source
-from hfdist.energy.rank_meter import is_known, num_devices
 from hfdist.energy.rapl import POWERCAP, Rapl
 
 UUID = "GPU-8b086d4c-2529-417c-aba8-54d2cceac078"

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,16 @@ class Pace:
     """How many steps take as long as an evaluation, before one was measured."""
     evaluation_seconds: float | None = None
     step_seconds: float = 0.0
-    """Assumed before the first step."""
+    """First assumed, then measured: see `stepped`."""
     is_saving: bool = False
     """Whether a save is under way, for which the next one waits."""
     _is_save_measured: bool = False
-    _steps: list[float] = field(default_factory=list)
-    """Of the first step, which compiles and warms up; of the longest one behind it."""
+    _num_steps: int = 0
 
     def stepped(self, seconds: float) -> None:
-        """A step has taken so long."""
-        self._steps = [*self._steps[:1], max([seconds, *self._steps[1:]])] if self._steps else [seconds]
+        """A step has taken so long. The first one compiles and warms up: it counts until there is a second one."""
+        self.step_seconds = max(self.step_seconds, seconds) if self._num_steps > 1 else seconds
+        self._num_steps += 1
 
     def saved(self, seconds: float) -> None:
         """A save has taken so long."""
@@ -63,9 +63,10 @@ class Pace:
 
         An export is taken to last as long as a save: it writes less.
         """
-        step = self._steps[-1] if self._steps else self.step_seconds
-        evaluation = self.evaluation_in_steps * step if self.evaluation_seconds is None else self.evaluation_seconds
-        return 2 * step + (2 + self.is_saving) * self.save_seconds + evaluation
+        evaluation = self.evaluation_seconds
+        if evaluation is None:
+            evaluation = self.evaluation_in_steps * self.step_seconds
+        return 2 * self.step_seconds + (2 + self.is_saving) * self.save_seconds + evaluation
 
 
 def find_reached(
@@ -78,7 +79,7 @@ def find_reached(
 
     Args:
         limits: by name, as `find_limits` gives them.
-        used: of each; None: nobody knows, so the limit is not held.
+        used: of each; None: not known before the first sum of energy.
         rates: what a second uses.
         reserve_seconds: for what is still to be done.
     """
@@ -118,12 +119,14 @@ class Budget(TrainerCallback):
         """Look at the limits, behind `Usage`; and at how long things have taken in earlier starts.
 
         Raises:
-            ConfigError: `train.max_kwh` where the energy is not known.
+            ConfigError: a budget of energy, or of cost by the price of energy, where the energy is not known.
         """
-        if "max_kwh" in self._limits and not self._usage.is_known:
-            what, found = "nobody knows the energy of this machine's GPUs", f"{self._config.train.max_kwh:g}"
+        of_energy = ["max_kwh"] if self._config.cost.price_per_kwh is None else ["max_kwh", "max_cost"]
+        unknown = [name for name in of_energy if name in self._limits and not self._usage.is_known]
+        if unknown:
+            what, found = "nobody knows the energy of this run's GPUs", f"{self._limits[unknown[0]]:g}"
             hint = "pip install nvidia-ml-py; or cost.device_watts=700, the watts of one under load"
-            raise ConfigError(what, where="train.max_kwh", found=found, allowed="null", hint=hint)
+            raise ConfigError(what, where=f"train.{unknown[0]}", found=found, allowed="null", hint=hint)
         if self._recorder is None:
             return
         if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
@@ -172,19 +175,26 @@ class Budget(TrainerCallback):
         self._begin_seconds = now
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note when an evaluation would begin."""
+        """Note when it ended: an evaluation and a save behind it are no part of it."""
         self._end_seconds = time.monotonic()
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it took, with what other callbacks measure; it is no part of a step."""
+        """Note how long it took, with what other callbacks measure."""
         if self._begin_seconds is not None:
-            seconds = time.monotonic() - self._end_seconds
-            self._pace.evaluated(seconds)
-            self._begin_seconds += seconds
+            self._pace.evaluated(self._leave_out())
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A save has begun."""
+        """A save has begun, and in the foreground it has ended."""
+        self._leave_out()
         self._pace.is_saving = True
+
+    def _leave_out(self) -> float:
+        """Take the time since the end of the step out of it, and give that."""
+        now = time.monotonic()
+        seconds, self._end_seconds = now - self._end_seconds, now
+        if self._begin_seconds is not None:
+            self._begin_seconds += seconds
+        return seconds
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save took, on rank 0."""

@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.collectives import control_group, gather_json, rank
 from hfdist.config.checks.budgets import find_used
 from hfdist.config.run import CostConfig
-from hfdist.energy import Place, RankMeter, describe_sources, name_sources
-from hfdist.energy.rank_meter import is_known, num_devices
+from hfdist.energy import Place, RankMeter, describe_sources, is_known, name_sources, num_devices
 from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
 

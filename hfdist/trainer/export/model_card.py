@@ -33,7 +33,7 @@ class Exported(NamedTuple):
     step: int
     held_out_loss: float | None
     commit: str | None
-    record: RunRecord | None = None
+    record: RunRecord
     """What the run has used."""
 
 
@@ -53,7 +53,7 @@ def write_card(
         _describe_start(config, exported.commit, is_adapter),
         "## Data\n\n" + _describe_data(config, reports),
         "## Losses\n\n" + _describe_losses(read_lines(run_dir / METRICS), exported),
-        "## Energy and cost\n\n" + _describe_use(config, exported.record) if exported.record else "",
+        "## Energy and cost\n\n" + _describe_use(config, exported.record),
         f"![Losses]({_PICTURE})" if has_picture else "",
         "## Train it again\n\n" + _describe_command(config, exported.commit, ranks),
         "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()),
@@ -61,7 +61,7 @@ def write_card(
     (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
 
 
-def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord | None) -> ModelCardData:
+def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCardData:
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
     datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
@@ -75,10 +75,10 @@ def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord | None) -> 
     )
 
 
-def _emissions(config: RunConfig, record: RunRecord | None) -> dict[str, Any] | None:
-    """As the Hub reads them, in grams; None: not known."""
-    grams = None if record is None else record.total("gco2e")
-    if record is None or grams is None:
+def _emissions(config: RunConfig, record: RunRecord) -> dict[str, Any] | None:
+    """As the Hub reads them, in grams; None: not known, also of the last start alone, whose figures these are."""
+    grams = record.total("gco2e")
+    if grams is None or record.gco2e is None:
         return None
     return {
         "emissions": float(f"{grams:.4g}"),

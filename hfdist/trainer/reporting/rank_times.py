@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +107,9 @@ class RankTimes(StepLines):
         if work is not None:
             work.wait()
         gathered = torch.stack(by_rank)
-        # All ranks have the same figures, and decide the same.
-        line_seconds = float(gathered[:, :, 0].mean()) * max(steps[-1] - self._last_step, 1) / len(steps)
+        # All ranks have the same figures, and decide the same: torch's mean would depend on the processor.
+        mean = fmean(gathered[:, :, 0].flatten().tolist())
+        line_seconds = mean * max(steps[-1] - self._last_step, 1) / len(steps)
         self._last_step, self._lines_together = steps[-1], min(max(int(_GATHER_SECONDS / line_seconds), 1), _MOST_LINES)
         if rank() == 0:
             for step, columns in zip(steps, gathered.permute(1, 2, 0).tolist(), strict=True):

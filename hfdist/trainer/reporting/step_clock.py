@@ -49,7 +49,7 @@ class StepClock:
 
     def _begin(self) -> None:
         self._begin_seconds, self._begin_busy_seconds = time.monotonic(), self._busy_seconds()
-        self._data_seconds = self._data_core_seconds = 0.0
+        self._data_seconds = self._data_busy_seconds = 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,25 +65,25 @@ class StepClock:
         """Give the batches, and count the time that each takes to come."""
         source = iter(batches)
         while True:
-            begin, core_begin = time.monotonic(), time.thread_time()
+            begin, busy_begin = time.monotonic(), self._busy_seconds()
             try:
                 batch = next(source)
             except StopIteration:
                 return
             finally:
                 self._data_seconds += time.monotonic() - begin
-                self._data_core_seconds += time.thread_time() - core_begin
+                self._data_busy_seconds += self._busy_seconds() - busy_begin
             yield batch
 
     def read(self, num_steps: int) -> StepTimes:
         """Give the mean of so many steps since the last reading, and begin anew."""
         steps, data = max(num_steps, 1), self._data_seconds
         step = max(time.monotonic() - self._begin_seconds, 1e-9)
-        busy = self._busy_seconds() - self._begin_busy_seconds - self._data_core_seconds
+        busy = self._busy_seconds() - self._begin_busy_seconds - self._data_busy_seconds
         self._begin()
         if not self._is_cpu:
             return StepTimes(step / steps, data / steps, None, None)
-        # A loader may have been ready to run as well.
+        # The clocks are not read at the same time.
         compute = min(busy, max(step - data, 0.0))
         return StepTimes(step / steps, data / steps, compute / steps, max(step - data - compute, 0.0) / steps)
 

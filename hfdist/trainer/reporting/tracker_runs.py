@@ -21,6 +21,7 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
 )
 
+from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import flatten
@@ -200,6 +201,6 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, tracker: str, known: dict[str, Any]) -> None:
-    unfinished = (folder / TRACKERS_FILE).with_suffix(".tmp")
-    unfinished.write_text(json.dumps(_read(folder) | {tracker: known}, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(folder / TRACKERS_FILE)
+    path = folder / TRACKERS_FILE
+    remove_unfinished(path)
+    write_atomically(path, (json.dumps(_read(folder) | {tracker: known}, indent=1) + "\n").encode())

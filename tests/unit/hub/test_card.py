@@ -23,6 +23,7 @@ REPORTS = [PoolReport("web", 90, 0.9, 12345, 0.5, 0.99), PoolReport("books", 10,
 @pytest.fixture
 def card(tmp_path):
     def write(*overrides, primary="finetune", ranks=2, folder="model", record=None):
+        record = record or RunRecord(start=1)
         run_dir = tmp_path / "run"
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -69,6 +70,9 @@ def test_energy_is_said_and_emissions_are_where_the_hub_reads_them(card):
     text, _ = card("model.name=some/base", record=RunRecord(start=1, seconds=1800.0))
     assert "Training has used 0.5 h." in text.text
     assert "co2_eq_emissions" not in text.data.to_dict()
+    text, _ = card("model.name=some/base", record=RunRecord(start=2, earlier_gco2e=200.0))
+    assert "200 g CO2e, in 2 starts" in text.text
+    assert "co2_eq_emissions" not in text.data.to_dict(), "a part would pass for the whole"
 
 
 def test_budgets_are_not_those_of_others(card):
