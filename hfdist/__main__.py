@@ -20,10 +20,10 @@ COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _hfdist hfdist
 """
 _WORDS = {
-    "audit": "run= step= text=short text=full",
+    "audit": "run= step= text=short text=full --offline",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
-    "job": "to= cluster= recipe= run= out= cluster.",
+    "job": "to= cluster= recipe= run= out= cluster. --offline",
     "report": "out= port= --live",
 }
 """What may follow a command that has no config."""

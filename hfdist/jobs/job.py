@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hfdist.config.run import RunConfig
@@ -53,6 +53,10 @@ class Job:
         if self.cluster.folder is not None:
             return self.cluster.folder
         return str(Path.cwd()) if self.cluster.same_files else None
+
+    def starting_in(self, folder: str) -> Job:
+        """Give the job as it starts in `folder`, unless `cluster.folder` says otherwise."""
+        return replace(self, cluster=replace(self.cluster, folder=self.cluster.folder or folder))
 
     @property
     def shutdown_seconds(self) -> int:

@@ -38,6 +38,8 @@ def write_kubernetes(job: Job) -> JobFiles:
     ):
         if value is None:
             raise ConfigError(why, where=key, found="null", hint=f"{key}=NAME")
+    # A pod does not see this machine's folder, whatever `cluster.same_files` says.
+    job = job.starting_in(job.cluster.kubernetes.mount)
     submit = f"kubectl create -f {job.shell_path}"
     if job.cluster.kubernetes.kind is Kind.jobset:
         spec = _job_set_spec(job)
@@ -137,7 +139,6 @@ def _pod_spec(job: Job) -> dict[str, Any]:
         "name": _CONTAINER,
         "image": cluster.image,
         "command": ["bash", "-c", _as_it_stands(script)],
-        "workingDir": options.mount,
         "env": [
             {"name": "JOBSET", "valueFrom": _label("jobset.sigs.k8s.io/jobset-name")},
             {"name": "RESTART_ATTEMPT", "valueFrom": _label(_ATTEMPT)},

@@ -24,8 +24,8 @@ def write_parallelcluster(job: Job) -> JobFiles:
             key = f"cluster.aws.{name}"
             raise ConfigError("the cluster needs this", where=key, found="null", hint=f"{key}=...")
     slurm = dataclasses.replace(job.cluster.slurm, partition=job.cluster.slurm.partition or _QUEUE)
-    cluster = dataclasses.replace(job.cluster, slurm=slurm, folder=job.cluster.folder or SHARED)
-    script = write_slurm(dataclasses.replace(job, cluster=cluster))
+    cluster = dataclasses.replace(job.cluster, slurm=slurm)
+    script = write_slurm(dataclasses.replace(job, cluster=cluster).starting_in(SHARED))
     path = job.path.with_name(f"{job.path.stem}.cluster.yaml")
     create = f"pcluster create-cluster --cluster-name {job.name} --cluster-configuration {shlex.quote(str(path))}"
     text = job.head(create) + to_documents(_cluster(cluster.aws, cluster.nodes, slurm.partition or _QUEUE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from hfdist.errors import ConfigError
@@ -28,8 +27,8 @@ def write_skypilot(job: Job) -> JobFiles:
         what = "the run's folder must be on a disk that all machines see, and those that come after them"
         hint = "cluster.skypilot.volume=NAME, or in cluster.folder a file system that cluster.skypilot.install mounts"
         raise ConfigError(what, where="cluster.skypilot.volume", found="null", hint=hint)
-    cluster = dataclasses.replace(job.cluster, folder=job.cluster.folder or options.mount)
-    job = dataclasses.replace(job, cluster=cluster)
+    job = job.starting_in(options.mount)
+    cluster = job.cluster
     submit = f"sky jobs launch {job.shell_path}"
     accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
     resources: dict[str, Any] = {

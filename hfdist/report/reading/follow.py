@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from hfdist.records.lines import parse_line
@@ -35,6 +36,9 @@ class Follower:
         """Read what is new; whether there was anything."""
         try:
             stat = self._path.stat()
+            if not S_ISREG(stat.st_mode):
+                # A pipe or a device in its place would not end.
+                return False
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
             if stamp == self._stamp:
                 return False

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from hfdist.records import EVENTS, METRICS, RANKS, RUN_FILE, RunRecord, read_run
@@ -148,6 +149,8 @@ class RunFiles:
         try:
             stat = (self.folder / name).stat()
         except OSError:
+            return False
+        if not S_ISREG(stat.st_mode):
             return False
         stamp = (stat.st_size, stat.st_mtime_ns)
         has_changed, self._stamps[name] = self._stamps.get(name) != stamp, stamp

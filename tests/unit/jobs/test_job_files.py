@@ -139,6 +139,13 @@ def test_manifests_of_kubernetes_are_as_their_schemas_say(tmp_path, kind):
         kubernetes_validate.validate(job, "1.33", strict=True)
 
 
+@pytest.mark.parametrize("kind", ["kubernetes", "trainjob", "skypilot", "parallelcluster"])
+def test_a_run_starts_on_the_disk_that_its_machines_share(tmp_path, kind):
+    """This machine's folder is not there."""
+    _, texts = make(kind, *TWO, folder=tmp_path)
+    assert "\ncd /shared || exit 1\n" in shell_of(kind, texts)
+
+
 def test_what_follows_an_exit_code_on_kubernetes(tmp_path):
     _, texts = make("kubernetes", *TWO, folder=tmp_path)
     (document,) = yaml.safe_load_all(*texts.values())

@@ -1,6 +1,7 @@
 """What a report reads: only what is new, whatever is damaged, and fewer points that keep every spike."""
 
 import json
+import os
 
 import pytest
 
@@ -145,6 +146,13 @@ def test_a_damaged_timeline_has_no_spans(tmp_path, content):
     run = RunFiles(tmp_path)
     assert run.read()
     assert run.spans == []
+
+
+def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path):
+    """It would not end; nobody writes into it."""
+    for name in ("run.json", "timeline.json", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert not RunFiles(tmp_path).read()
 
 
 def test_nothing_in_the_folder_is_touched(tmp_path):
