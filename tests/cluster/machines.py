@@ -73,7 +73,7 @@ class Machine:
 
     def pids(self) -> list[int]:
         """Of all processes there."""
-        return [int(word) for word in _ip("netns", "pids", self.namespace).split()]
+        return [int(word) for word in ip("netns", "pids", self.namespace).split()]
 
     def kill_all(self) -> None:
         """As a machine that loses its power, until nothing runs there."""
@@ -85,7 +85,7 @@ class Machine:
 
     def set_link(self, *, up: bool) -> None:
         """Cut the link between the machines, or mend it."""
-        _ip("-n", self.namespace, "link", "set", INTERFACE, "up" if up else "down")
+        ip("-n", self.namespace, "link", "set", INTERFACE, "up" if up else "down")
 
 
 @contextmanager
@@ -113,21 +113,22 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             for machine in machines:
                 with suppress(subprocess.CalledProcessError):
                     machine.kill_all()
-                    _ip("netns", "delete", machine.namespace)
+                    ip("netns", "delete", machine.namespace)
 
 
 def _connect(first: Machine, second: Machine) -> None:
     for own, other in ((first, second), (second, first)):
-        _ip("netns", "add", own.namespace)
+        ip("netns", "add", own.namespace)
         own.hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {own.name}\n{other.address} {other.name}\n")
     ends = ("name", INTERFACE, "netns")
-    _ip("link", "add", *ends, first.namespace, "type", "veth", "peer", *ends, second.namespace)
+    ip("link", "add", *ends, first.namespace, "type", "veth", "peer", *ends, second.namespace)
     for machine in (first, second):
-        _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", INTERFACE)
-        _ip("-n", machine.namespace, "link", "set", "lo", "up")
+        ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", INTERFACE)
+        ip("-n", machine.namespace, "link", "set", "lo", "up")
         machine.set_link(up=True)
         machine.run("hostname")
 
 
-def _ip(*words: str) -> str:
+def ip(*words: str) -> str:
+    """Call iproute2 and give what it says; CalledProcessError: it fails."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout

@@ -18,7 +18,7 @@ import pytest
 from hfdist.doctor import links
 from hfdist.doctor.examine import Request, examine_rank
 from hfdist.testing import forget_parent
-from tests.distributed.test_link_cut import ip, remove
+from tests.cluster.machines import ip
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +36,11 @@ def address(machine):
 def lose(name, machine):
     """Send what goes to a machine to a station that does not exist: nobody refuses, nobody answers."""
     ip("-n", name, "neigh", "add", address(machine), "lladdr", "02:00:00:00:00:99", "dev", "eth", "nud", "permanent")
+
+
+def remove(names):
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
 
 
 def shape(name):
@@ -72,10 +77,10 @@ def network():
         ip("-n", names[2], "route", "add", f"{address(3)}/32", "dev", "slow", "src", address(2))
         ip("-n", names[3], "route", "add", f"{address(2)}/32", "dev", "slow", "src", address(3))
         if not all(map(shape, names[2:4])):
-            raise subprocess.CalledProcessError(1, "tc", stderr=b"tc has no tbf")
+            raise subprocess.CalledProcessError(1, "tc", stderr="tc has no tbf")
     except subprocess.CalledProcessError as error:
         remove([*names, switch])
-        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
     yield names
     remove([*names, switch])
 
