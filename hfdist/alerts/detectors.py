@@ -19,6 +19,9 @@ _SPIKE_LINES, _LEAST_LINES = 64, 32
 _SPIKE_NOISE, _SPIKE_SHARE = 8.0, 0.1
 """How far a loss is above its level, in units of its noise and of itself; both."""
 
+_FIRST_NATS, _FIRST_SHARE = 3.0, 0.5
+"""How far a loss is above the first one while there is no level yet: nats and share; both."""
+
 _PLATEAU_SHARE, _PLATEAU_LINES = 0.3, 300
 """The newest part of the run, and the fewest lines in it."""
 _PLATEAU_GAIN, _PLATEAU_ERRORS = 0.005, 4.0
@@ -45,7 +48,7 @@ def noise(values: Sequence[float]) -> float:
 
 
 class LossSpike:
-    """Two of three losses are far above the level before."""
+    """Two of three losses are far above the level before; at the beginning, far above the first loss."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=_SPIKE_LINES)
@@ -54,7 +57,9 @@ class LossSpike:
     def see(self, loss: float) -> Finding | None:
         """Judge a loss."""
         finding = None
-        if len(self._before) >= _LEAST_LINES:
+        if 0 < len(self._before) < _LEAST_LINES:
+            finding = self._see_beginning(loss, self._before[0])
+        elif self._before:
             before = list(self._before)
             level = median(before)
             # Around the level, or around a trend.
@@ -68,6 +73,13 @@ class LossSpike:
                 )
         self._before.append(loss)
         return finding
+
+    def _see_beginning(self, loss: float, first: float) -> Finding | None:
+        self._are_high.append(loss - first > max(_FIRST_NATS, _FIRST_SHARE * abs(first)))
+        if not self._are_high[-1] or sum(self._are_high) < 2:
+            return None
+        text = f"the loss began at {first:.4g} and is {loss:.4g}: start again with a lower optimizer.lr, or a warm-up"
+        return Finding(text, {"loss": loss, "level": first})
 
 
 class Plateau:

@@ -66,7 +66,12 @@ def _cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, Any]:
                 "Name": "shared",
                 "StorageType": "FsxLustre",
                 "MountDir": SHARED,
-                "FsxLustreSettings": {"StorageCapacity": aws.shared_gib, "DeploymentType": "SCRATCH_2"},
+                "FsxLustreSettings": {
+                    "StorageCapacity": aws.shared_gib,
+                    "DeploymentType": "SCRATCH_2",
+                    # By default the disk goes with the cluster, and all checkpoints with it.
+                    "DeletionPolicy": "Retain",
+                },
             }
         ],
     }

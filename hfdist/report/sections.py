@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfdist.records import State
+from hfdist.records import RUN_FILE, State
 from hfdist.report import history, rank_words
 from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
@@ -26,7 +26,7 @@ def state(run: RunFiles) -> tuple[str, str]:
     """Give the class of a run's state, and the state in words."""
     record = run.record
     if record is None:
-        return "unknown", "no run.json"
+        return "unknown", f"{RUN_FILE} cannot be read" if (run.folder / RUN_FILE).exists() else f"no {RUN_FILE}"
     words = record.state.value
     if record.state is State.running:
         updated = instant(record.updated)

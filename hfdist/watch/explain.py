@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hfdist.errors import PeerError
-from hfdist.records import RunRecord, State, read_run
+from hfdist.records import RUN_FILE, RunRecord, State, read_run
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.snapshot import (
     FOLDER,
@@ -403,7 +403,7 @@ def _read_report(folder: Path) -> str | None:
 
 def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
     if record is None:
-        return f"{run_dir}: no run record"
+        return f"{run_dir}: {RUN_FILE} is missing or cannot be read"
     code = "" if record.exit_code is None else f" with exit code {record.exit_code}"
     done = f"{record.step} steps done, {record.processes} ranks"
     return f"{run_dir}: start {record.start}, {record.state.value}{code}, {done}"
@@ -412,7 +412,7 @@ def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
 def _without_stacks(run: str, record: RunRecord | None) -> Explanation:
     if record is None:
         return Explanation(
-            run=run, folder=None, verdict="nothing is known of it", hint="the folder of a run, as in runs/NAME"
+            run=run, folder=None, verdict="nothing is known of it", hint="its log; or the version of hfdist that ran it"
         )
     if record.state is not State.running:
         ended = f"nothing hung in the last start: it ended as {record.state.value}"

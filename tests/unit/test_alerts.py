@@ -79,6 +79,14 @@ def test_a_spike_is_found_within_three_steps_and_told_once():
         assert "the loss has jumped from" in alerts[0].text
 
 
+def test_a_loss_that_rises_from_the_beginning_is_found_and_one_odd_batch_there_is_not():
+    losses = [6.93, 193.0, *(100.0 / step for step in range(1, 29))]
+    alerts = first([{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)], Monitor())
+    assert [(alert.step, alert.kind) for alert in alerts] == [(3, Kind.loss_spike)]
+    assert "the loss began at 6.93 and is 100" in alerts[0].text
+    assert not first([{"step": step, "loss": 9.0 if step == 2 else 1.5} for step in range(1, 30)], Monitor())
+
+
 def test_one_odd_batch_is_no_spike_and_a_second_spike_is_new():
     lines = list(healthy(1, 900))
     lines[400]["loss"] *= 3

@@ -14,7 +14,7 @@ from hfdist.config.run import CostConfig
 from hfdist.config.train import parse_time
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import EVENTS, METRICS, Event, RunRecorder, State, add_event, read_lines, read_run
+from hfdist.records import EVENTS, METRICS, RUN_FILE, Event, RunRecorder, State, add_event, read_lines, read_run
 from hfdist.records.lines import append_line
 from hfdist.records.run_file import write_run
 from hfdist.trainer.budget.budget import Budget, Pace, find_reached
@@ -120,13 +120,22 @@ def test_a_budget_at_which_a_start_has_stopped_is_used_up_though_a_little_is_lef
     check_budgets(config(tmp_path, "train.max_hours=1.5"))
     check_budgets(config(tmp_path, "train.max_kwh=1"))
     for limit in (1.0, 0.9):
-        with pytest.raises(BudgetError, match="used up"):
+        with pytest.raises(BudgetError, match="used up") as caught:
             check_budgets(config(tmp_path, f"train.max_hours={limit}"))
+        assert "the rest is kept for the save" in caught.value.found
     later = datetime.fromtimestamp(time.time() + 600, UTC).isoformat()
     add_event(tmp_path, Event.budget, start=2, step=4, which="deadline", used=later, limit=later)
     with pytest.raises(BudgetError, match="used up"):
         check_budgets(config(tmp_path, f"train.deadline={later}"))
     check_budgets(config(tmp_path, "train.deadline=2999-01-01"))
+
+
+def test_a_budget_is_not_counted_from_nothing_where_the_record_is_damaged(tmp_path):
+    (tmp_path / RUN_FILE).write_text('{"schema": 1, "sta')
+    check_budgets(config(tmp_path))
+    with pytest.raises(ConfigError, match="earlier starts") as caught:
+        check_budgets(config(tmp_path, "train.max_hours=1"))
+    assert caught.value.hint.startswith(f"rm {tmp_path / RUN_FILE}")
 
 
 def test_totals_count_starts_that_were_lost(tmp_path):

@@ -3,7 +3,7 @@
 import json
 
 from hfdist.watch.diagnosis import Heartbeat, PeerState
-from hfdist.watch.explain import explain_folder
+from hfdist.watch.explain import explain, explain_folder
 from hfdist.watch.snapshot import (
     Collective,
     Snapshot,
@@ -61,6 +61,11 @@ def test_damaged_files_are_left_out(tmp_path):
     (tmp_path / "beats.json").write_text('{"ranks": []}')
     assert list(read_snapshots(tmp_path)) == [0]
     assert explain_folder(tmp_path, "x").rows[0].rank == 0
+
+
+def test_a_record_that_cannot_be_read_is_said(tmp_path):
+    (tmp_path / "run.json").write_text('{"schema": 1, "sta')
+    assert explain(tmp_path).run.endswith("run.json is missing or cannot be read")
 
 
 def test_a_request_names_no_other_folder(tmp_path):

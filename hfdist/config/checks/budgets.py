@@ -10,7 +10,7 @@ from pathlib import Path
 from hfdist.config.run import RunConfig
 from hfdist.config.train import parse_time
 from hfdist.errors import BudgetError, ConfigError
-from hfdist.records import EVENTS, Event, RunRecord, read_lines, read_run
+from hfdist.records import EVENTS, RUN_FILE, Event, RunRecord, read_lines, read_run
 
 BUDGETS = ("max_hours", "max_cost", "max_kwh", "deadline")
 """Keys of `train.*`. A deadline is seconds since 1970, as `time.time` gives them."""
@@ -38,13 +38,18 @@ def check_budgets(config: RunConfig) -> None:
 
     Raises:
         BudgetError: earlier starts have used up a budget, or one has stopped for it, with something left for a save.
-        ConfigError: a deadline that had passed before the first start.
+        ConfigError: a deadline that had passed before the first start, or a run.json that cannot be read.
     """
     limits = find_limits(config)
     if not limits:
         return
     record = read_run(Path(config.run.dir))
     if record is None:
+        path = Path(config.run.dir) / RUN_FILE
+        if path.exists():
+            what, allowed = "what earlier starts have used is not known", f"a {RUN_FILE} of this version of hfdist"
+            hint = f"rm {path}, to count from nothing; or another run.name"
+            raise ConfigError(what, where=str(path), found="a file that cannot be read", allowed=allowed, hint=hint)
         deadline = limits.get("deadline")
         if deadline is not None and deadline <= time.time():
             what, allowed = "the deadline has passed", "a time to come, or null"
@@ -68,6 +73,8 @@ def used_up(config: RunConfig, name: str, used: float | None, *, num_starts: int
         hint = "train.deadline=null or a later time; the same command with it goes on from the last checkpoint"
     else:
         found = f"{describe(name, used, config)} of {describe(name, limit, config)}, {starts}"
+        if used is not None and used < limit:
+            found += "; the rest is kept for the save, the evaluation and the export"
         hint = f"train.{name}={2 * limit:g}; the same command with it goes on from the last checkpoint"
     return BudgetError("the budget of the run is used up", where=f"train.{name}", found=found, hint=hint)
 

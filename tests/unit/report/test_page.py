@@ -164,6 +164,14 @@ def test_a_run_that_ended_before_its_first_step(tmp_path):
     assert "Loss" not in text_of(content)
 
 
+def test_a_damaged_record_is_not_called_missing(tmp_path):
+    folder = write_run(tmp_path)
+    (folder / "run.json").write_text('{"schema": 1, "sta')
+    assert "run.json cannot be read" in text_of(html(folder))
+    (folder / "run.json").unlink()
+    assert "no run.json" in text_of(html(folder))
+
+
 @pytest.mark.parametrize(("updated", "words"), [("2020-01-01T00:00:00+00:00", "silent for"), (None, "running")])
 def test_a_run_that_is_silent_is_not_called_running(tmp_path, updated, words):
     content = html(write_run(tmp_path, state="running", exit_code=None, updated=updated))
