@@ -135,7 +135,7 @@ def count_cores() -> int:
 
 def check_threads(threads: int, cores: int, ranks: int) -> Finding:
     """Check whether the ranks of a machine would take each other's cores."""
-    text = f"{ranks} ranks x {threads} threads on {cores} cores"
+    text = f"{ranks} rank{'s' * (ranks > 1)} x {threads} threads on {cores} cores"
     hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
     # One each is the least there is.
     return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)

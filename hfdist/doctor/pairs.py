@@ -152,8 +152,8 @@ def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: st
     latency = statistics.median(pair.latency_seconds for pair in pairs)
     expected, of_what = _expect(pairs, link_gbs)
     text = (
-        f"{len(pairs)} pairs: {_LARGEST} MiB at {low:.2f} to {high:.2f} GB/s (median {median:.2f}, all-reduce "
-        f"{reduced:.2f}), {SIZES_MIB[0]} MiB at {small:.2f}, "
+        f"{len(pairs)} pair{'s' * (len(pairs) > 1)}: {_LARGEST} MiB at {low:.2f} to {high:.2f} GB/s (median "
+        f"{median:.2f}, all-reduce {reduced:.2f}), {SIZES_MIB[0]} MiB at {small:.2f}, "
         f"{1e6 * latency:.0f} us; expected: {expected:.2f}, {of_what}"
     )
     hint = "an interface that is faster: GLOO_SOCKET_IFNAME; or nothing else on these machines meanwhile"

@@ -21,12 +21,16 @@ exit "$code"
 
 
 def write_skypilot(job: Job) -> JobFiles:
-    """Give the task; ConfigError: the run's folder would go with the machines."""
+    """Give the task; ConfigError: the run's folder would go with the machines, or they lack hfdist."""
     options = job.cluster.skypilot
     if options.volume is None and job.cluster.folder is None:
         what = "the run's folder must be on a disk that all machines see, and those that come after them"
         hint = "cluster.skypilot.volume=NAME, or in cluster.folder a file system that cluster.skypilot.install mounts"
         raise ConfigError(what, where="cluster.skypilot.volume", found="null", hint=hint)
+    if not options.install and job.cluster.image is None:
+        what, where = "new machines have no hfdist", "cluster.skypilot.install"
+        hint = "'cluster.skypilot.install=[\"pip install git+https://...\"]', or cluster.image=IMAGE, which has it"
+        raise ConfigError(what, where=where, found="[]", hint=hint)
     job = job.starting_in(options.mount)
     cluster = job.cluster
     submit = f"sky jobs launch {job.shell_path}"

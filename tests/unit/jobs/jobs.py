@@ -32,7 +32,11 @@ NEEDED = {
         "cluster.kubernetes.kind=trainjob",
     ),
     "ray": (),
-    "skypilot": ("cluster.skypilot.volume=runs", "cluster.skypilot.accelerator=H100"),
+    "skypilot": (
+        "cluster.skypilot.volume=runs",
+        "cluster.skypilot.accelerator=H100",
+        'cluster.skypilot.install=["pip install ."]',
+    ),
     "parallelcluster": (
         "cluster.aws.region=us-east-1",
         "cluster.aws.subnet=subnet-0123abcd",

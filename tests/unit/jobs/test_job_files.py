@@ -14,6 +14,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 
+from hfdist.errors import ConfigError
 from hfdist.records import read_run
 from tests.unit.jobs.jobs import HOSTILE, NEEDED, RUN, job_of, leave, make, run_script, shell_of
 
@@ -172,3 +173,10 @@ def test_a_ray_program_holds_literals_only(tmp_path):
     assert imported.module == "hfdist.jobs.on_ray"
     assert ast.literal_eval(assigned.value)["nodes"] == 2
     assert ast.unparse(guard.body) == "run_on_machines(**JOB)"
+
+
+def test_new_machines_must_get_hfdist(tmp_path):
+    with pytest.raises(ConfigError, match="no hfdist") as caught:
+        make("skypilot", *TWO, *NEEDED["skypilot"][:2], folder=tmp_path)
+    assert caught.value.where == "cluster.skypilot.install"
+    make("skypilot", *TWO, *NEEDED["skypilot"][:2], "cluster.image=image:1", folder=tmp_path)
