@@ -41,7 +41,7 @@ def test_a_write_that_was_cut_anywhere_is_done_again(tmp_path, corpus):
     killed = tmp_path / "killed"
     killed.mkdir()
     # Of a list of files that was under way.
-    (killed / f"files-{corpus.inventory.digest}.jsonl.x7").touch()
+    (killed / f"files-{corpus.inventory.digest}.jsonl.x7.tmp").touch()
     cuts = [(end, len(saved[1])) for end in range(len(saved[0]), len(whole[0]))]
     cuts += [(len(whole[0]), end) for end in range(len(saved[1]), len(whole[1]))]
     for records_end, rows_end in cuts:
