@@ -4,6 +4,7 @@ The extra `tests` installs all four; one that is missing is skipped.
 """
 
 import os
+import sys
 
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -58,6 +59,13 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trackio_is_imported_anew():
+    """It reads where its folder is when it is imported, as other tests do by trainers of TRL."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

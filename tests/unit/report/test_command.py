@@ -84,6 +84,8 @@ def test_ctrl_c_ends_a_page_that_is_served_without_torch(runs):
     code = "import sys; from hfdist.report.command import main; main(); print('torch' in sys.modules)"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "runs/first", "--live"],
+        # Tests that a shell runs behind itself have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env=os.environ | {"PYTHONPATH": str(CONF.parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
