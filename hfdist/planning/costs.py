@@ -1,0 +1,131 @@
+"""What a step of one rank holds, computes and sends: the values that traces and formulas give, and that time is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+
+class Phase(Enum):
+    """Parts of a step, in order."""
+
+    forward = "forward"
+    backward = "backward"
+    optimizer = "optimizer step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a rank holds at one moment, by what they are."""
+
+    weights: float = 0.0
+    """Parameters and buffers of the model, as this rank holds them between steps."""
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    """State of the optimizer, and master weights where it has any."""
+    activations: float = 0.0
+    """What the forward keeps for the backward, and what both need for a moment."""
+    buffers: float = 0.0
+    """Of the layout: gathered parameters, buckets, what travels."""
+    runtime: float = 0.0
+    """What the process holds without a model: on a GPU the context and libraries, on a CPU the interpreter too."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """The most that a rank holds in a step."""
+
+    rank: int
+    """The rank that holds most, among those that were looked at."""
+    phase: Phase
+    """When it is held."""
+    use: MemoryUse
+    low_bytes: float
+    high_bytes: float
+    """The range in which it will lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCosts:
+    """What some operations cost, on any device."""
+
+    flops: float = 0.0
+    """Of matrix products and attention in the type that `train.precision` computes in; a multiply-add counts two."""
+    moved_bytes: float = 0.0
+    """Read and written by all other operations."""
+    kernels: int = 0
+    """Calls of operations."""
+
+    def __add__(self, other: OpCosts) -> OpCosts:
+        return OpCosts(
+            flops=self.flops + other.flops,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            kernels=self.kernels + other.kernels,
+        )
+
+    def __mul__(self, factor: float) -> OpCosts:
+        return OpCosts(
+            flops=self.flops * factor, moved_bytes=self.moved_bytes * factor, kernels=round(self.kernels * factor)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Forward and backward of one micro batch in one stage of a pipeline; without one, in the whole model."""
+
+    forward: OpCosts
+    backward: OpCosts
+    """With what activation checkpointing computes again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisTraffic:
+    """What one rank sends along one axis of the mesh in a step."""
+
+    axis: str
+    """As `Topology` names it; `data` where ranks of all replicas take part."""
+    sent_bytes: float
+    """By one rank, as a ring or a pairwise exchange sends it: (n - 1) / n of the whole for a reduce-scatter."""
+    calls: int
+    """Number of collectives, or of messages."""
+    size: int
+    """Ranks of the axis."""
+    crosses_machines: bool
+    """Whether neighbours on the axis are on different machines."""
+    overlaps: Phase | None = None
+    """The phase beside which it can run; None: all wait for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCosts:
+    """All that a step of one rank costs."""
+
+    stages: tuple[StageCosts, ...]
+    """The stages that this rank runs, in their order; one without a pipeline."""
+    optimizer: OpCosts
+    traffic: tuple[AxisTraffic, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, of the rank that takes longest."""
+
+    compute: float
+    """Forward, backward and the optimizer's step."""
+    bubble: float = 0.0
+    """In which a pipeline's rank waits for others."""
+    exposed: dict[str, float] = field(default_factory=dict)
+    """By axis: communication that no computation hides."""
+    low: float = 0.0
+    high: float = 0.0
+    """The range of `seconds`."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.compute + self.bubble + sum(self.exposed.values())

@@ -1,0 +1,60 @@
+"""A plan: what a run will need, as one value that is printed, written to plan.json and graded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will need in one layout on one hardware."""
+
+    layout: str
+    """As `Topology.describe` says it, with sharding and precision."""
+    hardware: str
+    processes: int
+    memory: PeakMemory
+    usable_bytes: float
+    """Of one device, or of the share of the host's memory that a process has."""
+    flops_per_step: float
+    """Of all ranks, by the formula that MFU counts (models/flops.py)."""
+    time: StepTime
+    tokens_per_step: int
+    mfu: float | None
+    traffic: tuple[AxisTraffic, ...]
+    max_steps: int | None
+    cost: float | None = None
+    currency: str = "USD"
+    kwh: float | None = None
+    """Of the whole run."""
+    binds: str = "compute"
+    """What a step's time or the layout is bound by: `memory`, `compute` or `link`."""
+    advice: str | None = None
+    """The one change that would help most, with its override."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the worst rank is enough."""
+        return self.memory.use.total <= self.usable_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens_per_step / self.time.seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole run."""
+        return None if self.max_steps is None else self.max_steps * self.time.seconds / 3600
+
+    def to_json(self) -> dict[str, Any]:
+        """Give what plan.json holds."""
+        values = asdict(self)
+        values["memory"]["phase"] = self.memory.phase.value
+        for of_axis, one in zip(values["traffic"], self.traffic, strict=True):
+            of_axis["overlaps"] = None if one.overlaps is None else one.overlaps.value
+        derived = {"fits": self.fits, "tokens_per_second": self.tokens_per_second, "hours": self.hours}
+        return values | derived
