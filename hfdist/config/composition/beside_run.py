@@ -1,0 +1,123 @@
+"""A group of keys beside a run's config, as `cluster.*` and `plan.*`: a dataclass, files with values, and overrides.
+
+It is no part of the run's config: the same run goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hfdist.config.checks.urls import refuse_secrets
+from hfdist.config.composition.files import display, read_config_text
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.schema import Key, flatten, keys_of
+from hfdist.errors import ConfigError, first_line, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GroupBesideRun(Generic[T]):
+    """Such a group."""
+
+    name: str
+    kind: type[T]
+    """The dataclass of its values."""
+
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        return f"{self.name}."
+
+    @cached_property
+    def keys(self) -> Mapping[str, Key]:
+        """Every key by its name, with the group's name before it."""
+        return {key.name: key for key in keys_of(self.kind, self.prefix)}
+
+    def compose(self, file: Path | None, overrides: Sequence[str]) -> T:
+        """Merge a file and overrides over the defaults, and check each value; ConfigError: the first mistake."""
+        config = OmegaConf.structured(self.kind)
+        content = {} if file is None else yaml.safe_load(read_config_text(file))
+        given = [
+            (f"{self.prefix}{key}", value, "" if file is None else display(file)) for key, value in content.items()
+        ]
+        given += [(*_parse(override), COMMAND_LINE) for override in overrides]
+        for key, value, place in given:
+            config = self._merge(config, key, value, place)
+        try:
+            values = OmegaConf.to_object(config)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=self.name) from error
+        assert isinstance(values, self.kind)
+        for key in self.keys:
+            self._check(key, values)
+        return values
+
+    def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
+        for name, _ in self._members(key, value):
+            if name not in self.keys:
+                hint = nearest(name, self.keys, "{}=...", cutoff=0.6)
+                section = self.keys.get(name.rpartition(".")[0])
+                known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
+                what, names = f"there is no key `{name}`", ", ".join(known)
+                raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
+        nested = value
+        for part in reversed(key.removeprefix(self.prefix).split(".")):
+            nested = {part: nested}
+        try:
+            return OmegaConf.merge(config, nested)
+        except OmegaConfBaseException as error:
+            what = f"this value does not fit: {first_line(error)}"
+            # A member of a free mapping is no key itself.
+            allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
+            raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+
+    def _members(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Give the keys that a value sets, each with its full name."""
+        known = self.keys.get(key)
+        if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
+            for name, item in value.items():
+                yield from self._members(f"{key}.{name}", item)
+        else:
+            # One member of a free mapping, as in cluster.environment.NCCL_DEBUG=INFO.
+            section = self.keys.get(key.rpartition(".")[0])
+            yield (section.name if section is not None and section.type == dict[str, str] else key), value
+
+    def _check(self, key: str, values: T) -> None:
+        known, value = self.keys[key], values
+        for part in key.removeprefix(self.prefix).split("."):
+            value = getattr(value, part)
+        if value is not None and known.limit is not None and not known.limit.accepts(value):
+            raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
+        # OmegaConf takes a list or a mapping in a list of texts.
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not all(isinstance(member, str) for member in members):
+            raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
+        # What a line of a file holds must not begin another.
+        for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
+            if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
+                what = f"a value of {self.name} is one line"
+                raise ConfigError(what, where=name, found=text, allowed="text without control characters")
+
+
+def _parse(override: str) -> tuple[str, Any]:
+    key, _, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
+            raise HydraException("only key=value")
+        refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
+        return parsed.key_or_group, parsed.value()
+    except HydraException as error:
+        what, hint = "this is not an override", f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
+        raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
