@@ -14,7 +14,7 @@ from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import GROUP, ClusterConfig, compose_cluster
+from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
 from hfdist.jobs.kubernetes import write_kubernetes
 from hfdist.jobs.parallelcluster import write_parallelcluster
@@ -55,7 +55,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     Returns:
         The target, and the job.
     """
-    line = read_line(arguments, GROUP, ("to", "cluster", "out"))
+    line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
     target = choose("to", line.own.get("to"), tuple(TARGETS))
     config = line.compose()
     of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
@@ -95,7 +95,7 @@ main = word_command(
     _HELP.format(
         targets=" | ".join(TARGETS),
         meanings=MEANINGS,
-        clusters=", ".join(list_options(shipped_folder(), GROUP.name)),
+        clusters=", ".join(list_options(shipped_folder(), GROUP)),
     ),
     _write,
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
 from hfdist.config.cli.words import find_run
-from hfdist.config.composition.beside_run import GroupBesideRun
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
@@ -62,13 +60,19 @@ class LineAboutRun:
 
 
 def read_line(
-    arguments: Sequence[str], group: GroupBesideRun[Any], words: Sequence[str] = (), *, flags: Sequence[str] = ()
+    arguments: Sequence[str],
+    group: str,
+    keys: Container[str],
+    words: Sequence[str] = (),
+    *,
+    flags: Sequence[str] = (),
 ) -> LineAboutRun:
     """Divide a command line.
 
     Args:
         arguments: behind the command.
-        group: of the command.
+        group: of the command: what its keys begin with.
+        keys: of that group, by their full names.
         words: keys of the command's own, beside `recipe` and `run`.
         flags: of the command's own, without values.
 
@@ -76,7 +80,7 @@ def read_line(
         ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
             or two configs.
     """
-    own, of_group, of_run = _divide(arguments, group, (*_OF_RUN, *words))
+    own, of_group, of_run = _divide(arguments, group, keys, (*_OF_RUN, *words))
     recipe = choose("recipe", own.pop("recipe", RECIPES[0]), RECIPES)
     given, overrides = _split_flags(of_run, (OFFLINE_FLAG, *flags))
     if "run" in own:
@@ -97,7 +101,7 @@ def choose(key: str, value: str | None, known: Sequence[str]) -> str:
 
 
 def _divide(
-    arguments: Sequence[str], group: GroupBesideRun[Any], words: Sequence[str]
+    arguments: Sequence[str], group: str, keys: Container[str], words: Sequence[str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
     own: dict[str, str] = {}
     of_group: list[str] = []
@@ -109,11 +113,11 @@ def _divide(
                 what = "this is given twice" if name in own else "a value is missing"
                 raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
             own[name] = value
-        elif f"{group.prefix}{name}" in group.keys:
-            what, hint = f"keys of the {group.name} begin with its name", f"{group.prefix}{argument}"
+        elif f"{group}.{name}" in keys:
+            what, hint = f"keys of the {group} begin with its name", f"{group}.{argument}"
             raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=hint)
         else:
-            (of_group if name.startswith(group.prefix) else of_run).append(argument)
+            (of_group if name.startswith(f"{group}.") else of_run).append(argument)
     return own, of_group, of_run
 
 

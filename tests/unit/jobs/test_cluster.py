@@ -13,7 +13,7 @@ import yaml
 
 from hfdist.config.cli.about_run import RECIPES
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import GROUP, ClusterConfig, compose_cluster
+from hfdist.jobs.cluster import ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.command import TARGETS, parse_job, write_job
 from hfdist.records import METRICS, Event, add_event
 from tests.unit.config.shipped import CONF
@@ -32,7 +32,7 @@ def refused(*arguments):
 def test_the_default_file_lists_each_key_with_its_default_and_a_comment():
     def leaves(values, name="cluster"):
         for key, value in values.items():
-            is_section = isinstance(value, dict) and f"{name}.{key}" + "." in " ".join(GROUP.keys)
+            is_section = isinstance(value, dict) and f"{name}.{key}" + "." in " ".join(cluster_keys())
             yield from leaves(value, f"{name}.{key}") if is_section else [(f"{name}.{key}", value)]
 
     plain = json.loads(json.dumps(asdict(ClusterConfig()), default=lambda member: member.name))
