@@ -35,8 +35,7 @@ class Section:
     def compose(self, path: Path, overrides: Sequence[str] = ()) -> Any:
         """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
         config = OmegaConf.structured(self._kind)
-        content = yaml.safe_load(read_config_text(path))
-        given = [(f"{self._prefix}{key}", value, display(path)) for key, value in content.items()]
+        given = [(f"{self._prefix}{key}", value, display(path)) for key, value in self.read(path).items()]
         given += [(*_parse(override), COMMAND_LINE) for override in overrides]
         for key, value, place in given:
             config = self._merge(config, key, value, place)
@@ -46,6 +45,11 @@ class Section:
             raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=self._group) from error
         self._check(values)
         return values
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Give what a file holds, its values unchecked; ConfigError: see `read_config_text`."""
+        content: dict[str, Any] = yaml.safe_load(read_config_text(path))
+        return content
 
     def options(self, own: Path | None = None) -> dict[str, Path]:
         """Give the files of the folder by name; those of a folder of the user's own, laid out as `conf/`, win."""
