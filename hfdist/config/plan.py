@@ -1,7 +1,7 @@
 """`plan.*`: for which hardware and how many processes `hfdist plan` works, and what it looks for.
 
-The comments of conf/plan/default.yaml say what each key means. A plan's keys are no part of a run's config: the same run
-is planned for many machines.
+The comments of conf/plan/default.yaml say what each key means. A plan's keys are no part of a run's config: the same
+run is planned for many machines.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import Enum
 
 from hfdist.config.composition.files import shipped_folder
 from hfdist.config.composition.section import Section
+from hfdist.config.hardware import CPU
 from hfdist.config.ranges import limited
 from hfdist.errors import ConfigError
 
@@ -50,7 +51,7 @@ def compose_plan(overrides: Sequence[str]) -> PlanConfig:
     if plan.find is not None and plan.processes is not None:
         what, hint = "the number of processes is what is to be found", "leave plan.processes out"
         raise ConfigError(what, where="plan.processes", found=plan.processes, allowed="null", hint=hint)
-    if plan.calibrate and plan.hardware is not None:
+    if plan.calibrate and plan.hardware not in (None, CPU):
         what, hint = "only the hardware at hand can be measured", "leave plan.hardware out, or plan.calibrate=false"
         raise ConfigError(what, where="plan.calibrate", found="true, with plan.hardware", hint=hint)
     return plan

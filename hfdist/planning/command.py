@@ -12,7 +12,7 @@ from hfdist.config.checks.preflight import check_model_paths, plan_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.cli.words import word_command
-from hfdist.config.hardware import Hardware, read_hardware
+from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.plan import DEFAULTS, GROUP, SECTION, PlanConfig, compose_plan
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -58,7 +58,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     line = read_line(arguments, GROUP, SECTION.keys, flags=(JSON_FLAG,))
     plan, config = compose_plan(line.of_group), line.compose()
     of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
-    is_named = plan.hardware is not None and plan.hardware != "cpu"
+    is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
     if (launched := read_launcher().world_size) > 1:
@@ -68,9 +68,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     if processes is not None and not plan.search:
         _check_layout(config, processes)
     as_json = JSON_FLAG in line.flags
-    return PlanRequest(
-        line=line, config=config, plan=plan, hardware=hardware, processes=processes, as_json=as_json
-    )
+    return PlanRequest(line=line, config=config, plan=plan, hardware=hardware, processes=processes, as_json=as_json)
 
 
 def _asked_processes(config: RunConfig, hardware: Hardware | None) -> int:
@@ -90,7 +88,9 @@ def _check_layout(config: RunConfig, processes: int) -> None:
     except ConfigError as error:
         if error.where in ("strategy", "strategy.data"):
             # Its own hint says how processes are started.
-            error.hint = "another plan.processes, another layout such as strategy=fsdp2, or plan.search=true"
+            degrees = config.strategy.degrees
+            fewest = (degrees.data or degrees.min_data) * degrees.model
+            error.hint = f"plan.processes={fewest}, or plan.search=true for other layouts"
         raise
 
 
@@ -117,6 +117,4 @@ def _describe_keys() -> str:
     return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
 
 
-main = word_command(
-    _HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan
-)
+main = word_command(_HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)

@@ -12,25 +12,18 @@ from hfdist.planning.plan import Plan
 GRADES = "grades.jsonl"
 """One line a run, in hfdist's cache folder."""
 SCHEMA = 1
+PEAK, STEP = "peak memory", "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """Bytes that one rank holds, as they are."""
 
-    weights: float
-    gradients: float
-    """Before the optimizer's step."""
-    optimizer: float
-    runtime: float
-    """Before the model was made."""
     peak: float
     """The most in all steps."""
-
-    @property
-    def activations(self) -> float:
-        """What is left of the peak: activations and what the layout keeps for a moment."""
-        return max(self.peak - self.weights - self.gradients - self.optimizer - self.runtime, 0.0)
+    parts: Mapping[str, float]
+    """Of fields of `MemoryUse`, those that can be told apart: what a layout keeps inside itself is in the rest. Without
+    `runtime`, the peak does not hold it either."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +37,11 @@ class Measured:
     step_seconds: float | None = None
     """The median of steady steps."""
     steps: int = 0
-    """Number of steps that it is the median of."""
+    """That this start has done."""
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
     """Of one rank in a step, by axis."""
     cost: float | None = None
-    """Of the steps alone, for the whole run; so is `kwh`."""
+    """Of this start, with what it did besides steps; so is `kwh`."""
     kwh: float | None = None
 
 
@@ -79,24 +72,26 @@ def grade_to_json(plan: Plan, measured: Measured) -> dict[str, Any]:
     return head | {"rank": measured.rank, "steps": measured.steps, "items": items}
 
 
-def worst_items(plan: Plan, measured: Measured) -> str:
+def headline(plan: Plan, measured: Measured) -> str:
     """Say in one line how the plan did: the peak and the seconds of a step."""
-    shown = [item for item in grade(plan, measured) if item.name in ("peak memory", "step") and item.error is not None]
+    shown = [item for item in grade(plan, measured) if item.name in (PEAK, STEP) and item.error is not None]
     return ", ".join(f"{item.name} {item.error:+.0%}" for item in shown)
 
 
 def _memory(plan: Plan, measured: Measured) -> Iterator[Item]:
-    held, planned = measured.held, plan.memory.use
+    held = measured.held
     if held is None:
         return
-    yield Item(name="peak memory", unit="bytes", predicted=planned.total, measured=held.peak)
-    of_activations = planned.activations + planned.buffers
-    for name, value in uses(planned):
-        if name == "activations":
-            label = "activations and buffers"
-            yield Item(name=label, unit="bytes", predicted=of_activations, measured=held.activations)
-        elif name != "buffers":
-            yield Item(name=name, unit="bytes", predicted=value, measured=getattr(held, name))
+    planned = dict(uses(plan.memory.use))
+    if "runtime" not in held.parts:
+        del planned["runtime"]
+    yield Item(name=PEAK, unit="bytes", predicted=sum(planned.values()), measured=held.peak)
+    for name in [name for name in planned if name in held.parts]:
+        yield Item(name=name, unit="bytes", predicted=planned[name], measured=held.parts[name])
+    rest = [name for name in planned if name not in held.parts]
+    measured_rest = max(held.peak - sum(held.parts.values()), 0.0)
+    predicted_rest = sum(planned[name] for name in rest)
+    yield Item(name=" and ".join(rest), unit="bytes", predicted=predicted_rest, measured=measured_rest)
 
 
 def _time(plan: Plan, measured: Measured) -> Iterator[Item]:
@@ -104,7 +99,7 @@ def _time(plan: Plan, measured: Measured) -> Iterator[Item]:
     if seconds is None:
         return
     speed, flops = plan.tokens_per_step / seconds, plan.flops_per_step / seconds
-    yield Item(name="step", unit="seconds", predicted=plan.time.seconds, measured=seconds)
+    yield Item(name=STEP, unit="seconds", predicted=plan.time.seconds, measured=seconds)
     yield Item(name="speed", unit="tokens a second", predicted=plan.tokens_per_second, measured=speed)
     planned_flops = plan.flops_per_step / plan.time.seconds
     yield Item(name="computing", unit="FLOPs a second", predicted=planned_flops, measured=flops)
@@ -116,15 +111,16 @@ def _traffic(plan: Plan, measured: Measured) -> Iterator[Item]:
     planned: dict[str, float] = {}
     for one in plan.traffic:
         planned[one.axis] = planned.get(one.axis, 0.0) + one.sent_bytes
-    for axis in planned.keys() & measured.sent_bytes.keys():
+    for axis in [axis for axis in planned if axis in measured.sent_bytes]:
         sent = measured.sent_bytes[axis]
         yield Item(name=f"sent along {axis}", unit="bytes", predicted=planned[axis], measured=sent)
 
 
 def _used(plan: Plan, measured: Measured) -> Iterator[Item]:
+    share = measured.steps / plan.max_steps if plan.max_steps else 0.0
     for name, unit, planned, used in (
         ("cost", plan.currency, plan.cost, measured.cost),
         ("energy", "kWh", plan.kwh, measured.kwh),
     ):
-        if planned is not None and used is not None:
-            yield Item(name=name, unit=unit, predicted=planned, measured=used)
+        if planned is not None and used is not None and share > 0:
+            yield Item(name=name, unit=unit, predicted=planned * share, measured=used)

@@ -22,6 +22,7 @@ from hfdist.optim.probe import Reach, moving_options
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
+from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -155,6 +156,17 @@ class ZeroEngine(Engine):
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
+
+    def held_bytes(self, device: torch.device) -> dict[str, int]:
+        """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""
+        zero = self._engine.optimizer
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self.model.parameters()]
+        in_weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
+        return {
+            "weights": storage_bytes([*weights, *self.model.buffers()], device),
+            "optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device),
+        }
 
     def extra_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""
