@@ -1,37 +1,23 @@
 """What a rank sends in a step, in closed form from a few sizes: the parts from which each Strategy puts its own together.
 
-A ring of n ranks sends 2 (n-1)/n of a tensor for an all-reduce, and (n-1)/n of the whole for a gather, a reduce-scatter
-and an exchange.
+Axes have the names that `sent_bytes.axis_of` gives to what was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Any
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import ContextMethod, StrategyConfig
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
 DATA, SHARD, REPLICATE = "data", "shard", "replicate"
 """Axes of gradients and state: all ranks with other tokens, those that share state, and those with the same shares."""
+FORWARD, BACKWARD = "forward", "backward"
 _DDP_BUCKET_BYTES = 25 * 2**20
-
-
-class Collective(Enum):
-    """How bytes travel, and the bytes that a rank sends for each of the whole, times n / (n - 1)."""
-
-    all_reduce = "all-reduce"
-    all_gather = "all-gather"
-    reduce_scatter = "reduce-scatter"
-    all_to_all = "all-to-all"
-    send = "send"
-
-    def sent(self, whole_bytes: float, num_ranks: int) -> float:
-        """Give what one rank of a ring sends."""
-        share = (num_ranks - 1) / num_ranks
-        return whole_bytes * {Collective.all_reduce: 2 * share, Collective.send: 1.0}.get(self, share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +25,8 @@ class Sent:
     """What one rank sends in a step."""
 
     axis: str
-    kind: Collective
+    kind: str
+    """Of the collective, as in `sent_bytes`."""
     size: int
     """Ranks that take part."""
     stride: int
@@ -84,6 +71,7 @@ class StepSizes:
     """Width of all heads together."""
     keys: int
     """That of the heads of keys, and of values."""
+    head_size: int
     embedding: int = 0
     """Of the input embedding."""
     is_tied: bool = False
@@ -142,27 +130,59 @@ class Axes:
         return self.sizes.experts / self.topology.expert * self.stages_share
 
     def reduce(
-        self, kind: Collective, axis: str, num_elements: float, *, calls: float, is_gradient: bool = True, **how: object
+        self,
+        kind: str,
+        axis: str,
+        num_elements: float,
+        *,
+        calls: float,
+        is_gradient: bool = True,
+        of_experts: bool = False,
+        **how: Any,
     ) -> Iterator[Sent]:
         """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
         topology = self.topology
+        # Ranks with the same experts are so far apart.
+        apart = topology.expert if of_experts else 1
         size, stride = {
-            DATA: (topology.data * topology.context, topology.tensor),
-            SHARD: (topology.shard * topology.context, topology.tensor),
+            DATA: (topology.data * topology.context // apart, topology.tensor * apart),
+            SHARD: (topology.shard * topology.context // apart, topology.tensor * apart),
             REPLICATE: (topology.replicate, topology.shard * topology.context * topology.tensor),
         }[axis]
+        # Without replicas what is sharded is sharded over all data ranks.
+        axis = DATA if topology.replicate == 1 else axis
         num_elements *= self.sizes.trained_share if is_gradient else 1
         yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **how)
 
     def average_gradients(self, *, hidden_by: str | None = None) -> Iterator[Sent]:
         """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
-        held_bytes = self.held() * self.sizes.weight_bytes
-        calls = max(1, round(held_bytes / _DDP_BUCKET_BYTES))
-        yield from self.reduce(Collective.all_reduce, DATA, self.held(), calls=calls, hidden_by=hidden_by)
-        experts = self.held_experts() * self.sizes.trained_share * self.sizes.weight_bytes
-        size = self.topology.data * self.topology.context // self.topology.expert
-        stride = self.topology.tensor * self.topology.context * self.topology.expert
-        yield from self._send(Collective.all_reduce, DATA, size, stride, experts, 1)
+        calls = max(1, round(self.held() * self.sizes.weight_bytes / _DDP_BUCKET_BYTES))
+        yield from self.reduce(ALL_REDUCE, DATA, self.held(), calls=calls, hidden_by=hidden_by)
+        yield from self.reduce(ALL_REDUCE, DATA, self.held_experts(), calls=1, of_experts=True)
+
+    def shard_weights(self, *, again: float, microbatches: int, begins: str | None, ends: str | None) -> Iterator[Sent]:
+        """FSDP2: gathers weights, reduces gradients to shards, and averages these over replicas.
+
+        Args:
+            again: share of the weights that is gathered again for each backward.
+            microbatches: for each of which this is done.
+            begins, ends: phases beside which gathers of the forward and reductions run.
+        """
+        sizes, topology = self.sizes, self.topology
+        calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
+        exchange = REDUCE_SCATTER if sizes.is_gpu else ALL_TO_ALL
+        for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
+            how = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
+            weights = held * microbatches
+            yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=begins, **how)
+            yield from self.reduce(ALL_GATHER, SHARD, weights * again, is_gradient=False, hidden_by=BACKWARD, **how)
+            yield from self.reduce(exchange, SHARD, weights, hidden_by=ends, **how)
+            shards = topology.shard * topology.context // (topology.expert if of_experts else 1)
+            # Once in a step.
+            calls_of_replicas = calls / microbatches
+            yield from self.reduce(
+                ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
+            )
 
     def model_axes(self) -> Iterator[Sent]:
         """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
@@ -179,15 +199,15 @@ class Axes:
         if of_plan.embedded:
             # What is looked up; of the loss in chunks the gradient by the last states, and four numbers for each row.
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
-        yield from add(Collective.all_reduce, summed, calls * (sizes.forwards + 1))
-        yield from add(Collective.all_gather, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
+        yield from add(ALL_REDUCE, summed, calls * (sizes.forwards + 1))
+        yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
         # Of what is whole on each rank: the gradients, or FSDP2's shards of them.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
         if self.config.sharding.value == "fsdp2":
             whole /= self.topology.shard * self.topology.context
-        yield from add(Collective.all_reduce, whole * sizes.weight_bytes, 1)
+        yield from add(ALL_REDUCE, whole * sizes.weight_bytes, 1)
 
-    def _on_tensor(self, kind: Collective, num_bytes: float, calls: float) -> Iterator[Sent]:
+    def _on_tensor(self, kind: str, num_bytes: float, calls: float) -> Iterator[Sent]:
         return self._send(kind, "tensor", self.topology.tensor, 1, num_bytes, calls)
 
     def _context(self) -> Iterator[Sent]:
@@ -195,18 +215,18 @@ class Axes:
         own_tokens = self.tokens * self.stages_share / topology.tensor
         item_bytes, calls = sizes.compute_bytes, sizes.num_blocks * self.batch.num_microbatches * self.stages_share
 
-        def add(kind: Collective, num_elements: float, num_calls: float) -> Iterator[Sent]:
+        def add(kind: str, num_elements: float, num_calls: float) -> Iterator[Sent]:
             size, num_bytes = topology.context, num_elements * item_bytes
             return self._send(kind, "context", size, topology.tensor, num_bytes, num_calls * calls)
 
         if self.gathers_keys:
             keys = 2 * own_tokens * topology.context * sizes.keys * sizes.num_blocks
-            yield from add(Collective.all_gather, keys * sizes.forwards, 2 * sizes.forwards)
-            yield from add(Collective.reduce_scatter, keys, 2)
+            yield from add(ALL_GATHER, keys * sizes.forwards, 2 * sizes.forwards)
+            yield from add(REDUCE_SCATTER, keys, 2)
         else:
             # Queries, keys, values and outputs.
             states = own_tokens * 2 * (sizes.queries + sizes.keys) * sizes.num_blocks
-            yield from add(Collective.all_to_all, states * (sizes.forwards + 1), 4 * (sizes.forwards + 1))
+            yield from add(ALL_TO_ALL, states * (sizes.forwards + 1), 4 * (sizes.forwards + 1))
 
     @property
     def gathers_keys(self) -> bool:
@@ -225,7 +245,7 @@ class Axes:
         calls = times * self.batch.num_microbatches * self.stages_share
         stride = topology.tensor * topology.context
         num_bytes = routed * times * sizes.compute_bytes
-        yield from self._send(Collective.all_to_all, "expert", topology.expert, stride, num_bytes, calls)
+        yield from self._send(ALL_TO_ALL, "expert", topology.expert, stride, num_bytes, calls)
 
     def _pipeline(self) -> Iterator[Sent]:
         topology, sizes = self.topology, self.sizes
@@ -233,14 +253,14 @@ class Axes:
         crossed = self._crossed_boundaries()
         num_bytes = crossed * self.tokens * sizes.hidden * sizes.weight_bytes
         calls = crossed * self.batch.num_microbatches
-        yield from self._send(Collective.send, "pipeline", topology.pipeline, stride, num_bytes, calls)
+        yield from self._send(SEND, "pipeline", topology.pipeline, stride, num_bytes, calls)
         if sizes.is_tied:
             # The first and the last rank give it one gradient.
             shared = sizes.embedding * sizes.trained_share * sizes.weight_bytes
             if sizes.tensor.embedded:
                 shared /= topology.tensor
             size = min(2, topology.pipeline) if self._ends_on_other_rank() else 1
-            yield from self._send(Collective.all_reduce, "pipeline", size, stride * (topology.pipeline - 1), shared, 1)
+            yield from self._send(ALL_REDUCE, "pipeline", size, stride * (topology.pipeline - 1), shared, 1)
 
     def _crossed_boundaries(self) -> int:
         """Messages for each micro batch of the rank that sends most: outputs to the next stage, gradients back."""
@@ -264,8 +284,8 @@ class Axes:
 
     @staticmethod
     def _send(
-        kind: Collective, axis: str, size: int, stride: int, whole_bytes: float, calls: float, **how: object
+        kind: str, axis: str, size: int, stride: int, whole_bytes: float, calls: float, **how: Any
     ) -> Iterator[Sent]:
         if size > 1 and whole_bytes > 0:
-            sent = kind.sent(whole_bytes, size)
-            yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **how)  # type: ignore[arg-type]
+            sent = ring_bytes(kind, whole_bytes, size)
+            yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **how)
