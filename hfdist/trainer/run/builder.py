@@ -73,8 +73,8 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
-from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.logs import set_up_logging
+from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
@@ -239,7 +239,9 @@ class Run:
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
         if self._own_plan is not None:
-            self.plan = take_plan(self._own_plan, runtime_bytes=self._runtime_bytes, max_steps=arguments.max_steps)
+            self.plan = take_plan(
+                self._own_plan, config, runtime_bytes=self._runtime_bytes, max_steps=arguments.max_steps
+            )
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
