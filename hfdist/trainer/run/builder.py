@@ -181,7 +181,6 @@ class Run:
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
-        self._runtime_bytes = runtime_bytes(self.arguments.device)
 
     def build_model(self) -> None:
         """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
@@ -238,10 +237,9 @@ class Run:
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
+        runtime = runtime_bytes(trainer.engine, arguments.device) if config.report.plan else None
         if self._own_plan is not None:
-            self.plan = take_plan(
-                self._own_plan, config, runtime_bytes=self._runtime_bytes, max_steps=arguments.max_steps
-            )
+            self.plan = take_plan(self._own_plan, config, runtime_bytes=runtime, max_steps=arguments.max_steps)
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
@@ -251,9 +249,7 @@ class Run:
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
             trainer.add_callback(
-                PlanGrader(
-                    self.plan, run_dir, trainer.engine, runtime_bytes=self._runtime_bytes, recorder=self._recorder
-                )
+                PlanGrader(self.plan, run_dir, trainer.engine, runtime_bytes=runtime, recorder=self._recorder)
             )
         self.trainer = trainer
 

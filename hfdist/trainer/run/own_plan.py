@@ -28,6 +28,7 @@ from hfdist.planning.hardware import find_hardware
 from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_runtime, with_steps
 from hfdist.planning.plan import Plan
+from hfdist.strategies.base import Engine
 from hfdist.topology import Topology, read_launcher
 
 logger = logging.getLogger(__name__)
@@ -120,9 +121,14 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
     return plan
 
 
-def runtime_bytes(device: torch.device) -> int | None:
-    """Give what this process holds now; None: what is measured on its device does not hold that, as on a GPU."""
-    return None if device.type == "cuda" else psutil.Process().memory_info().rss
+def runtime_bytes(engine: Engine | None, device: torch.device) -> int | None:
+    """Give what this process holds besides weights; None: what is measured on its device has no part of that.
+
+    Call it once all is built and before the first step, since libraries are imported until then.
+    """
+    if device.type == "cuda" or engine is None:
+        return None
+    return psutil.Process().memory_info().rss - engine.held_bytes(device)["weights"]
 
 
 def _make(make: Callable[[], Made], sender: int) -> None:
