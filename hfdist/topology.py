@@ -110,6 +110,13 @@ class Topology:
             sizes["shard"] = [("expert_shard", self.shard // self.expert), ("expert", self.expert)]
         return dict(size for of_axis in sizes.values() for size in of_axis)
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Give the place of any rank along each axis of `mesh_shape`."""
+        places = {}
+        for axis, size in reversed(self.mesh_shape.items()):
+            rank, places[axis] = divmod(rank, size)
+        return places
+
     @property
     def data_size(self) -> int:
         """Number of shares into which each global batch is divided."""

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, counted at the sockets: what gloo has really sent, beside what hfdist/sent_bytes.py counts."""
+"""Bytes that a rank has really sent, by its sockets: beside what hfdist/sent_bytes.py counts at the collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-
 
 _TCP_INFO_BYTES, _NOT_SENT, _BYTES_SENT = 256, 144, 200
 """Size of the kernel's `struct tcp_info`, and where `tcpi_notsent_bytes` and `tcpi_bytes_sent` are in it.
@@ -40,4 +39,3 @@ def _sent_bytes(descriptor: int) -> int:
         # A busy machine acknowledges late, and the kernel then sends again, even on the loopback: no rank asked for it.
         # A collective is over for a rank once the kernel has its bytes: a peer that reads late leaves some unsent.
         return int(sent - sent_again + waiting)
-

@@ -77,6 +77,7 @@ from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
+from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
@@ -285,6 +286,7 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
     """Add what watches the training itself; `recorder` is on rank 0."""
     run_dir, report = Path(config.run.dir), config.report
     assert trainer.engine is not None
+    assert trainer.strategy is not None
     if report.timeline:
         trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
     if recorder is not None and report.alerts:
@@ -293,6 +295,7 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
         trainer.add_callback(alerts)
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+    trainer.add_callback(Traffic(trainer.strategy.topology, recorder, trainer.log))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
 
