@@ -313,9 +313,8 @@ class Audit:
                 times = np.zeros(num_documents, dtype=np.uint8)
                 for lane in range(self._lanes):
                     times[order.documents(epoch, lane) - pool.first_document] += 1
-                self.discrepancies.add_documents(
-                    Discrepancy.unplanned, pool.first_document + np.flatnonzero(times != 1), ""
-                )
+                documents = pool.first_document + np.flatnonzero(times != 1)
+                self.discrepancies.add_documents(Discrepancy.unplanned, documents, "")
 
 
 class _LaneSequences:
