@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run, plan_run
-from hfdist.config.cli.words import find_run, word_command
+from hfdist.config.cli.arguments import as_command, find_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
@@ -104,7 +104,7 @@ def _write(arguments: list[str]) -> None:
     write_job(*parse_job(arguments))
 
 
-main = word_command(
+main = as_command(
     _HELP.format(
         targets=" | ".join(TARGETS),
         recipes=" | ".join(RECIPES),

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfdist.records import RUN_FILE, State
+from hfdist.records import RUN_FILE, Event, State
 from hfdist.report import history, rank_words
 from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import count, duration, escaped, escaped_lines, instant, number, share, short, size, wide_table
+from hfdist.report.text import (
+    count,
+    duration,
+    energy_unit,
+    escaped,
+    escaped_lines,
+    instant,
+    number,
+    share,
+    short,
+    size,
+    wide_table,
+)
 
 _SILENT_SECONDS = 180.0
 _MOST_SAVES = 12
@@ -58,8 +70,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
         if recent:
             found.append((name, form(sum(recent) / len(recent))))
     if record is not None:
-        spent = (number(record.seconds) or 0.0) + (number(record.earlier_seconds) or 0.0)
-        found.append(("duration", duration(spent)))
+        found.append(("duration", duration(number(record.total("seconds")) or 0.0)))
         if record.state is State.running and (left := _seconds_left(run)) is not None:
             found.append(("left", f"about {duration(left)}"))
     return found + _energy(run)
@@ -91,13 +102,14 @@ def _energy(run: RunFiles) -> list[tuple[str, str]]:
         return []
     source = escaped(record.energy_source or "", 40)
     note = f" <small>{'an estimate' if source == 'estimate' else source}</small>"
-    for key, name, unit in (("energy_kwh", "energy", "Wh"), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
-        known = [value for which in ("", "earlier_") if (value := number(getattr(record, which + key))) is not None]
-        total = sum(known)
+    for key, name, unit in (("energy_kwh", "energy", ""), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
+        total = number(record.total(key))
+        if total is None:
+            continue
         if key == "energy_kwh":
-            total, unit = (total, f"kWh{note}") if total >= 1 else (1e3 * total, f"Wh{note}")
-        if known:
-            found.append((name, f"{short(total)} {unit}"))
+            scale, unit = energy_unit(total)
+            total, unit = scale * total, unit + note
+        found.append((name, f"{short(total)} {unit}"))
     return found
 
 
@@ -121,12 +133,12 @@ def findings(run: RunFiles) -> str:
     texts, wait = [*slow], rank_words.data_wait(run)
     if wait > _DATA_SHARE:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
-    for name, words in (("skip", "skipped step"), ("rollback", "rollback"), ("lost_rank", "lost rank")):
-        if own := events_of(run, name):
-            texts.append(f"{count(len(own), words)}; the last: {history.kind_of(own[-1]).words(own[-1])}")
+    for kind, words in ((Event.skip, "skipped step"), (Event.rollback, "rollback"), (Event.lost_rank, "lost rank")):
+        if own := events_of(run, kind):
+            texts.append(f"{count(len(own), words)}; the last: {history.style_of(own[-1]).words(own[-1])}")
     # What is said above for the whole run, an alert has told of some of its steps.
-    alerts = [event for event in events_of(run, "alert") if not (slow and event.get("kind") == "slow_rank")]
-    texts += [history.kind_of(event).words(event) for event in alerts[-3:]]
+    alerts = [event for event in events_of(run, Event.alert) if not (slow and event.get("kind") == "slow_rank")]
+    texts += [history.style_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:
         texts.append(f"{len(alerts) - 3} earlier alerts: see the events")
     known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
@@ -140,7 +152,7 @@ def findings(run: RunFiles) -> str:
 
 
 def _stall_share(run: RunFiles) -> float:
-    stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, "save"))
+    stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, Event.save))
     trained = run.seconds[-1] if run.seconds else 0.0
     return stalls / (stalls + trained) if trained > 0 else 0.0
 
@@ -159,7 +171,7 @@ def pipeline(run: RunFiles) -> str:
 
 def checkpoints(run: RunFiles) -> str:
     """Give what saves took."""
-    saves = events_of(run, "save")
+    saves = events_of(run, Event.save)
     if not saves:
         return ""
     totals = {key: [number(e.get(key)) or 0.0 for e in saves] for key in ("seconds", "stall_seconds", "bytes")}

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from hfdist.report import curves
 from hfdist.report.drawing.axis import linear, logarithmic
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import RunFiles
@@ -288,6 +289,16 @@ def test_energy_says_where_it_comes_from(tmp_path):
     words = " ".join(text_of(parts([run])["heads"]).split())
     assert "energy 3 kWh an estimate" in words
     assert "cost 4" in words
+
+
+def test_the_curve_of_energy_has_the_unit_of_the_head(tmp_path):
+    many, few = (
+        read(write_run(tmp_path / str(last), lines=map(training_line, range(1, last + 1)))) for last in (300, 30)
+    )
+    assert "kWh, all starts" in curves.small_charts([many])
+    drawn = curves.small_charts([few])
+    assert "<small>Wh, all starts" in drawn
+    assert "kWh, all starts" not in drawn
 
 
 @pytest.mark.parametrize(
