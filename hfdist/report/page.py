@@ -20,6 +20,7 @@ from hfdist.report.text import escaped
 _PARTS = (
     sections.ranks,
     sections.pipeline,
+    sections.traffic,
     sections.checkpoints,
     sections.events,
     sections.data,
