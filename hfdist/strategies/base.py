@@ -33,6 +33,7 @@ from hfdist.strategies.gradients import local_tensor, total_norm
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces
+from hfdist.strategies.traffic import BACKWARD, Axes, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
@@ -358,6 +359,17 @@ class Strategy(Partitioning):
     def agreed_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that the user sets, with the values that this layout was made with."""
         return {}
+
+    def traffic(self, sizes: StepSizes) -> list[Sent]:
+        """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
+        axes = Axes(self.topology, self.batch, self.config, sizes)
+        return [*axes.model_axes(), *self._state_traffic(axes)]
+
+    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
+        """Weights and gradients."""
+        # DDP reduces beside the last backward; where ranks share parameters, gradients wait for its end.
+        shares = self.topology.tensor * self.topology.expert > 1
+        return axes.average_gradients(hidden_by=None if shares else BACKWARD)
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
