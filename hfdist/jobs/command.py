@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hfdist.config.checks.preflight import check_offline, check_run, plan_run
 from hfdist.config.cli.about_run import MEANINGS, choose, read_line
-from hfdist.config.cli.words import word_command
+from hfdist.config.cli.arguments import as_command
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
@@ -91,7 +91,7 @@ def _write(arguments: list[str]) -> None:
     write_job(*parse_job(arguments))
 
 
-main = word_command(
+main = as_command(
     _HELP.format(
         targets=" | ".join(TARGETS),
         meanings=MEANINGS,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hfdist.config.checks.preflight import check_model_paths, plan_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
+from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline, quick_imports
-from hfdist.config.cli.words import word_command
 from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.plan import DEFAULTS, GROUP, SECTION, PlanConfig, compose_plan
 from hfdist.config.run import AUTO, RunConfig
@@ -117,4 +117,4 @@ def _describe_keys() -> str:
     return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
 
 
-main = word_command(_HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)
+main = as_command(_HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)

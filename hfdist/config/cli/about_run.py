@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.config.checks.preflight import OFFLINE_FLAG
-from hfdist.config.cli.words import find_run
+from hfdist.config.cli.arguments import find_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
