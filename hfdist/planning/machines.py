@@ -25,6 +25,8 @@ from hfdist.planning.search import Machines
 
 STEPS = "timed_steps.jsonl"
 """In hfdist's cache folder: a line a run, from which later plans learn."""
+_MOST_STEPS = 50
+"""Of which the last count: machines change."""
 _GIB = 2**30
 # Context, kernels and workspaces of CUDA, and buffers of NCCL. Not measured by hfdist.
 _RUNTIME_OF_GPU = 1.2 * _GIB
@@ -59,7 +61,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
         hardware=found,
         usable_bytes=usable,
         runtime_bytes=runtime,
-        calibration=calibrate(read_steps(cache_dir(config.data) / STEPS, found.name), found),
+        calibration=calibrate(read_steps(cache_dir(config.data) / STEPS, found.name)[-_MOST_STEPS:], found),
     )
 
 
