@@ -78,8 +78,7 @@ def measure_cpu(processes: int = 1) -> Hardware:
 
 def _measure() -> tuple[float, float, float, float, float, float]:
     """On each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation, bytes a
-    second to another rank and seconds of a small message.
-    """
+    second to another rank and seconds of a small message."""
     peaks = [_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16)]
     numbers = torch.ones(_COPIED_BYTES // 4)
     bandwidth = 2 * _COPIED_BYTES / _seconds(lambda: torch.neg(numbers, out=numbers))
