@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -153,7 +154,10 @@ def _make(make: Callable[[], Made], sender: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         try:
-            found: Made | str = make()
+            with warnings.catch_warnings():
+                # What libraries say to developers is said by the run itself.
+                warnings.simplefilter("ignore")
+                found: Made | str = make()
         except Exception as error:
             found = f"{type(error).__name__}: {first_line(error)}"
         rest = pickle.dumps(found)
