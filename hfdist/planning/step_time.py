@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfdist.config.hardware import Hardware
 from hfdist.config.train import Precision, TrainConfig
@@ -68,7 +69,7 @@ def step_parts(
     every = [costs] if isinstance(costs, RankCosts) else list(costs)
     whole = _time(every, strategy, _Clock(hardware, train, factors))
     # Each component alone, as all is linear in the factors but for what is hidden.
-    none = dict.fromkeys(COMPONENTS, 0.0)
+    none: dict[str, Any] = dict.fromkeys(COMPONENTS, 0.0)
     ideal = {}
     for name in COMPONENTS:
         without = _time(every, strategy, _Clock(hardware, train, replace(factors, **none | {name: 1.0})))
@@ -160,7 +161,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if len(costs.stages) and message > 0.0 or any(one.axis == _PIPELINE for one in costs.traffic):
+    if any(one.kind == SEND for one in costs.traffic):
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
@@ -173,9 +174,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     )
 
 
-def _exposed(
-    traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock
-) -> tuple[dict[str, float], float]:
+def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
     """Give the seconds that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}
