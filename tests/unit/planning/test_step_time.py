@@ -1,4 +1,4 @@
-"""Seconds of a step from costs, hardware and traffic: limits, what is hidden, schedules, and factors that are fitted."""
+"""Seconds of a step from costs, hardware and traffic: limits, what is hidden, schedules, and fitted factors."""
 
 import math
 from dataclasses import replace
