@@ -54,7 +54,8 @@ def step_time(
         train: says the precision, and whether blocks are computed again.
         factors: None: those of no calibration.
     """
-    return step_parts(costs, strategy, hardware, train, factors).time
+    factors = default_factors(hardware) if factors is None else factors
+    return _time(_listed(costs), strategy, _Clock(hardware, train, factors))
 
 
 def step_parts(
@@ -66,7 +67,7 @@ def step_parts(
 ) -> StepParts:
     """Give the time of a step and its components; see `step_time`."""
     factors = default_factors(hardware) if factors is None else factors
-    every = [costs] if isinstance(costs, RankCosts) else list(costs)
+    every = _listed(costs)
     whole = _time(every, strategy, _Clock(hardware, train, factors))
     # Each component alone, as all is linear in the factors but for what is hidden.
     none: dict[str, Any] = dict.fromkeys(COMPONENTS, 0.0)
@@ -78,6 +79,10 @@ def step_parts(
     total = factors.apply(ideal)
     scale = whole.seconds / total if total > 0 else 1.0
     return StepParts(time=whole, ideal={name: seconds * scale for name, seconds in ideal.items()})
+
+
+def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
+    return [costs] if isinstance(costs, RankCosts) else list(costs)
 
 
 class _Clock:
