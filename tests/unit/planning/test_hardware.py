@@ -27,7 +27,7 @@ def test_every_file_is_plausible(shipped):
         assert 10 < hardware.memory_gib < 300, name
         assert all(tflops.fp32 < half for half in halves), name
         assert halves, name
-        assert tflops.fp8 is None or tflops.fp8 == pytest.approx(2 * max(halves), rel=0.01), name
+        assert tflops.fp8 is None or tflops.fp8 == pytest.approx(2 * max(halves), rel=0.02), name
         # Operations for each byte: a peak or a bandwidth that is off by ten would stand out.
         assert 30 < hardware.half_flops / hardware.bytes_per_second < 450, name
         assert hardware.network_gb_per_second <= hardware.link_gb_per_second < hardware.memory_gb_per_second, name
