@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -188,7 +188,7 @@ class _Measurement:
         epilogue = {number: one.epilogue for number, one in around.items()}
         self.ends = (
             _part(dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
-            _part(own_head, epilogue, dict.fromkeys(MODES, epilogue)),
+            _with_chunks(_part(own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
         return tuple(parts)
 
@@ -388,6 +388,16 @@ def _part(
             mode: spread({number: found.working for number, found in seen.items()}) for mode, seen in by_mode.items()
         },
     )
+
+
+def _with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
+    """Tell what grows with the head's weights, as their gradient does, from chunks of logits."""
+    of_weights = 0.0 if head is None else float(sum(p.nbytes for p in head.parameters() if p.requires_grad))
+    working = {
+        mode: replace(grown, fixed=min(grown.fixed, of_weights), constant=max(0.0, grown.fixed - of_weights))
+        for mode, grown in epilogue.working.items()
+    }
+    return replace(epilogue, working=working)
 
 
 def _line(values: Mapping[int, float]) -> tuple[float, float]:
