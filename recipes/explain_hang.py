@@ -7,7 +7,7 @@ python recipes/explain_hang.py runs/demo --json
 import json
 import sys
 
-from hfdist.config.cli.words import TRUTH, find_run, read_truth, read_words, word_command
+from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
 from hfdist.records import RUN_FILE
@@ -27,8 +27,8 @@ Exit codes: 0 explained, 2 no such run.
 
 def _explain(arguments: list[str]) -> None:
     """Print it."""
-    values = read_words(arguments, {"run": "FOLDER", "json": TRUTH}, first="run")
-    as_json = read_truth(values, "json")
+    values = read_arguments(arguments, {"run": "FOLDER", "json": FLAG}, first="run")
+    as_json = read_flag(values, "json")
     if "run" not in values:
         raise ConfigError(
             "which run?", where=COMMAND_LINE, allowed="a run's folder", hint="hfdist explain-hang runs/NAME"
@@ -38,7 +38,7 @@ def _explain(arguments: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-main = word_command(_HELP, _explain)
+main = as_command(_HELP, _explain)
 
 if __name__ == "__main__":
     main()

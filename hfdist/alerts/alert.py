@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 
-class Kind(Enum):
+class AlertKind(Enum):
     """What can be wrong."""
 
     loss_spike = "loss_spike"
@@ -22,7 +22,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Detection:
     """What a detector sees at a step."""
 
     text: str
@@ -31,11 +31,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Alert(Finding):
-    """A finding that is new."""
+class Alert(Detection):
+    """A detection that is new."""
 
     step: int
-    kind: Kind
+    kind: AlertKind
 
     def to_json(self) -> dict[str, Any]:
         """Give it as JSON values, as in `events.jsonl`."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-from hfdist.alerts.alert import Finding
+from hfdist.alerts.alert import Detection
 
 _NORMAL = 1.4826
 """A standard deviation, where values are normal, over the median of their distances."""
@@ -42,7 +42,7 @@ _LATE_SAVES, _LATE_SECONDS = 2, 60.0
 """Intervals without a save, and time: less is no loss; both."""
 
 
-def noise(values: Sequence[float]) -> float:
+def deviation_from_trend(values: Sequence[float]) -> float:
     """Give the standard deviation around a trend."""
     return _NORMAL * median(abs(after - before) for before, after in pairwise(values)) / 2**0.5
 
@@ -54,32 +54,32 @@ class LossSpike:
         self._before: deque[float] = deque(maxlen=_SPIKE_LINES)
         self._are_high: deque[bool] = deque(maxlen=3)
 
-    def see(self, loss: float) -> Finding | None:
+    def see(self, loss: float) -> Detection | None:
         """Judge a loss."""
-        finding = None
+        detection = None
         if 0 < len(self._before) < _LEAST_LINES:
-            finding = self._see_beginning(loss, self._before[0])
+            detection = self._see_beginning(loss, self._before[0])
         elif self._before:
             before = list(self._before)
             level = median(before)
             # Around the level, or around a trend.
-            usual = max(noise(before), _NORMAL * median(abs(value - level) for value in before))
+            usual = max(deviation_from_trend(before), _NORMAL * median(abs(value - level) for value in before))
             self._are_high.append(loss - level > max(_SPIKE_NOISE * usual, _SPIKE_SHARE * abs(level)))
             if self._are_high[-1] and sum(self._are_high) >= 2:
-                finding = Finding(
+                detection = Detection(
                     f"the loss has jumped from {level:.4g} to {loss:.4g} (its noise is {usual:.2g}); if it does not"
                     " come back, go on from an older checkpoint with a lower optimizer.lr",
                     {"loss": loss, "level": level, "noise": usual},
                 )
         self._before.append(loss)
-        return finding
+        return detection
 
-    def _see_beginning(self, loss: float, first: float) -> Finding | None:
+    def _see_beginning(self, loss: float, first: float) -> Detection | None:
         self._are_high.append(loss - first > max(_FIRST_NATS, _FIRST_SHARE * abs(first)))
         if not self._are_high[-1] or sum(self._are_high) < 2:
             return None
         text = f"the loss began at {first:.4g} and is {loss:.4g}: start again with a lower optimizer.lr, or a warm-up"
-        return Finding(text, {"loss": loss, "level": first})
+        return Detection(text, {"loss": loss, "level": first})
 
 
 class Plateau:
@@ -90,9 +90,9 @@ class Plateau:
         """Of the whole run, each of as many losses."""
         self._losses_in_mean = 1
         self._open: list[float] = []
-        self._finding: Finding | None = None
+        self._detection: Detection | None = None
 
-    def see(self, loss: float) -> Finding | None:
+    def see(self, loss: float) -> Detection | None:
         """Judge the run up to this loss."""
         self._open.append(loss)
         if len(self._open) == self._losses_in_mean:
@@ -101,10 +101,10 @@ class Plateau:
             if len(self._means) == 2 * _MOST_MEANS:
                 self._means = [fmean(pair) for pair in zip(self._means[::2], self._means[1::2], strict=True)]
                 self._losses_in_mean *= 2
-            self._finding = self._judge(int(_PLATEAU_SHARE * len(self._means)))
-        return self._finding
+            self._detection = self._judge(int(_PLATEAU_SHARE * len(self._means)))
+        return self._detection
 
-    def _judge(self, num_means: int) -> Finding | None:
+    def _judge(self, num_means: int) -> Detection | None:
         num_lines = num_means * self._losses_in_mean
         if num_lines < _PLATEAU_LINES:
             return None
@@ -113,10 +113,10 @@ class Plateau:
         newest = self._means[-size * _PLATEAU_PARTS :]
         parts = [median(newest[begin : begin + size]) for begin in range(0, len(newest), size)]
         earlier, later = fmean(parts[:half]), fmean(parts[half:])
-        error = noise(parts) * (2 / half) ** 0.5
+        error = deviation_from_trend(parts) * (2 / half) ** 0.5
         if earlier - later + _PLATEAU_ERRORS * error >= _PLATEAU_GAIN * abs(later):
             return None
-        return Finding(
+        return Detection(
             f"the loss has stayed at {later:.4g} for {num_lines:,} logged steps; another optimizer.lr, or an end: the"
             " model may have learned what it can from these data",
             {"loss": later, "gain": earlier - later, "lines": num_lines},
@@ -129,18 +129,18 @@ class GradNormDrift:
     def __init__(self) -> None:
         self._levels: list[float] = []
         self._open: list[float] = []
-        self._finding: Finding | None = None
+        self._detection: Detection | None = None
 
-    def see(self, norm: float) -> Finding | None:
+    def see(self, norm: float) -> Detection | None:
         """Judge a norm, as it was before it was clipped."""
         self._open.append(norm)
         if len(self._open) == _DRIFT_LINES:
             self._levels.append(median(self._open))
             self._open = []
-            self._finding = self._judge()
-        return self._finding
+            self._detection = self._judge()
+        return self._detection
 
-    def _judge(self) -> Finding | None:
+    def _judge(self) -> Detection | None:
         before = self._levels[max(_DRIFT_GROUPS, len(self._levels) // 10) : -_DRIFT_GROUPS]
         if len(before) < _DRIFT_GROUPS:
             return None
@@ -148,7 +148,7 @@ class GradNormDrift:
         # Norms of 0, as of a loss without targets that count, are no level to grow from.
         if lowest == 0 or now <= _DRIFT_TIMES * lowest:
             return None
-        return Finding(
+        return Detection(
             f"the gradient norm has grown to {now:.3g}, which is {now / lowest:.1f} times its lowest level; before it"
             " diverges: a lower optimizer.lr or train.max_grad_norm",
             {"grad_norm": now, "lowest": lowest},
@@ -161,14 +161,14 @@ class FallingThroughput:
     def __init__(self) -> None:
         self._levels: list[float] = []
 
-    def see(self, tokens_per_second: Sequence[float]) -> Finding | None:
+    def see(self, tokens_per_second: Sequence[float]) -> Detection | None:
         """Judge the lines of some seconds."""
         before = median(self._levels[:-1]) if len(self._levels) > _DRIFT_GROUPS else 0.0
         self._levels.append(median(tokens_per_second))
         now = max(self._levels[-2:])
         if now >= _SLOWER * before:
             return None
-        return Finding(
+        return Detection(
             f"training has slowed down from {before:,.0f} to {now:,.0f} tokens/s; ranks.jsonl tells whether ranks wait"
             " for data or for a slow rank, and a machine may be too hot or have other work",
             {"tokens_per_second": now, "before": before},
@@ -187,14 +187,14 @@ class DiskFilling:
         self._num_kept, self._max_steps = num_kept, max_steps
         self._free_bytes: list[tuple[int, int]] = []
 
-    def see(self, step: int, save_bytes: int, free_bytes: int) -> Finding | None:
+    def see(self, step: int, save_bytes: int, free_bytes: int) -> Detection | None:
         """Judge the disk behind a save."""
         self._free_bytes.append((step, free_bytes))
         figures = {"free_bytes": free_bytes, "save_bytes": save_bytes}
         hint = "free space, or a smaller checkpoint.keep"
         if free_bytes < 2 * save_bytes:
             sizes = f"{free_bytes / 1e9:.3g} GB are free, and a save has {save_bytes / 1e9:.3g} GB"
-            return Finding(f"the disk has no room for two saves: {sizes}; {hint}", figures)
+            return Detection(f"the disk has no room for two saves: {sizes}; {hint}", figures)
         settled = self._free_bytes[self._num_kept :]
         if len(settled) <= _SAVES_SEEN or self._max_steps is None:
             return None
@@ -206,7 +206,7 @@ class DiskFilling:
             return None
         full_at = step + int((free_bytes - save_bytes) / bytes_a_step)
         sizes = f"{free_bytes / 1e9:.3g} GB are free, and 1000 steps take {1000 * bytes_a_step / 1e9:.3g} GB"
-        return Finding(
+        return Detection(
             f"the disk will be full at about step {full_at:,} of {self._max_steps:,}: {sizes}; {hint}",
             figures | {"full_at_step": full_at},
         )
@@ -224,7 +224,7 @@ class OldCheckpoint:
         """Note a save."""
         self._saved, self._seconds = step, 0.0
 
-    def see(self, step: int, seconds: float) -> Finding | None:
+    def see(self, step: int, seconds: float) -> Detection | None:
         """Judge a step; so long it took, with those that were not logged."""
         if self._saved is None or step < self._saved:
             # Where this start began, or where it went back to.
@@ -233,7 +233,7 @@ class OldCheckpoint:
         self._seconds += seconds
         if step - self._saved <= _LATE_SAVES * self._save_every or self._seconds < _LATE_SECONDS:
             return None
-        return Finding(
+        return Detection(
             f"nothing has been saved for {step - self._saved:,} steps, with checkpoint.every={self._save_every}; the"
             " disk may be slow, or steps are skipped",
             {"saved_step": self._saved, "save_every": self._save_every},

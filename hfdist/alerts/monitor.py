@@ -1,4 +1,4 @@
-"""Gives the lines of a run to all detectors, and each finding once, as an alert."""
+"""Gives the lines of a run to all detectors, and each detection once, as an alert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from hfdist.alerts.alert import Alert, Finding, Kind
+from hfdist.alerts.alert import Alert, AlertKind, Detection
 from hfdist.alerts.detectors import DiskFilling, FallingThroughput, GradNormDrift, LossSpike, OldCheckpoint, Plateau
 from hfdist.alerts.rank_window import RankWindow
 from hfdist.records import METRICS, RANKS
@@ -49,48 +49,48 @@ class Monitor:
         self._ranks = RankWindow(num_stages, hosts)
         self._steps = {METRICS: 0, RANKS: 0}
         self._num_lines = {METRICS: 0, RANKS: 0}
-        self._alerted: dict[Kind, dict[Any, int]] = {kind: {} for kind in Kind}
-        """By what a finding is about, at which step."""
-        self._num_looks_without = dict.fromkeys(Kind, 0)
+        self._alerted: dict[AlertKind, dict[Any, int]] = {kind: {} for kind in AlertKind}
+        """By what a detection is about, at which step."""
+        self._num_looks_without = dict.fromkeys(AlertKind, 0)
 
     def see_metrics(self, line: Mapping[str, Any], free_bytes: int | None = None) -> list[Alert]:
         """Judge a line of metrics.jsonl; `free_bytes` of the disk, where the line is of a save."""
-        step, found = int(line["step"]), dict[Kind, Finding | None]()
+        step, found = int(line["step"]), dict[AlertKind, Detection | None]()
         if "checkpoint/step" in line:
             if self._old_checkpoint is not None:
                 self._old_checkpoint.saved(step)
             if free_bytes is not None:
-                found[Kind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
+                found[AlertKind.disk_filling] = self._disk.see(step, int(line["checkpoint/bytes"]), free_bytes)
         if _is_finite(loss := line.get("loss")):
-            found[Kind.loss_spike] = self._loss_spike.see(loss)
-            found[Kind.plateau] = self._plateau.see(loss)
+            found[AlertKind.loss_spike] = self._loss_spike.see(loss)
+            found[AlertKind.plateau] = self._plateau.see(loss)
         if _is_finite(norm := line.get("grad_norm")):
-            found[Kind.grad_norm_drift] = self._drift.see(norm)
+            found[AlertKind.grad_norm_drift] = self._drift.see(norm)
         if "step_seconds" in line:
             seconds = line["step_seconds"] * self._count_steps(METRICS, step)
             if self._old_checkpoint is not None:
-                found[Kind.old_checkpoint] = self._old_checkpoint.see(step, seconds)
+                found[AlertKind.old_checkpoint] = self._old_checkpoint.see(step, seconds)
             if self._num_lines[METRICS] > _FIRST_LINES:
                 self._see_rate(line["tokens_per_second"], seconds, found)
         return self._new(step, found)
 
     def see_ranks(self, line: Mapping[str, Any]) -> list[Alert]:
         """Judge a line of ranks.jsonl."""
-        step, found = int(line["step"]), dict[Kind, Finding | None]()
+        step, found = int(line["step"]), dict[AlertKind, Detection | None]()
         num_steps = self._count_steps(RANKS, step)
         if self._num_lines[RANKS] > _FIRST_LINES:
             self._ranks.add(line, num_steps)
         if self._ranks.seconds >= WINDOW_SECONDS and self._ranks.num_lines >= WINDOW_LINES:
-            found[Kind.slow_rank] = self._ranks.find_slow_rank()
-            found[Kind.data_wait] = self._ranks.find_data_wait()
+            found[AlertKind.slow_rank] = self._ranks.find_slow_rank()
+            found[AlertKind.data_wait] = self._ranks.find_data_wait()
             self._ranks = RankWindow(self._num_stages, self._hosts)
         return self._new(step, found)
 
-    def _see_rate(self, tokens_per_second: float, seconds: float, found: dict[Kind, Finding | None]) -> None:
+    def _see_rate(self, tokens_per_second: float, seconds: float, found: dict[AlertKind, Detection | None]) -> None:
         self._rates.append(tokens_per_second)
         self._rate_seconds += seconds
         if self._rate_seconds >= WINDOW_SECONDS and len(self._rates) >= WINDOW_LINES:
-            found[Kind.falling_throughput] = self._throughput.see(self._rates)
+            found[AlertKind.falling_throughput] = self._throughput.see(self._rates)
             self._rates, self._rate_seconds = [], 0.0
 
     def _count_steps(self, file: str, step: int) -> int:
@@ -99,20 +99,20 @@ class Monitor:
         self._steps[file], self._num_lines[file] = step, self._num_lines[file] + 1
         return num_steps
 
-    def _new(self, step: int, found: Mapping[Kind, Finding | None]) -> list[Alert]:
+    def _new(self, step: int, found: Mapping[AlertKind, Detection | None]) -> list[Alert]:
         alerts = []
-        for kind, finding in found.items():
+        for kind, detection in found.items():
             alerted = self._alerted[kind]
-            if finding is None:
+            if detection is None:
                 self._num_looks_without[kind] += 1
                 if self._num_looks_without[kind] >= _END_LOOKS:
                     alerted.clear()
                 continue
             self._num_looks_without[kind] = 0
-            about = finding.figures.get("rank")
+            about = detection.figures.get("rank")
             if about not in alerted or not 0 <= step - alerted[about] < _REPEAT_STEPS:
                 alerted[about] = step
-                alerts.append(Alert(text=finding.text, figures=finding.figures, step=step, kind=kind))
+                alerts.append(Alert(text=detection.text, figures=detection.figures, step=step, kind=kind))
         return alerts
 
 

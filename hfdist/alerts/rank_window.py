@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from hfdist.alerts.alert import Finding
+from hfdist.alerts.alert import Detection
 
 _SLOW_TIMES, _SLOW_SHARE = 1.3, 0.15
 """How much longer than the others a rank computes, and how much of the step that is; both."""
@@ -47,7 +47,7 @@ class RankWindow:
         for stage in self._stages():
             self._num_slowest[max(stage, key=lambda rank: compute[rank])] += 1
 
-    def find_slow_rank(self) -> Finding | None:
+    def find_slow_rank(self) -> Detection | None:
         """Find a rank that computes much longer than those with the same work."""
         found: list[tuple[float, int, float]] = []
         for stage in self._stages():
@@ -59,20 +59,20 @@ class RankWindow:
         if excess <= _SLOW_SHARE * self.seconds or excess <= (_SLOW_TIMES - 1) * usual:
             return None
         own, others_own = self._compute[rank] / self._num_steps, usual / self._num_steps
-        return Finding(
+        return Detection(
             f"{self._name(rank)} is slow: it computes {own:.3g} s in a step of {self._step:.3g} s, the others"
             f" {others_own:.3g} s, and they wait for it; that machine may be too hot, or have other work",
             {"rank": rank, "host": self._host(rank), "compute_seconds": own, "of_others": others_own},
         )
 
-    def find_data_wait(self) -> Finding | None:
+    def find_data_wait(self) -> Detection | None:
         """Find a rank that waits for its loader much of the time."""
         rank = max(range(len(self._data)), key=lambda rank: self._data[rank])
         share = self._data[rank] / self.seconds
         if share <= _DATA_SHARE:
             return None
         own = self._data[rank] / self._num_steps
-        return Finding(
+        return Detection(
             f"{self._name(rank)} waits for its data in {share:.0%} of the time: {own:.3g} s in a step of"
             f" {self._step:.3g} s; more data.workers, or files on a faster disk",
             {"rank": rank, "host": self._host(rank), "data_seconds": own, "share": share},

@@ -23,6 +23,7 @@ _PROCESSES = Limit(
     f"a whole number >= 1, or {AUTO} (one for each GPU of this machine)",
     lambda value: value == AUTO or (value.isdecimal() and int(value) >= 1),
 )
+_CURRENCY = Limit("a name, such as EUR", lambda value: bool(value.strip()))
 # Kept here, since asking transformers imports torch.
 _SAME_NAME = "clearml codecarbon comet_ml dagshub dvclive kubeflow mlflow neptune swanlab trackio wandb"
 TRACKERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -137,6 +138,7 @@ class ReportConfig:
     preview: int = limited(0, at_least=0)
     plot: bool = True
     timeline: bool = True
+    plan: bool = True
     alerts: bool = True
     alert_command: str | None = None
     """Split into words as a shell does, and started without one. It gets the alert as JSON on its standard input."""
@@ -150,7 +152,7 @@ class CostConfig:
 
     price_per_hour: float | None = limited(None, at_least=0)
     price_per_kwh: float | None = limited(None, at_least=0)
-    currency: str = "USD"
+    currency: str = field(default="USD", metadata={LIMIT: _CURRENCY})
     gco2e_per_kwh: float | None = limited(None, at_least=0)
     device_watts: float | None = limited(None, above=0)
     host_watts: float | None = limited(None, above=0)

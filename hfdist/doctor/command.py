@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.cli.command import go_offline
-from hfdist.config.cli.words import TRUTH, read_truth, read_words, word_command
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO
 from hfdist.doctor.examine import Request, check_alone, examine_rank, report
@@ -29,7 +29,7 @@ json=true, --json   for tools
 
 Exit codes: 0 no error, 2 a wrong argument, 7 an error.
 """
-_KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "json": TRUTH, "offline": TRUTH}
+_KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "json": FLAG, "offline": FLAG}
 
 
 def _examine(arguments: list[str]) -> None:
@@ -49,7 +49,7 @@ def _examine(arguments: list[str]) -> None:
         report(check_alone(request), [], [], as_json=request.as_json)
 
 
-main = word_command(_HELP, _examine)
+main = as_command(_HELP, _examine)
 
 
 def parse_request(arguments: list[str]) -> tuple[Request, bool]:
@@ -61,7 +61,7 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
     Raises:
         ConfigError: an unknown key, or a wrong value.
     """
-    values = read_words(arguments, _KEYS)
+    values = read_arguments(arguments, _KEYS)
     place = read_launcher()
     processes = _number(values, "processes", AUTO) if values.get("processes", AUTO) != AUTO else None
     if place.world_size > 1 and processes not in (None, 1, place.world_size):
@@ -74,8 +74,8 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
         run_dir=Path(values.get("run.dir", "runs")),
         processes=processes or 1,
         pair_seconds=float(_number(values, "pair_seconds", "10")),
-        as_json=read_truth(values, "json"),
-        is_offline=read_truth(values, "offline"),
+        as_json=read_flag(values, "json"),
+        is_offline=read_flag(values, "offline"),
     )
     return request, place.world_size > 1
 

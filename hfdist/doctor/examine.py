@@ -50,21 +50,21 @@ def examine_rank(request: Request) -> None:
     Raises:
         ResourceError: this rank does not reach the others.
     """
-    from hfdist.doctor.links import JOIN_SECONDS, Meeting
+    from hfdist.doctor.links import JOIN_SECONDS, Rendezvous
 
     place = read_launcher()
     begun = time.monotonic()
     try:
-        meeting = Meeting(place)
+        rendezvous = Rendezvous(place)
     except ResourceError:
         if place.rank != 0:
             # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
             time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
         raise
     if place.rank == 0:
-        _lead(request, meeting)
+        _lead(request, rendezvous)
     else:
-        _follow(request, meeting, place)
+        _follow(request, rendezvous, place)
 
 
 def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[str], *, as_json: bool) -> None:
@@ -114,25 +114,25 @@ def _facts(place: LauncherPlace) -> dict[str, Any]:
     }
 
 
-def _try_links(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
+def _try_links(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> list[Pair]:
     from hfdist.doctor.links import prepare_nccl, try_pairs
 
     prepare_nccl()
     found = []
     for backend in plan["backends"]:
         schedule = rounds(plan["ranks"])
-        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds)
+        found += try_pairs(rendezvous, backend, schedule, _host_of(plan), request.pair_seconds)
     return found
 
 
-def _try_again(request: Request, meeting: Any, plan: Mapping[str, Any]) -> list[Pair]:
+def _try_again(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> list[Pair]:
     """Try slow pairs alone: before, all pairs of a round shared the machines."""
     from hfdist.doctor.links import try_pairs
 
     found = []
     for backend, pairs in plan["again"].items():
         schedule = [[(int(a), int(b))] for a, b in pairs]
-        found += try_pairs(meeting, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
+        found += try_pairs(rendezvous, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
     return found
 
 
@@ -141,38 +141,38 @@ def _host_of(plan: Mapping[str, Any]) -> Callable[[int], str]:
     return hosts.__getitem__
 
 
-def _measure_all(request: Request, meeting: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _measure_all(request: Request, rendezvous: Any, plan: Mapping[str, Any]) -> dict[str, Any]:
     """By backend, for those that rank 0 has named: a dead link would let all ranks wait."""
     from hfdist.doctor.links import measure_all
 
     return {
-        backend: measure_all(meeting, backend, plan["ranks"], request.pair_seconds)
+        backend: measure_all(rendezvous, backend, plan["ranks"], request.pair_seconds)
         for backend in plan["whole"]
-        if meeting.rank in plan["ranks"]
+        if rendezvous.rank in plan["ranks"]
     }
 
 
-def _follow(request: Request, meeting: Any, place: LauncherPlace) -> None:
-    meeting.tell("facts", _facts(place))
-    plan = meeting.hear("plan", 0, _patience(meeting))
+def _follow(request: Request, rendezvous: Any, place: LauncherPlace) -> None:
+    rendezvous.tell("facts", _facts(place))
+    plan = rendezvous.hear("plan", 0, _patience(rendezvous))
     if plan is None:
-        raise ResourceError("rank 0 is silent", where=f"rank {meeting.rank}", hint="its own output says why")
+        raise ResourceError("rank 0 is silent", where=f"rank {rendezvous.rank}", hint="its own output says why")
     firsts = _firsts({int(rank): host for rank, host in plan["hosts"].items()})
-    findings = _check_own(request, len(firsts)) if meeting.rank in firsts else []
-    if meeting.rank in firsts:
+    findings = _check_own(request, len(firsts)) if rendezvous.rank in firsts else []
+    if rendezvous.rank in firsts:
         findings += _check_same_folder(request, plan, platform.node())
-    meeting.tell("findings", findings)
-    meeting.tell("pairs", [pair.to_json() for pair in _try_links(request, meeting, plan)])
-    rest = meeting.hear("rest", 0, _patience(meeting) + len(plan["ranks"]) * 4 * request.pair_seconds)
+    rendezvous.tell("findings", findings)
+    rendezvous.tell("pairs", [pair.to_json() for pair in _try_links(request, rendezvous, plan)])
+    rest = rendezvous.hear("rest", 0, _patience(rendezvous) + len(plan["ranks"]) * 4 * request.pair_seconds)
     if rest is not None:
-        meeting.tell("again", [pair.to_json() for pair in _try_again(request, meeting, plan | rest)])
-        _measure_all(request, meeting, plan | rest)
+        rendezvous.tell("again", [pair.to_json() for pair in _try_again(request, rendezvous, plan | rest)])
+        _measure_all(request, rendezvous, plan | rest)
     # Rank 0 may serve the store.
     with contextlib.suppress(RuntimeError):
-        meeting.tell("end", True)
+        rendezvous.tell("end", True)
 
 
-def _patience(meeting: Any) -> float:
+def _patience(rendezvous: Any) -> float:
     from hfdist.doctor.links import JOIN_SECONDS
 
     return 2 * JOIN_SECONDS
@@ -186,10 +186,10 @@ def _firsts(hosts: Mapping[int, str]) -> list[int]:
 # ---- rank 0's part ----
 
 
-def _lead(request: Request, meeting: Any) -> None:
+def _lead(request: Request, rendezvous: Any) -> None:
     from hfdist.doctor.links import JOIN_SECONDS
 
-    facts = {0: _facts(read_launcher())} | meeting.hear_all("facts", range(1, meeting.world_size), JOIN_SECONDS)
+    facts = {0: _facts(read_launcher())} | rendezvous.hear_all("facts", range(1, rendezvous.world_size), JOIN_SECONDS)
     hosts = {rank: str(one["host"]) for rank, one in facts.items()}
     num_hosts, firsts = len({*hosts.values()}), _firsts(hosts)
     ranks = sorted(hosts) if len(hosts) <= _MOST_RANKS else firsts
@@ -197,14 +197,14 @@ def _lead(request: Request, meeting: Any) -> None:
     with _marked(request.run_dir) as mark:
         plan = {"hosts": hosts, "ranks": ranks, "backends": backends, "mark": mark}
         # JSON has no numbers as keys.
-        meeting.tell("plan", plan | {"hosts": {str(rank): host for rank, host in hosts.items()}})
+        rendezvous.tell("plan", plan | {"hosts": {str(rank): host for rank, host in hosts.items()}})
         findings = [one._replace(host=hosts[0]) for one in _check_own(request, num_hosts)]
-        patience = _patience(meeting) + len(ranks) * 4 * request.pair_seconds
-        pairs = _try_links(request, meeting, plan)
+        patience = _patience(rendezvous) + len(ranks) * 4 * request.pair_seconds
+        pairs = _try_links(request, rendezvous, plan)
         others = [rank for rank in hosts if rank != 0]
-        for rank, told in meeting.hear_all("findings", others, patience).items():
+        for rank, told in rendezvous.hear_all("findings", others, patience).items():
             findings += [Finding(*one)._replace(host=hosts[rank]) for one in told]
-        pairs += _pairs_of(meeting.hear_all("pairs", others, patience))
+        pairs += _pairs_of(rendezvous.hear_all("pairs", others, patience))
     pairs = _unique(pairs)
     dead = {pair.backend for pair in pairs if pair.error is not None}
     slow = {backend: find_slow([pair for pair in pairs if pair.backend == backend]) for backend in backends}
@@ -212,13 +212,17 @@ def _lead(request: Request, meeting: Any) -> None:
         "again": {backend: [pair.ranks for pair in found] for backend, found in slow.items()},
         "whole": [backend for backend in backends if backend not in dead and len(ranks) > 2],
     }
-    meeting.tell("rest", rest)
+    rendezvous.tell("rest", rest)
     pairs = _unique(
-        [*pairs, *_try_again(request, meeting, plan | rest), *_pairs_of(meeting.hear_all("again", others, patience))]
+        [
+            *pairs,
+            *_try_again(request, rendezvous, plan | rest),
+            *_pairs_of(rendezvous.hear_all("again", others, patience)),
+        ]
     )
-    measured = _measure_all(request, meeting, plan | rest)
-    findings += _judge(facts, pairs, measured, meeting.world_size)
-    meeting.hear_all("end", others, request.pair_seconds)
+    measured = _measure_all(request, rendezvous, plan | rest)
+    findings += _judge(facts, pairs, measured, rendezvous.world_size)
+    rendezvous.hear_all("end", others, request.pair_seconds)
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
 
 

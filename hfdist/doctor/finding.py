@@ -30,7 +30,7 @@ class Finding(NamedTuple):
         return cls(check, level, text, hint if level != OK else None)
 
 
-def merged(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+def _with_hosts(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
     """Give each finding once, with the hosts that have it; errors first, and otherwise in the order of the checks."""
     hosts: dict[Finding, list[str]] = {}
     for one in findings:
@@ -42,7 +42,7 @@ def merged(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
 def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
     """Give a line for each finding, and one that counts them."""
     width = max((len(one.check) for one in findings), default=0)
-    for one, hosts in merged(findings):
+    for one, hosts in _with_hosts(findings):
         place = f"{', '.join(hosts)}: " if num_hosts > 1 and hosts != [""] and len(hosts) < num_hosts else ""
         hint = "" if one.hint is None else f"; try: {one.hint}"
         yield f"{one.level:<7}  {one.check:<{width}}  {place}{one.text}{hint}"
@@ -55,5 +55,5 @@ def to_json(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Give them as JSON values."""
     return [
         {"check": one.check, "level": one.level, "text": one.text, "hint": one.hint, "hosts": [h for h in hosts if h]}
-        for one, hosts in merged(findings)
+        for one, hosts in _with_hosts(findings)
     ]

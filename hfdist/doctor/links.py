@@ -35,7 +35,7 @@ _LONG_SECONDS = 0.1
 """A message of a MiB that takes so long is not repeated: the link is slow, and that is all there is to learn."""
 
 
-class Meeting:
+class Rendezvous:
     """The store of one examination: what each rank has to say, and who is there.
 
     Args:
@@ -93,7 +93,7 @@ class Meeting:
 
 
 def try_pairs(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     backend: str,
     schedule: Sequence[Sequence[tuple[int, int]]],
     hosts: Callable[[int], str],
@@ -104,7 +104,7 @@ def try_pairs(
     """Try the pairs to which this rank belongs, a rank in one at a time.
 
     Args:
-        meeting: of all ranks.
+        rendezvous: of all ranks.
         backend: `gloo` or `nccl`.
         schedule: rounds of pairs, the same on all ranks.
         hosts: gives each one's machine.
@@ -114,36 +114,36 @@ def try_pairs(
     found = []
     label = f"{backend}-again" if is_second else backend
     for number, pairs in enumerate(schedule):
-        for ab in (pair for pair in pairs if meeting.rank in pair):
+        for ab in (pair for pair in pairs if rendezvous.rank in pair):
             # A dead pair may have kept the other one in each round before, and a slow disk or the Hub before them.
             patience = _LATE_SECONDS + 3 * seconds * (number + 1)
             if is_second and number > 0:
-                meeting.hear(f"{label}-done-{number - 1}", schedule[number - 1][0][0], patience)
+                rendezvous.hear(f"{label}-done-{number - 1}", schedule[number - 1][0][0], patience)
             pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
             name = f"{label}-{ab[0]}-{ab[1]}"
-            pair.error = _connect(meeting, pair, name, seconds, patience)
+            pair.error = _connect(rendezvous, pair, name, seconds, patience)
             if pair.error is None:
-                _try(meeting, pair, name, seconds)
-            if is_second and meeting.rank == ab[0]:
-                meeting.tell(f"{label}-done-{number}", True)
+                _try(rendezvous, pair, name, seconds)
+            if is_second and rendezvous.rank == ab[0]:
+                rendezvous.tell(f"{label}-done-{number}", True)
             found.append(pair)
     return found
 
 
-def _connect(meeting: Meeting, pair: Pair, name: str, seconds: float, patience_seconds: float) -> str | None:
+def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, patience_seconds: float) -> str | None:
     """Connect both ranks to each other, and give what failed; None: nothing.
 
     By own sockets first: gloo takes several times its time limit (torch 2.13), and does not say which way is closed.
     """
-    other = pair.ranks[1] if meeting.rank == pair.ranks[0] else pair.ranks[0]
+    other = pair.ranks[1] if rendezvous.rank == pair.ranks[0] else pair.ranks[0]
     own_address = gloo_address()
     try:
         listener = socket.create_server((own_address, 0))
     except OSError as error:
         return f"{own_address} cannot be listened on: {error.strerror}"
     with listener:
-        meeting.tell(f"{name}/at", listener.getsockname()[:2])
-        at = meeting.hear(f"{name}/at", other, patience_seconds)
+        rendezvous.tell(f"{name}/at", listener.getsockname()[:2])
+        at = rendezvous.hear(f"{name}/at", other, patience_seconds)
         if at is None:
             return f"rank {other} has ended or hangs"
         problem = None
@@ -151,15 +151,15 @@ def _connect(meeting: Meeting, pair: Pair, name: str, seconds: float, patience_s
             socket.create_connection(tuple(at), timeout=seconds).close()
         except OSError as error:
             problem = f"{error.strerror or error} when {platform.node()} connects to {at[0]}"
-        meeting.tell(f"{name}/problem", [problem])
+        rendezvous.tell(f"{name}/problem", [problem])
         # Until then the listener must stay.
-        told = meeting.hear(f"{name}/problem", other, 2 * seconds)
+        told = rendezvous.hear(f"{name}/problem", other, 2 * seconds)
     return problem or (f"rank {other} hangs" if told is None else told[0])
 
 
-def _try(meeting: Meeting, pair: Pair, name: str, seconds: float) -> None:
+def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
     try:
-        with meeting.group(name, pair.backend, pair.ranks, seconds):
+        with rendezvous.group(name, pair.backend, pair.ranks, seconds):
             _measure(pair)
     except Exception as error:
         # Whatever a backend raises: that is the finding.
@@ -229,7 +229,7 @@ def _timed(action: Callable[[], object], device: torch.device) -> float:
     return time.monotonic() - begun
 
 
-def measure_all(meeting: Meeting, backend: str, ranks: Sequence[int], seconds: float) -> dict[str, float] | str:
+def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seconds: float) -> dict[str, float] | str:
     """Measure an all-reduce of all these ranks. A collective.
 
     Returns:
@@ -237,7 +237,7 @@ def measure_all(meeting: Meeting, backend: str, ranks: Sequence[int], seconds: f
     """
     own = Pair(ranks=(0, 0), hosts=("", ""), backend=backend)
     try:
-        with meeting.group(f"{backend}-all", backend, ranks, 2 * seconds):
+        with rendezvous.group(f"{backend}-all", backend, ranks, 2 * seconds):
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
             for mib in SIZES_MIB:
                 tensor = torch.zeros(mib << 18, device=device)

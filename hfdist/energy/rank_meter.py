@@ -19,8 +19,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a rank computes, and what can be read there; JSON values, for the other ranks."""
+class EnergySources:
+    """Where a rank computes, and what energy can be read there; JSON values, for the other ranks."""
 
     host: str
     """The machine: one for all containers on it."""
@@ -54,7 +54,7 @@ class RankMeter:
             self._device = DeviceAtFullLoad(device_watts)
         self._host: Meter = _open_host(host_watts, powercap)
         has_rapl = self._host.source is Source.rapl
-        self.place = Place(
+        self.sources = EnergySources(
             host=_machine(),
             has_rapl=has_rapl,
             device=device,
@@ -65,12 +65,12 @@ class RankMeter:
         # A thread samples what must be read often, and the counters are not made for two at once.
         self._lock, self._is_closed = threading.Lock(), threading.Event()
 
-    def begin(self, rank: int, places: Sequence[Place]) -> None:
-        """Count what belongs to this rank, as all ranks know from the places of all."""
-        own = places[rank]
-        of_device = [number for number, place in enumerate(places) if place.device == own.device]
-        of_host = [number for number, place in enumerate(places) if place.host == own.host]
-        readers = [number for number in of_host if places[number].has_rapl]
+    def begin(self, rank: int, by_rank: Sequence[EnergySources]) -> None:
+        """Count what belongs to this rank, as all ranks know from the sources of all."""
+        own = by_rank[rank]
+        of_device = [number for number, one in enumerate(by_rank) if one.device == own.device]
+        of_host = [number for number, one in enumerate(by_rank) if one.host == own.host]
+        readers = [number for number in of_host if by_rank[number].has_rapl]
         if self._device is not None and rank == of_device[0]:
             self._counted.append(self._device)
         if not readers:
@@ -109,30 +109,30 @@ def _machine() -> str:
         return platform.node()
 
 
-def is_known(places: Iterable[Place]) -> bool:
+def is_known(by_rank: Iterable[EnergySources]) -> bool:
     """Whether the energy of each device is counted: a part of the sum would pass for the whole."""
-    return all(place.device is None or place.device_source is not None for place in places)
+    return all(one.device is None or one.device_source is not None for one in by_rank)
 
 
-def num_devices(places: Sequence[Place]) -> int:
+def num_devices(by_rank: Sequence[EnergySources]) -> int:
     """Give the number of devices that a run pays for: GPUs, or where it computes on processors, hosts."""
-    devices = {place.device for place in places if place.device is not None}
-    return len(devices) or len({place.host for place in places})
+    devices = {one.device for one in by_rank if one.device is not None}
+    return len(devices) or len({one.host for one in by_rank})
 
 
-def name_sources(places: Iterable[Place]) -> str:
+def name_sources(by_rank: Iterable[EnergySources]) -> str:
     """Name what the figures come from, such as `nvml+estimate`."""
-    places = list(places)
-    found = {place.device_source for place in places if place.device_source is not None}
-    by_host = _has_rapl(places)
+    by_rank = list(by_rank)
+    found = {one.device_source for one in by_rank if one.device_source is not None}
+    by_host = _has_rapl(by_rank)
     found |= {(Source.rapl if has_rapl else Source.estimate).value for has_rapl in by_host.values()}
     return "+".join(source.value for source in Source if source.value in found)
 
 
-def describe_sources(places: Iterable[Place], *, device_watts: float | None, host_watts: float | None) -> str:
+def describe_sources(by_rank: Iterable[EnergySources], *, device_watts: float | None, host_watts: float | None) -> str:
     """Say what is counted and how, in one line."""
-    places = list(places)
-    devices = {place.device: place.device_source for place in places if place.device is not None}
+    by_rank = list(by_rank)
+    devices = {one.device: one.device_source for one in by_rank if one.device is not None}
     words: dict[Any, str] = {
         "nvml": "measured by NVML",
         "estimate": f"estimated at {device_watts:g} W" if device_watts is not None else "",
@@ -141,7 +141,7 @@ def describe_sources(places: Iterable[Place], *, device_watts: float | None, hos
     parts = [f"{_count(number, 'GPU')} {words[source]}" for source, number in Counter(devices.values()).items()]
     load = f"{WATTS_PER_CORE:g} W a core" if host_watts is None else f"{host_watts:g} W a host"
     ways = {True: "measured by RAPL (processors and memory)", False: f"estimated from CPU time at {load}"}
-    parts += [f"{_count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(places).values()).items()]
+    parts += [f"{_count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(by_rank).values()).items()]
     return ", ".join(parts)
 
 
@@ -149,8 +149,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
-def _has_rapl(places: Iterable[Place]) -> dict[str, bool]:
+def _has_rapl(by_rank: Iterable[EnergySources]) -> dict[str, bool]:
     found: dict[str, bool] = {}
-    for place in places:
-        found[place.host] = found.get(place.host, False) or place.has_rapl
+    for one in by_rank:
+        found[one.host] = found.get(one.host, False) or one.has_rapl
     return found

@@ -48,7 +48,7 @@ class SlurmSection:
     options: list[str] = field(default_factory=list)
 
 
-class Kind(Enum):
+class PodStarter(Enum):
     """Which object of Kubernetes starts the machines' pods."""
 
     jobset = "jobset"
@@ -60,7 +60,7 @@ class Kind(Enum):
 class KubernetesSection:
     """`cluster.kubernetes.*`."""
 
-    kind: Kind = Kind.jobset
+    kind: PodStarter = PodStarter.jobset
     namespace: str | None = _dns_name()
     queue: str | None = _dns_name()
     claim: str | None = _dns_name()

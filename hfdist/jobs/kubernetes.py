@@ -11,10 +11,10 @@ import re
 from typing import Any
 
 from hfdist.errors import ConfigError
-from hfdist.jobs.cluster import Kind
+from hfdist.jobs.cluster import PodStarter
 from hfdist.jobs.job import AGAIN, STAYS, Job, JobFile, JobFiles
 from hfdist.jobs.manifest import to_documents
-from hfdist.jobs.shell import one_machine
+from hfdist.jobs.shell import machine_script
 
 _CONTAINER = _REPLICATED_JOB = "node"
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
@@ -26,7 +26,7 @@ set -uo pipefail
 FIRST="$JOBSET-{job}-0-0.$JOBSET" LAST="$JOBSET-{job}-0-{last}.$JOBSET" NODE_RANK="$JOB_COMPLETION_INDEX"
 [ "$NODE_RANK" -eq 0 ] && PEER="$LAST" || PEER="$FIRST"
 ID="$JOBSET-$RESTART_ATTEMPT"
-{one_machine}exit "$code"
+{machine_script}exit "$code"
 """
 
 
@@ -41,7 +41,7 @@ def write_kubernetes(job: Job) -> JobFiles:
     # A pod does not see this machine's folder, whatever `cluster.same_files` says.
     job = job.starting_in(job.cluster.kubernetes.mount)
     submit = f"kubectl create -f {job.shell_path}"
-    if job.cluster.kubernetes.kind is Kind.jobset:
+    if job.cluster.kubernetes.kind is PodStarter.jobset:
         spec = _job_set_spec(job)
         documents = [_document(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec, labels=_queue(job))]
     else:
@@ -134,7 +134,7 @@ def _pod_spec(job: Job) -> dict[str, Any]:
         "memory": None if cluster.memory_gib is None else f"{cluster.memory_gib}Gi",
         "nvidia.com/gpu": str(cluster.processes) if cluster.gpus else None,
     }
-    script = _SCRIPT.format(job=_REPLICATED_JOB, last=cluster.nodes - 1, one_machine=one_machine(job))
+    script = _SCRIPT.format(job=_REPLICATED_JOB, last=cluster.nodes - 1, machine_script=machine_script(job))
     container = {
         "name": _CONTAINER,
         "image": cluster.image,

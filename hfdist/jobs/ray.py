@@ -8,11 +8,11 @@ from typing import Any
 
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import AGAIN, Job, JobFile, JobFiles
-from hfdist.jobs.shell import one_machine
+from hfdist.jobs.shell import machine_script
 
 _SCRIPT = """\
 set -uo pipefail
-{one_machine}# What has started it starts it again by this code only.
+{machine_script}# What has started it starts it again by this code only.
 [ "$next" = again ] && exit {again}
 exit "$code"
 """
@@ -44,7 +44,7 @@ def write_ray(job: Job) -> JobFiles:
         "gpus": cluster.processes if cluster.gpus else 0,
         "memory_gib": cluster.memory_gib,
         "max_restarts": cluster.max_restarts,
-        "script": _SCRIPT.format(one_machine=one_machine(job), again=AGAIN),
+        "script": _SCRIPT.format(machine_script=machine_script(job), again=AGAIN),
     }
     text = _PROGRAM.format(head=job.head(start, submit), job=pprint.pformat(values, width=110, sort_dicts=False))
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[start, submit])

@@ -88,7 +88,7 @@ PORT = 29400
 """Of the rendezvous, where no other is set: where each machine of a job has a network address of its own."""
 
 
-def one_machine(job: Job) -> str:
+def machine_script(job: Job) -> str:
     """The script of one machine, which ends with `code` and `next` (`again` or `end`) set to the verdict.
 
     FIRST, PEER, NODE_RANK and ID are to be set before it (see `node_function`), and PORT may be.

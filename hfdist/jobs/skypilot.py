@@ -7,14 +7,14 @@ from typing import Any
 from hfdist.errors import ConfigError
 from hfdist.jobs.job import AGAIN, Job, JobFile, JobFiles
 from hfdist.jobs.manifest import to_documents
-from hfdist.jobs.shell import one_machine
+from hfdist.jobs.shell import machine_script
 
 _SCRIPT = """\
 set -uo pipefail
 FIRST=$(head -n 1 <<<"$SKYPILOT_NODE_IPS") LAST=$(tail -n 1 <<<"$SKYPILOT_NODE_IPS") NODE_RANK="$SKYPILOT_NODE_RANK"
 [ "$NODE_RANK" -eq 0 ] && PEER="$LAST" || PEER="$FIRST"
 ID="$SKYPILOT_TASK_ID"
-{one_machine}# SkyPilot starts again by this code only: it has no limit of its own for a lost rank.
+{machine_script}# SkyPilot starts again by this code only: it has no limit of its own for a lost rank.
 [ "$next" = again ] && exit {again}
 exit "$code"
 """
@@ -50,7 +50,7 @@ def write_skypilot(job: Job) -> JobFiles:
         "resources": resources,
         "volumes": None if options.volume is None else {options.mount: options.volume},
         "setup": "".join(f"{line}\n" for line in options.install) or None,
-        "run": _SCRIPT.format(one_machine=one_machine(job), again=AGAIN),
+        "run": _SCRIPT.format(machine_script=machine_script(job), again=AGAIN),
     }
     text = job.head(submit) + to_documents(task)
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])

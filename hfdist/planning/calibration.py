@@ -3,8 +3,8 @@
     step = compute x ideal + memory x ideal + kernels x ideal + link x ideal
 
 where each ideal is what the peak, the bandwidth, the start of operations or the links alone would take in that step, as
-far as nothing hides it. The factors are found in logarithms, so that a step of a millisecond counts like one of a minute,
-and outliers count less. What the steps do not tell apart stays near its default.
+far as nothing hides it. The factors are found in logarithms, so that a step of a millisecond counts like one of a
+minute, and outliers count less. What the steps do not tell apart stays near its default.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfdist.config.hardware import Hardware
 from hfdist.config.train import Precision, TrainConfig
@@ -69,7 +70,7 @@ def step_parts(
     every = _listed(costs)
     whole = _time(every, strategy, _Clock(hardware, train, factors))
     # Each component alone, as all is linear in the factors but for what is hidden.
-    none = dict.fromkeys(COMPONENTS, 0.0)
+    none: dict[str, Any] = dict.fromkeys(COMPONENTS, 0.0)
     ideal = {}
     for name in COMPONENTS:
         without = _time(every, strategy, _Clock(hardware, train, replace(factors, **none | {name: 1.0})))
@@ -165,7 +166,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if (len(costs.stages) and message > 0.0) or any(one.axis == _PIPELINE for one in costs.traffic):
+    if any(one.kind == SEND for one in costs.traffic):
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -95,7 +96,9 @@ class RunRecord:
 
     def total(self, name: str) -> float | None:
         """Give `seconds` or one of `SUMMED` over all starts, as far as it is known; None: of none."""
-        known = [value for value in (getattr(self, f"earlier_{name}"), getattr(self, name)) if value is not None]
+        values = (getattr(self, f"earlier_{name}"), getattr(self, name))
+        # A file that another program has changed may hold anything, and a whole number there has no limit.
+        known = [one for one in values if isinstance(one, (int, float)) and abs(one) <= sys.float_info.max]
         return sum(known) if known else None
 
     def to_json(self) -> dict[str, Any]:

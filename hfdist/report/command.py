@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
-from hfdist.config.cli.words import TRUTH, find_run, read_truth, read_words, word_command
+from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.report.live import serve
@@ -28,7 +28,7 @@ port=N            of --live; default: any port that is free
 
 A run's folder is only read. Exit codes: 0; 2: a mistake in the command line; 7: the file cannot be written.
 """
-_KEYS = {"out": "FILE", "port": "N", "live": TRUTH}
+_KEYS = {"out": "FILE", "port": "N", "live": FLAG}
 _MOST_RUNS = 24
 """More make a page that no phone opens quickly: see the limit of its size."""
 
@@ -54,7 +54,7 @@ def _report(arguments: list[str]) -> None:
         sys.stdout.write(f"{write(runs, request.out)}\n")
 
 
-main = word_command(_HELP, _report)
+main = as_command(_HELP, _report)
 
 
 def write(runs: Sequence[RunFiles], out: Path) -> Path:
@@ -78,7 +78,7 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, or no such run."""
     # A folder's name may hold anything.
     names = [one for one in arguments if not one.startswith("-") and ("=" not in one or Path(one).is_dir())]
-    values = read_words([one for one in arguments if one not in names], _KEYS)
+    values = read_arguments([one for one in arguments if one not in names], _KEYS)
     if not 1 <= len(names) <= _MOST_RUNS:
         allowed = f"1 to {_MOST_RUNS} folders"
         raise ConfigError("which runs?", where=COMMAND_LINE, found=len(names), allowed=allowed, hint="runs/NAME")
@@ -91,4 +91,4 @@ def parse_request(arguments: Sequence[str]) -> ReportRequest:
             "this is a folder", where=f"out ({COMMAND_LINE})", found=str(out), hint=f"out={out}/report.html"
         )
     folders = tuple(find_run(name, MARKS) for name in dict.fromkeys(names))
-    return ReportRequest(folders=folders, out=out, is_live=read_truth(values, "live"), port=int(port))
+    return ReportRequest(folders=folders, out=out, is_live=read_flag(values, "live"), port=int(port))

@@ -10,7 +10,7 @@ from hfdist.report.history import marked
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.rank_steps import PARTS, STEP, RankSteps
 from hfdist.report.reading.run_files import CURVES, RunFiles
-from hfdist.report.text import escaped_lines
+from hfdist.report.text import energy_unit, escaped_lines
 
 COLOURS = 6
 _MOST_MARKS = 20
@@ -23,7 +23,7 @@ _SMALL = (  # in the order of CURVES, behind the loss
     Chart(title="MFU", unit="share of the devices' peak", curves=(), from_zero=True, form="share"),
     Chart(title="Step time", unit="seconds", curves=(), from_zero=True, form="seconds"),
     Chart(title="Most loaded expert", unit="times an even share", curves=()),
-    Chart(title="Energy", unit="kWh, all starts", curves=(), from_zero=True),
+    Chart(title="Energy", unit="", curves=(), from_zero=True),
     Chart(title="Cost", unit="all starts", curves=(), from_zero=True),
 )
 _TIMES = ((172_800.0, 86_400.0, "days"), (7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -66,9 +66,11 @@ def small_charts(runs: Sequence[RunFiles]) -> str:
     """Give all other figures of training lines by step, those that some run has."""
     drawn = []
     for key, base in zip(CURVES[1:], _SMALL, strict=True):
-        points = [run.curve(key) for run in runs]
+        points, unit = [run.curve(key) for run in runs], base.unit
+        if key == "energy_kwh":
+            points, unit = _in_energy_unit(points)
         marked = _marks(runs, [run.steps for run in runs])
-        drawn.append(draw(replace(base, curves=_named(runs, points, base.title), marks=marked)))
+        drawn.append(draw(replace(base, unit=unit, curves=_named(runs, points, base.title), marks=marked)))
     return "".join(drawn) + (own_charts(runs[0]) if len(runs) == 1 else "")
 
 
@@ -84,6 +86,13 @@ def _named(runs: Sequence[RunFiles], points: Sequence[list[Point]], alone: str) 
         for number, (run, own) in enumerate(zip(runs, points, strict=True))
         if any(y is not None for _, y in own)
     ]
+
+
+def _in_energy_unit(curves: list[list[Point]]) -> tuple[list[list[Point]], str]:
+    """Give curves of kWh in the unit in which the head of the report has the last of them, and what they are."""
+    known = [y for points in curves for _, y in points if y is not None]
+    scale, unit = energy_unit(max(known, default=0.0))
+    return [[(x, None if y is None else scale * y) for x, y in points] for points in curves], f"{unit}, all starts"
 
 
 def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:

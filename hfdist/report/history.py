@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from hfdist.records import State
+from hfdist.records import Event, State
 from hfdist.report.drawing.chart import TOP, frame
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import LONGEST, count, duration, escaped, instant, number, size
@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 0.03
 """Share of the time line that stands for the time between two starts, however long that was."""
 
 
-class Kind(NamedTuple):
+class EventStyle(NamedTuple):
     """How a kind of event is shown.
 
     Args:
@@ -74,19 +74,26 @@ def _used_up(event: dict[str, Any]) -> str:
     return f"the budget {event.get('which')} is used up: {event.get('used')} of {event.get('limit')}"
 
 
-KINDS = {
-    "start": Kind(None, "starts", False, _started),
-    "resume": Kind("R", "resumes", False, _resumed),
-    "save": Kind(None, "saves", False, _saved),
-    "skip": Kind("S", "skips", True, lambda e: f"step {_step(e)} was skipped: its loss or gradient was not finite"),
-    "rollback": Kind("B", "rollbacks", True, lambda e: f"went back from step {_step(e)} to {_step(e, 'to_step')}"),
-    "alert": Kind(
+_STYLES = {
+    Event.start: EventStyle(None, "starts", False, _started),
+    Event.resume: EventStyle("R", "resumes", False, _resumed),
+    Event.save: EventStyle(None, "saves", False, _saved),
+    Event.skip: EventStyle(
+        "S", "skips", True, lambda e: f"step {_step(e)} was skipped: its loss or gradient was not finite"
+    ),
+    Event.rollback: EventStyle(
+        "B", "rollbacks", True, lambda e: f"went back from step {_step(e)} to {_step(e, 'to_step')}"
+    ),
+    Event.alert: EventStyle(
         "A", "alerts", True, lambda e: f"{str(e.get('kind', 'alert')).replace('_', ' ')}: {e.get('text', '')}"
     ),
-    "lost_rank": Kind("L", "lost ranks", True, lambda e: f"lost a rank: {e.get('found', '')}"),
-    "budget": Kind("$", "budget", False, _used_up),
-    "end": Kind("E", "ends", False, _ended),
+    Event.lost_rank: EventStyle("L", "lost ranks", True, lambda e: f"lost a rank: {e.get('found', '')}"),
+    Event.budget: EventStyle("$", "budget", False, _used_up),
+    Event.end: EventStyle("E", "ends", False, _ended),
 }
+
+
+_BY_NAME = {event.value: style for event, style in _STYLES.items()}
 
 
 def describe_layout(layout: dict[str, Any]) -> str:
@@ -102,21 +109,25 @@ def _is_used(degree: Any) -> bool:
     return isinstance(degree, int) and degree != 1
 
 
-def kind_of(event: dict[str, Any]) -> Kind:
+def style_of(event: dict[str, Any]) -> EventStyle:
     """Give how an event is shown; one of a later hfdist has its own name."""
     name = str(event.get("event"))
-    return KINDS.get(name) or Kind(None, name, False, lambda e: f"{name}, step {_step(e)}")
+    return _BY_NAME.get(name) or EventStyle(None, name, False, lambda e: f"{name}, step {_step(e)}")
 
 
 def is_bad(event: dict[str, Any]) -> bool:
     """Whether something went wrong."""
     ended_badly = event.get("state") in (State.failed.value, State.lost.value)
-    return kind_of(event).is_bad or (event.get("event") == "end" and ended_badly)
+    return style_of(event).is_bad or (_is(event, Event.end) and ended_badly)
 
 
-def events_of(run: RunFiles, name: str) -> list[dict[str, Any]]:
+def events_of(run: RunFiles, kind: Event) -> list[dict[str, Any]]:
     """Give the events of a kind."""
-    return [event for event in run.events if event.get("event") == name]
+    return [event for event in run.events if _is(event, kind)]
+
+
+def _is(event: dict[str, Any], *kinds: Event) -> bool:
+    return event.get("event") in [kind.value for kind in kinds]
 
 
 class Marked(NamedTuple):
@@ -133,9 +144,9 @@ def marked(run: RunFiles, most: int) -> list[Marked]:
     """Give at most about `most` marks; a good end has none. Events whose marks would lie on each other share one."""
     found = []
     for event, step in _with_steps(run):
-        letter = kind_of(event).letter
-        if letter is not None and (event.get("event") != "end" or is_bad(event)):
-            text = f"step {step:,.0f}: {kind_of(event).words(event)}"
+        letter = style_of(event).letter
+        if letter is not None and (not _is(event, Event.end) or is_bad(event)):
+            text = f"step {step:,.0f}: {style_of(event).words(event)}"
             found.append(Marked(step, letter, text[:LONGEST], is_bad(event)))
     found.sort(key=lambda mark: mark.step)
     groups: list[list[Marked]] = []
@@ -157,7 +168,7 @@ def _join(marks: list[Marked]) -> Marked:
 
 def _with_steps(run: RunFiles) -> Iterator[tuple[dict[str, Any], float]]:
     """Events with their steps; of one that does not know it, that at which its start ended."""
-    ends = {repr(e.get("start")): number(e.get("step")) for e in events_of(run, "end")}
+    ends = {repr(e.get("start")): number(e.get("step")) for e in events_of(run, Event.end)}
     last = 0.0
     for event in run.events:
         step = number(event.get("step"))
@@ -173,8 +184,8 @@ def time_line(run: RunFiles) -> str:
     if not timed:
         return ""
     place = _placing(timed, run)
-    names = list(dict.fromkeys(kind_of(event).name for event, _ in timed if event.get("event") not in ("start", "end")))
-    names = names[:12]
+    inside = [event for event, _ in timed if not _is(event, Event.start, Event.end)]
+    names = list(dict.fromkeys(style_of(event).name for event in inside))[:12]
     rows = ["running", *names]
     inner = [_bars(timed, run, place), *(_row(timed, name, row + 1, place) for row, name in enumerate(names))]
     labels = [(TOP + 18 * row + 9, name) for row, name in enumerate(rows)]
@@ -223,10 +234,10 @@ def _placing(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles) -> Cal
 
 def _bars(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Callable[[datetime], float]) -> str:
     drawn = []
-    ends = {instant(event.get("time")): event for event, _ in timed if event.get("event") == "end"}
+    ends = {instant(event.get("time")): event for event, _ in timed if _is(event, Event.end)}
     for number_of, (first, last) in enumerate(_spans(timed, run), 1):
         event = ends.get(last)
-        words = "running" if event is None else kind_of(event).words(event)
+        words = "running" if event is None else style_of(event).words(event)
         kind = "bar bad" if event is not None and is_bad(event) else "bar"
         text = escaped(
             f"start {number_of}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}"
@@ -241,12 +252,12 @@ def _bars(timed: list[tuple[dict[str, Any], datetime]], run: RunFiles, place: Ca
 def _row(timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, place: Callable[[datetime], float]) -> str:
     groups: dict[int, list[tuple[dict[str, Any], datetime]]] = {}
     for event, when in timed:
-        if kind_of(event).name == name:
+        if style_of(event).name == name:
             groups.setdefault(int(_MOST_TICKS * place(when)), []).append((event, when))
     drawn = []
     for own in groups.values():
         (event, when), more = own[-1], f"; and {len(own) - 1} more near it" if own[1:] else ""
-        text = escaped(f"{when:%H:%M:%S}: {kind_of(event).words(event)}{more}")
+        text = escaped(f"{when:%H:%M:%S}: {style_of(event).words(event)}{more}")
         kind = "tick bad" if is_bad(event) else "tick"
         drawn.append(
             f'<circle class="{kind}" data-text="{text}" cx="{100 * place(when):.2f}%" cy="{TOP + 18 * row + 9}" r="5"/>'
@@ -256,7 +267,7 @@ def _row(timed: list[tuple[dict[str, Any], datetime]], name: str, row: int, plac
 
 def table(run: RunFiles) -> str:
     """Give the events in words, the newest first, without saves, which have a table of their own."""
-    events = [event for event in reversed(run.events) if event.get("event") != "save"]
+    events = [event for event in reversed(run.events) if not _is(event, Event.save)]
     left_out = f"<p>{len(events) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if events[_MOST_ROWS:] else ""
     more = _rows(events[_MOST_OPEN:_MOST_ROWS])
     folded = f'<details id="events-more"><summary>earlier events</summary>{more}{left_out}</details>' if more else ""
@@ -269,7 +280,7 @@ def _rows(events: list[dict[str, Any]]) -> str:
         when = instant(event.get("time"))
         shown = "" if when is None else f"{when:%Y-%m-%d %H:%M:%S}"
         bad = ' class="bad"' if is_bad(event) else ""
-        words = escaped(kind_of(event).words(event), 500)
+        words = escaped(style_of(event).words(event), 500)
         lines.append(f"<tr{bad}><td>{shown}</td><td>{escaped(event.get('start', ''), 12)}</td><td>{words}</td></tr>")
     head = "<tr><th>time (UTC)</th><th>start</th><th>what</th></tr>"
     return f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>' if lines else ""

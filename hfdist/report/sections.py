@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfdist.records import RUN_FILE, State
+from hfdist.records import RUN_FILE, Event, State
 from hfdist.report import history, rank_words
 from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
+from hfdist.report.reading.rank_steps import PARTS
 from hfdist.report.reading.run_files import RunFiles
-from hfdist.report.text import count, duration, escaped, escaped_lines, instant, number, share, short, size, wide_table
+from hfdist.report.text import (
+    count,
+    duration,
+    energy_unit,
+    escaped,
+    escaped_lines,
+    instant,
+    number,
+    share,
+    short,
+    size,
+    wide_table,
+)
 
 _SILENT_SECONDS = 180.0
 _MOST_SAVES = 12
+_MOST_AXES = 12
 _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 800
 _STALL_SHARE = 0.05
@@ -58,8 +72,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
         if recent:
             found.append((name, form(sum(recent) / len(recent))))
     if record is not None:
-        spent = (number(record.seconds) or 0.0) + (number(record.earlier_seconds) or 0.0)
-        found.append(("duration", duration(spent)))
+        found.append(("duration", duration(number(record.total("seconds")) or 0.0)))
         if record.state is State.running and (left := _seconds_left(run)) is not None:
             found.append(("left", f"about {duration(left)}"))
     return found + _energy(run)
@@ -91,13 +104,14 @@ def _energy(run: RunFiles) -> list[tuple[str, str]]:
         return []
     source = escaped(record.energy_source or "", 40)
     note = f" <small>{'an estimate' if source == 'estimate' else source}</small>"
-    for key, name, unit in (("energy_kwh", "energy", "Wh"), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
-        known = [value for which in ("", "earlier_") if (value := number(getattr(record, which + key))) is not None]
-        total = sum(known)
+    for key, name, unit in (("energy_kwh", "energy", ""), ("gco2e", "emissions", "g CO2e"), ("cost", "cost", "")):
+        total = number(record.total(key))
+        if total is None:
+            continue
         if key == "energy_kwh":
-            total, unit = (total, f"kWh{note}") if total >= 1 else (1e3 * total, f"Wh{note}")
-        if known:
-            found.append((name, f"{short(total)} {unit}"))
+            scale, unit = energy_unit(total)
+            total, unit = scale * total, unit + note
+        found.append((name, f"{short(total)} {unit}"))
     return found
 
 
@@ -118,15 +132,15 @@ def head(run: RunFiles, *, colour: str = "") -> str:
 def findings(run: RunFiles) -> str:
     """Say what stands out, in words; nothing, if nothing does."""
     slow = rank_words.find_slow(run)
-    texts, wait = [*slow], rank_words.data_wait(run)
+    texts, wait = [*slow], rank_words.share_of_step(run, PARTS[1])
     if wait > _DATA_SHARE:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
-    for name, words in (("skip", "skipped step"), ("rollback", "rollback"), ("lost_rank", "lost rank")):
-        if own := events_of(run, name):
-            texts.append(f"{count(len(own), words)}; the last: {history.kind_of(own[-1]).words(own[-1])}")
+    for kind, words in ((Event.skip, "skipped step"), (Event.rollback, "rollback"), (Event.lost_rank, "lost rank")):
+        if own := events_of(run, kind):
+            texts.append(f"{count(len(own), words)}; the last: {history.style_of(own[-1]).words(own[-1])}")
     # What is said above for the whole run, an alert has told of some of its steps.
-    alerts = [event for event in events_of(run, "alert") if not (slow and event.get("kind") == "slow_rank")]
-    texts += [history.kind_of(event).words(event) for event in alerts[-3:]]
+    alerts = [event for event in events_of(run, Event.alert) if not (slow and event.get("kind") == "slow_rank")]
+    texts += [history.style_of(event).words(event) for event in alerts[-3:]]
     if len(alerts) > 3:
         texts.append(f"{len(alerts) - 3} earlier alerts: see the events")
     known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
@@ -140,7 +154,7 @@ def findings(run: RunFiles) -> str:
 
 
 def _stall_share(run: RunFiles) -> float:
-    stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, "save"))
+    stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, Event.save))
     trained = run.seconds[-1] if run.seconds else 0.0
     return stalls / (stalls + trained) if trained > 0 else 0.0
 
@@ -157,9 +171,53 @@ def pipeline(run: RunFiles) -> str:
     return f"<h2>Pipeline</h2>{drawn}" if drawn else ""
 
 
+def traffic(run: RunFiles) -> str:
+    """Give what a rank sends in a step, by axis of the mesh, beside what was planned."""
+    counted = None if run.record is None else run.record.traffic
+    axes = counted.get("axes") if isinstance(counted, dict) else None
+    if not isinstance(counted, dict) or not isinstance(axes, dict):
+        return ""
+    planned, exposed = _planned_traffic(run.plan)
+    rows = []
+    for axis, found in [*axes.items()][:_MOST_AXES]:
+        sent = number(found.get("sent_bytes")) if isinstance(found, dict) else None
+        if sent is None:
+            continue
+        kinds, calls = found.get("kinds"), number(found.get("calls")) or 0.0
+        shares = {name: value for name, of in kinds.items() if (value := number(of))} if isinstance(kinds, dict) else {}
+        most = sorted(shares.items(), key=lambda item: -item[1])[:3]
+        cells = [size(sent), size(planned[axis]) if axis in planned else "", f"{calls:,.0f}"]
+        cells += [", ".join(f"{escaped(name, 20)} {size(value)}" for name, value in most)]
+        rows.append((axis, [*cells, share(exposed[axis]) if axis in exposed else ""]))
+    if not rows:
+        return ""
+    waits = rank_words.share_of_step(run, PARTS[2])
+    words = f"Counted in step {number(counted.get('step')) or 0.0:,.0f}, for the rank that sends most, as a ring sends."
+    if waits:
+        theory = f"; planned: {share(sum(exposed.values()))}" if exposed else ""
+        words += f" The mean rank waits for others in {share(waits)} of a step{theory}."
+    titles = ("sent in a step", "planned", "calls", "of which", "planned share of the step")
+    return f"<h2>Traffic</h2><p>{words}</p>{wide_table(titles, rows)}"
+
+
+def _planned_traffic(plan: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Give the planned bytes by axis, and the share of the step in which nothing hides them."""
+    planned: dict[str, float] = {}
+    listed, time = plan.get("traffic"), plan.get("time")
+    for one in listed if isinstance(listed, list) else []:
+        sent = number(one.get("sent_bytes")) if isinstance(one, dict) else None
+        if sent is not None:
+            planned[str(one.get("axis"))] = planned.get(str(one.get("axis")), 0.0) + sent
+    if not isinstance(time, dict) or not isinstance(time.get("exposed"), dict):
+        return planned, {}
+    exposed = {str(axis): number(seconds) or 0.0 for axis, seconds in time["exposed"].items()}
+    step = (number(time.get("compute")) or 0.0) + (number(time.get("bubble")) or 0.0) + sum(exposed.values())
+    return planned, {axis: seconds / step for axis, seconds in exposed.items()} if step > 0 else {}
+
+
 def checkpoints(run: RunFiles) -> str:
     """Give what saves took."""
-    saves = events_of(run, "save")
+    saves = events_of(run, Event.save)
     if not saves:
         return ""
     totals = {key: [number(e.get(key)) or 0.0 for e in saves] for key in ("seconds", "stall_seconds", "bytes")}

@@ -47,6 +47,11 @@ def instant(value: Any) -> datetime | None:
     return None if found.tzinfo is None else found
 
 
+def energy_unit(most_kwh: float) -> tuple[float, str]:
+    """Give the factor from kWh, and the unit, in which energy up to so much is read most easily."""
+    return (1.0, "kWh") if most_kwh >= 1 else (1e3, "Wh")
+
+
 def short(value: float) -> str:
     """Give a number with about three digits, such as `1.23 M` or `0.0453`."""
     size = abs(value)

@@ -7,7 +7,7 @@ import time
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from hfdist.alerts import Kind, Monitor, command
+from hfdist.alerts import AlertKind, Monitor, command
 from hfdist.config.run import CheckpointConfig
 from hfdist.records import EVENTS, RunRecorder, read_lines
 from hfdist.trainer.reporting.alerts import Alerts
@@ -74,7 +74,7 @@ def test_a_spike_is_found_within_three_steps_and_told_once():
         for line in lines[500:520]:
             line["loss"] *= 1.4
         alerts = first(lines, Monitor())
-        assert [alert.kind for alert in alerts] == [Kind.loss_spike]
+        assert [alert.kind for alert in alerts] == [AlertKind.loss_spike]
         assert alerts[0].step <= 503
         assert "the loss has jumped from" in alerts[0].text
 
@@ -82,7 +82,7 @@ def test_a_spike_is_found_within_three_steps_and_told_once():
 def test_a_loss_that_rises_from_the_beginning_is_found_and_one_odd_batch_there_is_not():
     losses = [6.93, 193.0, *(100.0 / step for step in range(1, 29))]
     alerts = first([{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)], Monitor())
-    assert [(alert.step, alert.kind) for alert in alerts] == [(3, Kind.loss_spike)]
+    assert [(alert.step, alert.kind) for alert in alerts] == [(3, AlertKind.loss_spike)]
     assert "the loss began at 6.93 and is 100" in alerts[0].text
     assert not first([{"step": step, "loss": 9.0 if step == 2 else 1.5} for step in range(1, 30)], Monitor())
 
@@ -102,7 +102,7 @@ def test_a_plateau_is_found_once_its_noise_allows(noise, latest):
         values = random.Random(seed)
         lines = [{"step": s, "loss": loss_at(min(s, 1500), values, noise)} for s in range(1, latest + 1)]
         alerts = first(lines, Monitor())
-        assert {alert.kind for alert in alerts} == {Kind.plateau}
+        assert {alert.kind for alert in alerts} == {AlertKind.plateau}
         assert alerts[0].step > 1500
 
 
@@ -112,7 +112,7 @@ def test_a_growing_gradient_norm_is_found():
         for line in lines[600:]:
             line["grad_norm"] *= 1.01 ** (line["step"] - 600)
         alerts = first(lines, Monitor())
-        assert [alert.kind for alert in alerts] == [Kind.grad_norm_drift]
+        assert [alert.kind for alert in alerts] == [AlertKind.grad_norm_drift]
         # It has grown five times after 162 steps.
         assert alerts[0].step < 860
 
@@ -128,7 +128,7 @@ def test_a_slow_rank_is_named_with_its_host():
         for line in lines[30:]:
             line["compute_seconds"][2] *= 1.5
         alerts = first(lines, Monitor(hosts=["a", "a", "b", "b"]), "see_ranks")
-        assert [alert.kind for alert in alerts] == [Kind.slow_rank]
+        assert [alert.kind for alert in alerts] == [AlertKind.slow_rank]
         assert alerts[0].step <= 52
         assert alerts[0].text.startswith("rank 2 (on b) is slow: it computes ")
         assert (alerts[0].figures["rank"], alerts[0].figures["host"]) == (2, "b")
@@ -150,7 +150,7 @@ def test_a_gpu_has_no_computing_times_and_a_wait_for_data_is_found():
         line["compute_seconds"] = line["wait_seconds"] = [None] * 4
         line["data_seconds"][1] = 0.4
     alerts = first(lines, Monitor(), "see_ranks")
-    assert [alert.kind for alert in alerts] == [Kind.data_wait]
+    assert [alert.kind for alert in alerts] == [AlertKind.data_wait]
     assert "rank 1 waits for its data in 40% of the time" in alerts[0].text
 
 
@@ -172,7 +172,7 @@ def test_falling_throughput_is_found_and_one_pause_is_not():
             line["tokens_per_second"] *= 0.6
             line["step_seconds"] /= 0.6
         alerts = first(lines, Monitor())
-        assert [alert.kind for alert in alerts] == [Kind.falling_throughput]
+        assert [alert.kind for alert in alerts] == [AlertKind.falling_throughput]
         assert 200 < alerts[0].step <= 225
 
 
@@ -198,7 +198,7 @@ def test_a_checkpoint_older_than_asked():
     lines = [{"step": s, "step_seconds": 1.0, "tokens_per_second": 1.0} for s in range(501, 900)]
     lines.insert(50, {"step": 550, "checkpoint/step": 550, "checkpoint/bytes": 1})
     alerts = first(lines, Monitor(save_every=50))
-    assert [(alert.kind, alert.step) for alert in alerts] == [(Kind.old_checkpoint, 651)]
+    assert [(alert.kind, alert.step) for alert in alerts] == [(AlertKind.old_checkpoint, 651)]
     assert first(lines, Monitor(save_every=200)) == []
     # A minute has not passed.
     assert (

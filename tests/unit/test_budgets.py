@@ -174,6 +174,7 @@ def test_times_without_a_zone_are_local(tmp_path, monkeypatch):
         (["train.max_cost=5"], "train.max_cost", "cost.price_per_hour"),
         (["train.max_hours=5", "checkpoint.every=null"], "train.max_hours", "checkpoint.every=100"),
         (["cost.price_per_hour=-1"], "cost.price_per_hour", None),
+        (["cost.currency="], "cost.currency", None),
     ],
 )
 def test_budgets_that_cannot_be_held_are_refused(tmp_path, given, where, hint):

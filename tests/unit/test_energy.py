@@ -10,7 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from hfdist.energy import Place, RankMeter, describe_sources, estimates, is_known, name_sources, num_devices, nvml
+from hfdist.energy import (
+    EnergySources,
+    RankMeter,
+    describe_sources,
+    estimates,
+    is_known,
+    name_sources,
+    num_devices,
+    nvml,
+)
 from hfdist.energy.estimates import ProcessLoad
 from hfdist.energy.meter import Source
 from hfdist.energy.rapl import POWERCAP, Rapl
@@ -155,7 +164,7 @@ def test_a_folder_without_readable_counters_is_no_meter(tmp_path, powercap):
     (powercap / "intel-rapl:0" / "energy_uj").unlink()  # as root, rights say nothing
     with pytest.raises(OSError, match="energy_uj"):
         Rapl(powercap)
-    assert RankMeter(powercap=powercap).place.has_rapl is False
+    assert RankMeter(powercap=powercap).sources.has_rapl is False
 
 
 @pytest.mark.skipif(not any(POWERCAP.glob("intel-rapl:0")), reason="this machine shows no RAPL counters")
@@ -200,17 +209,17 @@ def test_an_estimate_counts_loader_processes_once():
     assert alive - 0.1 <= meter.joules() < alive + 1
 
 
-ON_CPU = Place(host="a", has_rapl=False, device=None, device_source=None)
-ON_GPU = Place(host="a", has_rapl=True, device="GPU-0", device_source="nvml")
+ON_CPU = EnergySources(host="a", has_rapl=False, device=None, device_source=None)
+ON_GPU = EnergySources(host="a", has_rapl=True, device="GPU-0", device_source="nvml")
 
 
 def test_two_ranks_of_a_host_count_its_device_and_its_counters_once(driver, powercap):
     device = driver(millijoules=0)
     meters = [RankMeter(UUID, powercap=powercap) for _ in range(2)]
-    places = [meter.place for meter in meters]
-    assert places[0] == places[1] == replace(ON_GPU, host=places[0].host, device=UUID)
+    by_rank = [meter.sources for meter in meters]
+    assert by_rank[0] == by_rank[1] == replace(ON_GPU, host=by_rank[0].host, device=UUID)
     for rank, meter in enumerate(meters):
-        meter.begin(rank, places)
+        meter.begin(rank, by_rank)
     device.millijoules = 4_000
     add(powercap, "0:1", 1_000_000)
     assert [meter.joules() for meter in meters] == [5.0, 0.0]
@@ -221,31 +230,31 @@ def test_two_ranks_of_a_host_count_its_device_and_its_counters_once(driver, powe
 def test_ranks_of_two_hosts_count_both(driver, powercap, tmp_path):
     device = driver(millijoules=0)
     first, second = RankMeter(UUID, powercap=powercap), RankMeter(UUID, powercap=tmp_path / "none", host_watts=1e-9)
-    second.place = replace(second.place, host="another", device="GPU-1")
+    second.sources = replace(second.sources, host="another", device="GPU-1")
     for rank, meter in enumerate((first, second)):
-        meter.begin(rank, [first.place, second.place])
+        meter.begin(rank, [first.sources, second.sources])
     device.millijoules = 4_000
     add(powercap, "0:1", 1_000_000)
     assert first.joules() == 5.0
     assert second.joules() == pytest.approx(4.0, abs=1e-6)
-    assert name_sources([first.place, second.place]) == "nvml+rapl+estimate"
-    assert num_devices([first.place, second.place]) == 2
+    assert name_sources([first.sources, second.sources]) == "nvml+rapl+estimate"
+    assert num_devices([first.sources, second.sources]) == 2
     first.close()
 
 
 def test_a_device_without_a_meter_is_estimated_where_its_watts_are_given(clock, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    unknown = RankMeter(UUID, powercap=tmp_path).place
+    unknown = RankMeter(UUID, powercap=tmp_path).sources
     assert (unknown.device_source, is_known([unknown])) == (None, False)
     meter = RankMeter(UUID, device_watts=700, host_watts=1e-9, powercap=tmp_path)
-    assert is_known([meter.place])
-    meter.begin(0, [meter.place])
+    assert is_known([meter.sources])
+    meter.begin(0, [meter.sources])
     clock.seconds += 10
     assert meter.joules() == pytest.approx(7000)
 
 
 @pytest.mark.parametrize(
-    ("places", "name", "said", "devices"),
+    ("by_rank", "name", "said", "devices"),
     [
         ([ON_CPU, ON_CPU], "estimate", "1 host estimated from CPU time at 5 W a core", 1),
         ([ON_GPU, replace(ON_GPU, device="GPU-1")], "nvml+rapl",
@@ -255,10 +264,10 @@ def test_a_device_without_a_meter_is_estimated_where_its_watts_are_given(clock, 
          "1 host estimated from CPU time at 5 W a core", 1),
     ],
 )  # fmt: skip
-def test_what_is_counted_is_said(places, name, said, devices):
-    assert name_sources(places) == name
-    assert describe_sources(places, device_watts=None, host_watts=None) == said
-    assert num_devices(places) == devices
+def test_what_is_counted_is_said(by_rank, name, said, devices):
+    assert name_sources(by_rank) == name
+    assert describe_sources(by_rank, device_watts=None, host_watts=None) == said
+    assert num_devices(by_rank) == devices
     assert set(name.split("+")) <= {source.value for source in Source}
 
 
@@ -266,7 +275,7 @@ def test_a_thread_reads_counters_that_go_round(driver, tmp_path, monkeypatch):
     device = driver(milliwatts=1_000_000)
     monkeypatch.setattr(nvml.PowerOverTime, "sample_seconds", 0.01)
     meter = RankMeter(UUID, host_watts=1e-9, powercap=tmp_path)
-    meter.begin(0, [meter.place])
+    meter.begin(0, [meter.sources])
     time.sleep(0.3)
     device.milliwatts = 0
     time.sleep(0.1)

@@ -28,7 +28,7 @@ def find_limits(config: RunConfig) -> dict[str, float]:
 
 def find_used(record: RunRecord) -> dict[str, float | None]:
     """Give what all starts of a run have used by now of each budget; None: nobody knows."""
-    hours = (record.earlier_seconds + record.seconds) / _SECONDS_PER_HOUR
+    hours = (record.total("seconds") or 0.0) / _SECONDS_PER_HOUR
     known = {"max_cost": record.total("cost"), "max_kwh": record.total("energy_kwh")}
     return {"max_hours": hours, **known, "deadline": time.time()}
 

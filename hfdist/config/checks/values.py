@@ -332,11 +332,13 @@ def _check_train(config: RunConfig) -> None:
 def _check_budgets(config: RunConfig) -> None:
     """A budget stops a run, which must be able to go on; and what it limits must be known."""
     limits, cost = find_limits(config), config.cost
-    for name in limits:
-        if config.checkpoint.every is None:
-            what = "a run whose budget is used up goes on from its checkpoint, and none is written"
-            keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
-            raise _conflict(config, keys, what, allowed="null", hint=hint)
+    if limits and config.checkpoint.every is None:
+        what, name = (
+            "a run whose budget is used up goes on from its checkpoint, and none is written",
+            next(iter(limits)),
+        )
+        keys, hint = f"train.{name} checkpoint.every", f"checkpoint.every=100, or train.{name}=null"
+        raise _conflict(config, keys, what, allowed="null", hint=hint)
     if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
         what = "nothing is known of what the run costs"
         keys, hint = "train.max_cost cost.price_per_hour cost.price_per_kwh", "cost.price_per_hour=2.5 (of one GPU)"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
 from hfdist.config.cli.command import go_offline
-from hfdist.config.cli.words import TRUTH, find_run, read_truth, read_words, word_command
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import RunConfig
@@ -28,7 +28,7 @@ text=short|full   how much text to show of each piece of a document; default: sh
 
 All other keys are those of the run, and stay.
 """
-_KEYS = {"run": "FOLDER", "step": "N", "text": "short|full", "offline": TRUTH}
+_KEYS = {"run": "FOLDER", "step": "N", "text": "short|full", "offline": FLAG}
 _TEXTS = ("short", "full")
 _CONFIG = "config"
 
@@ -54,12 +54,12 @@ def audit_recipe(main: Callable[[AuditRequest, RunConfig], None]) -> Callable[[]
             go_offline()
         main(request, compose_config(name=_CONFIG, extra_dir=request.run))
 
-    return word_command(_HELP, audit)
+    return as_command(_HELP, audit)
 
 
 def parse_request(arguments: Sequence[str]) -> AuditRequest:
     """Read the command line; ConfigError: an unknown key, a wrong value, no such run, or several processes."""
-    values = read_words(arguments, _KEYS)
+    values = read_arguments(arguments, _KEYS)
     if "run" not in values:
         raise ConfigError("which run?", where=COMMAND_LINE, allowed="run=FOLDER", hint="run=runs/NAME")
     if "text" in values and "step" not in values:
@@ -83,5 +83,5 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
         run=run,
         step=None if step is None else int(step),
         shows_all_text=text == "full",
-        is_offline=read_truth(values, "offline"),
+        is_offline=read_flag(values, "offline"),
     )

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.collectives import control_group, gather_json, rank
 from hfdist.config.checks.budgets import find_used
 from hfdist.config.run import CostConfig
-from hfdist.energy import Place, RankMeter, describe_sources, is_known, name_sources, num_devices
+from hfdist.energy import EnergySources, RankMeter, describe_sources, is_known, name_sources, num_devices
 from hfdist.records import RunRecord, RunRecorder
 from hfdist.records.run_file import SUMMED
 
@@ -43,28 +43,28 @@ class Usage(TrainerCallback):
         self._recorder, self._cost = recorder, cost
         self._meter = RankMeter(_uuid(device), device_watts=cost.device_watts, host_watts=cost.host_watts)
         self._group: dist.ProcessGroup | None = None
-        self._places: list[Place] = []
+        self._sources: list[EnergySources] = []
         self._begin_seconds = self._read_seconds = time.monotonic()
         self._joules: float | None = None
         self._watts = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tell each other what can be measured, and share it out. A collective."""
-        if self._places:
+        if self._sources:
             return
         self._group = control_group()
-        self._places = [Place(**place) for place in gather_json(asdict(self._meter.place), self._group)]
-        self._meter.begin(rank(), self._places)
+        self._sources = [EnergySources(**one) for one in gather_json(asdict(self._meter.sources), self._group)]
+        self._meter.begin(rank(), self._sources)
         if self._recorder is not None:
-            self._recorder.record.energy_source = name_sources(self._places) if self.is_known else None
+            self._recorder.record.energy_source = name_sources(self._sources) if self.is_known else None
             watts = {"device_watts": self._cost.device_watts, "host_watts": self._cost.host_watts}
-            logger.info("energy: %s", describe_sources(self._places, **watts))
+            logger.info("energy: %s", describe_sources(self._sources, **watts))
             self.note()
 
     @property
     def is_known(self) -> bool:
         """Whether all devices and hosts tell or estimate their energy."""
-        return is_known(self._places)
+        return is_known(self._sources)
 
     def flag(self) -> int:
         """1, of rank 0: it is time to sum again."""
@@ -94,7 +94,7 @@ class Usage(TrainerCallback):
         record, cost = self._recorder.record, self._cost
         if self.is_known and self._joules is not None:
             record.energy_kwh = self._joules / _JOULES_PER_KWH
-        device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._places)
+        device_hours = self._recorder.seconds / _SECONDS_PER_HOUR * num_devices(self._sources)
         amounts = [(cost.price_per_hour, device_hours), (cost.price_per_kwh, record.energy_kwh)]
         parts = [_times(price, amount) for price, amount in amounts if price is not None]
         known = [part for part in parts if part is not None]
@@ -118,7 +118,7 @@ class Usage(TrainerCallback):
     def find_rates(self) -> dict[str, float]:
         """Give what a second uses of each budget."""
         kwh = self._watts / _JOULES_PER_KWH
-        cost = (self._cost.price_per_hour or 0.0) * num_devices(self._places) / _SECONDS_PER_HOUR
+        cost = (self._cost.price_per_hour or 0.0) * num_devices(self._sources) / _SECONDS_PER_HOUR
         cost += (self._cost.price_per_kwh or 0.0) * kwh
         return {"max_hours": 1 / _SECONDS_PER_HOUR, "max_cost": cost, "max_kwh": kwh, "deadline": 1.0}
 
@@ -132,7 +132,7 @@ class Usage(TrainerCallback):
 
     def close(self) -> None:
         """Measure no more. On rank 0, the record keeps the figures of this moment."""
-        if self._recorder is not None and self._places:
+        if self._recorder is not None and self._sources:
             self.note()
         self._meter.close()
 

@@ -34,7 +34,7 @@ _WINDOW_DOCUMENTS = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64
 _HEADS = ("source", *(status.name.replace("_", " ") for status in Status), "tokens", "epochs")
 
 
-class Finding(Enum):
+class Discrepancy(Enum):
     """What can be wrong; the first five are of documents."""
 
     unplanned = "planned by the order too often or not at all"
@@ -49,16 +49,16 @@ class Finding(Enum):
     digest = "records that are not those which the checkpoint has digested"
 
 
-class Findings:
+class Discrepancies:
     """What is not as planned, by kind: how often, and the first of them by name."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        self.counts: dict[Finding, int] = {}
-        self.names: dict[Finding, list[str]] = {}
+        self.counts: dict[Discrepancy, int] = {}
+        self.names: dict[Discrepancy, list[str]] = {}
         """The first `_MOST_NAMES` of each kind."""
 
-    def add(self, kind: Finding, names: Iterable[str], count: int) -> None:
+    def add(self, kind: Discrepancy, names: Iterable[str], count: int) -> None:
         """Count `count` more of a kind; reads only as many names as are shown."""
         if count == 0:
             return
@@ -66,7 +66,9 @@ class Findings:
         known = self.names.setdefault(kind, [])
         known += [name for name, _ in zip(names, range(_MOST_NAMES - len(known)), strict=False)]
 
-    def add_documents(self, kind: Finding, documents: Integers, where: str, sequences: Integers | None = None) -> None:
+    def add_documents(
+        self, kind: Discrepancy, documents: Integers, where: str, sequences: Integers | None = None
+    ) -> None:
         """Count documents; `sequences` are the numbers of those in which they stand."""
         found = [None] * len(documents) if sequences is None else sequences.tolist()
         names = (
@@ -172,7 +174,7 @@ class Audit:
                 )
         self._ledger, self._corpus, self._plan = ledger, corpus, plan
         self._lanes = len(ledger)
-        self.findings, self.totals = Findings(corpus), LedgerSums(corpus)
+        self.discrepancies, self.totals = Discrepancies(corpus), LedgerSums(corpus)
         self._newest = self._cursors[max(self._cursors)] if self._cursors else None
         self.first_sample = begin // global_batch_size * global_batch_size
         """Not 0: the run began from another run's checkpoint. A run begins with a whole step: a sequence of that step
@@ -187,7 +189,7 @@ class Audit:
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
-        return not self.findings.counts
+        return not self.discrepancies.counts
 
     def _check_lane(self, lane: int, turns: Integers) -> list[int]:
         """Check one lane, and write the pools of its sequences into `turns`; returns the pools that it has finished."""
@@ -218,7 +220,7 @@ class Audit:
         )
         is_good &= (records["document"] >= 0) & (records["document"] < self._corpus.num_documents)
         bad = records[~is_good]
-        self.findings.add_documents(Finding.unreadable, bad["document"], f", lane {lane}", bad["sequence"])
+        self.discrepancies.add_documents(Discrepancy.unreadable, bad["document"], f", lane {lane}", bad["sequence"])
         return records[is_good]
 
     def _check_numbering(self, lane_sequences: _LaneSequences, lane: int) -> None:
@@ -226,11 +228,11 @@ class Audit:
         numbers, records = lane_sequences.numbers, lane_sequences.records
         falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
         names = (f"lane {lane}, sequence {numbers[n]} behind {numbers[n - 1]}" for n in falls.tolist())
-        self.findings.add(Finding.numbering, names, len(falls))
+        self.discrepancies.add(Discrepancy.numbering, names, len(falls))
         owners = np.repeat(lane_sequences.pools, np.diff(lane_sequences.edges))
         mixed = np.unique(records["sequence"][records["pool"] != owners])
-        self.findings.add(
-            Finding.source, (f"lane {lane}, sequence {n}: of several" for n in mixed.tolist()), len(mixed)
+        self.discrepancies.add(
+            Discrepancy.source, (f"lane {lane}, sequence {n}: of several" for n in mixed.tolist()), len(mixed)
         )
 
     def _check_cursors(self, lane_sequences: _LaneSequences, lane: int) -> None:
@@ -243,10 +245,12 @@ class Audit:
             end = int(np.searchsorted(lane_sequences.numbers, self._num_in_lane(cursor.samples, lane)))
             if not (begins_inside and last_step == 0):
                 if lane_sequences.digest(digest, begin, end) != state.digest:
-                    self.findings.add(Finding.digest, [f"lane {lane}, between steps {last_step} and {step}"], 1)
+                    self.discrepancies.add(
+                        Discrepancy.digest, [f"lane {lane}, between steps {last_step} and {step}"], 1
+                    )
                 if not begins_inside and not lane_sequences.counts_agree(end, state):
-                    self.findings.add(
-                        Finding.cursor, [f"lane {lane}, step {step}: sequences or tokens of its sources"], 1
+                    self.discrepancies.add(
+                        Discrepancy.cursor, [f"lane {lane}, step {step}: sequences or tokens of its sources"], 1
                     )
             # Go on from what the checkpoint says, so that later ones do not report the same difference again.
             digest, begin, last_step = state.digest, end, step
@@ -256,10 +260,10 @@ class Audit:
         place = None if self._newest is None else self._newest.lanes[lane].pools[pool].place
         own = records[records["pool"] == pool]
         check = PoolAudit(own, self._plan, pool, lane, place, begins_inside=self.first_sample > 0)
-        check.check(self.findings)
+        check.check(self.discrepancies)
         if not check.agrees_with_place:
             name = f"lane {lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
-            self.findings.add(Finding.cursor, [name], 1)
+            self.discrepancies.add(Discrepancy.cursor, [name], 1)
         return check.is_finished
 
     def _check_turns(self, turns: Integers, finished: Mapping[int, Sequence[int]]) -> None:
@@ -271,9 +275,9 @@ class Audit:
         """
         wrong = np.array(list(self._out_of_turn(turns, finished)), dtype=np.int64)
         is_missing = turns[wrong - self.first_sample] == _NO_POOL
-        for kind, samples in ((Finding.numbering, wrong[is_missing]), (Finding.source, wrong[~is_missing])):
+        for kind, samples in ((Discrepancy.numbering, wrong[is_missing]), (Discrepancy.source, wrong[~is_missing])):
             names = (f"lane {sample % self._lanes}, sequence {sample // self._lanes}" for sample in samples.tolist())
-            self.findings.add(kind, names, len(samples))
+            self.discrepancies.add(kind, names, len(samples))
 
     def _out_of_turn(self, turns: Integers, finished: Mapping[int, Sequence[int]]) -> Iterator[int]:
         lanes, num_pools = self._lanes, len(self._plan.pools)
@@ -309,7 +313,8 @@ class Audit:
                 times = np.zeros(num_documents, dtype=np.uint8)
                 for lane in range(self._lanes):
                     times[order.documents(epoch, lane) - pool.first_document] += 1
-                self.findings.add_documents(Finding.unplanned, pool.first_document + np.flatnonzero(times != 1), "")
+                documents = pool.first_document + np.flatnonzero(times != 1)
+                self.discrepancies.add_documents(Discrepancy.unplanned, documents, "")
 
 
 class _LaneSequences:
@@ -369,9 +374,9 @@ class PoolAudit:
         self.agrees_with_place = True
         """Whether the records end where `place` says."""
 
-    def check(self, findings: Findings) -> None:
+    def check(self, discrepancies: Discrepancies) -> None:
         """Add what is not as planned."""
-        self._findings = findings
+        self._discrepancies = discrepancies
         self._check_epochs_rise()
         epochs = self._epochs_to_check()
         for epoch in epochs:
@@ -384,7 +389,7 @@ class PoolAudit:
         is_trained = self._written["num_tokens"] > 0
         for own in (self._written[is_trained], self._written[~is_trained]):
             late = own[own["epoch"] < np.maximum.accumulate(own["epoch"])]
-            self._add(Finding.misplaced, late["document"], late["sequence"])
+            self._add(Discrepancy.misplaced, late["document"], late["sequence"])
 
     def _epochs_to_check(self) -> list[int]:
         """Epochs that have records, or must have some."""
@@ -401,7 +406,7 @@ class PoolAudit:
     def _check_epoch(self, epoch: int, records: Records, *, is_first: bool, is_last: bool) -> None:
         plan = self._order.documents(epoch, self._lane)
         positions = _positions(plan, records["document"])
-        self._note(Finding.misplaced, records, positions < 0)
+        self._note(Discrepancy.misplaced, records, positions < 0)
         records, positions = records[positions >= 0], positions[positions >= 0]
         is_trained = records["num_tokens"] > 0
         trained = np.flatnonzero(np.bincount(positions[is_trained], minlength=len(plan)))
@@ -419,7 +424,7 @@ class PoolAudit:
         missing = np.flatnonzero(np.bincount(positions, minlength=len(plan)) == 0)
         if self._place is _UNKNOWN and epoch + 1 == self._epoch_limit:
             self.is_finished = not (missing > low).any() and self._reads_all(records[positions > low])
-        self._add(Finding.never, plan[missing[(missing > low) & (missing < high)]])
+        self._add(Discrepancy.never, plan[missing[(missing > low) & (missing < high)]])
         self._check_order(records[is_trained], positions[is_trained], window)
         self._check_order(records[~is_trained], positions[~is_trained], 1)
         self._check_pieces(records, positions, low, high)
@@ -454,7 +459,7 @@ class PoolAudit:
         is_off = np.abs(came - np.arange(len(present))) >= window
         is_wrong = np.zeros(len(records), dtype=bool)
         is_wrong[firsts[came[is_off]]] = True
-        self._note(Finding.misplaced, records, is_wrong)
+        self._note(Discrepancy.misplaced, records, is_wrong)
 
     def _check_pieces(self, records: Records, positions: Integers, low: int, high: int) -> None:
         """Pieces of a document follow each other from its first token to its last."""
@@ -469,19 +474,19 @@ class PoolAudit:
         before = np.concatenate([[0], stop[:-1]])
         passed = num == 0
         again = is_next & ((first < before) | passed | np.concatenate([[False], passed[:-1]]))
-        self._note(Finding.again, records, again | (stop > wanted))
+        self._note(Discrepancy.again, records, again | (stop > wanted))
         is_gap = np.where(is_next, (first > before) | (total != np.concatenate([[0], total[:-1]])), first > 0)
         is_gap |= ~has_next & (stop < wanted)
-        self._note(Finding.in_part, records, is_gap & ~again & (positions > low) & (positions < high))
+        self._note(Discrepancy.in_part, records, is_gap & ~again & (positions > low) & (positions < high))
 
-    def _note(self, kind: Finding, records: Records, is_wrong: NDArray[np.bool_]) -> None:
+    def _note(self, kind: Discrepancy, records: Records, is_wrong: NDArray[np.bool_]) -> None:
         """Add each document once, where it is wrong first."""
         wrong = records[is_wrong]
         wrong = wrong[np.sort(np.unique(wrong["document"], return_index=True)[1])]
         self._add(kind, wrong["document"], wrong["sequence"])
 
-    def _add(self, kind: Finding, documents: Integers, sequences: Integers | None = None) -> None:
-        self._findings.add_documents(kind, documents, f", lane {self._lane}", sequences)
+    def _add(self, kind: Discrepancy, documents: Integers, sequences: Integers | None = None) -> None:
+        self._discrepancies.add_documents(kind, documents, f", lane {self._lane}", sequences)
 
 
 def _positions(plan: Integers, documents: Integers) -> Integers:

@@ -114,9 +114,9 @@ def prove_once(run: PastRun) -> Iterator[str]:
     if audit.passed:
         yield "AUDIT: passed: every document was seen exactly as often as planned"
         return
-    yield str(audit.findings)
+    yield str(audit.discrepancies)
     yield "AUDIT: failed"
-    found = "; ".join(f"{kind.value}: {count:,}" for kind, count in audit.findings.counts.items())
+    found = "; ".join(f"{kind.value}: {count:,}" for kind, count in audit.discrepancies.counts.items())
     raise DataError("the ledger is not what the run was to read", where=str(run.folder / LEDGER), found=found)
 
 

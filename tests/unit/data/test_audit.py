@@ -16,7 +16,7 @@ from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import RECORD, Status
 from hfdist.data.order.shuffle import LaneOrder
 from hfdist.errors import ConfigError, DataError
-from hfdist.verify.audit.exactly_once import Audit, Finding, PoolAudit
+from hfdist.verify.audit.exactly_once import Audit, Discrepancy, PoolAudit
 from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
@@ -91,8 +91,8 @@ def past(tmp_path_factory):
 def test_true_ledgers_pass_with_and_without_checkpoints(past, packing, name):
     run = past(packing, name)
     audited, without = run.audit(), run.audit(cursors={})
-    assert audited.passed, audited.findings
-    assert without.passed, without.findings
+    assert audited.passed, audited.discrepancies
+    assert without.passed, without.discrepancies
     assert (audited.first_sample, audited.samples) == (0, 30 * GLOBAL_BATCH)
     assert audited.totals.tokens == sum(int(records["num_tokens"].sum()) for records in run.ledger)
     assert any(Status.held_out in records["fate"] for records in run.ledger)
@@ -106,14 +106,14 @@ def test_a_ledger_that_ends_anywhere_passes_without_checkpoints(past, packing):
     for samples in range(LANES, 30 * GLOBAL_BATCH, 13):
         cut = [own[own["sequence"] * LANES + lane < samples] for lane, own in enumerate(run.ledger)]
         audited = run.audit(cut, cursors={})
-        assert audited.passed, (samples, audited.findings)
+        assert audited.passed, (samples, audited.discrepancies)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_run_from_anothers_checkpoint_passes_and_is_known(past, packing, tmp_path):
     run = Past(tmp_path, packing, "limits", start=past(packing, "limits").cursors[7].to_json())
     audited = run.audit()
-    assert audited.passed, audited.findings
+    assert audited.passed, audited.discrepancies
     assert audited.first_sample == 7 * GLOBAL_BATCH
     # What is missing behind its beginning is missing all the same.
     lane = max(range(LANES), key=lambda n: len(run.ledger[n]))
@@ -132,16 +132,16 @@ def trained(records, place):
 
 
 def remove(records, at):
-    return np.delete(records, at), (Finding.never, at)
+    return np.delete(records, at), (Discrepancy.never, at)
 
 
 def remove_one_that_is_held_out(records, at):
     at = int(np.flatnonzero(records["fate"] == Status.held_out)[1])
-    return np.delete(records, at), (Finding.never, at)
+    return np.delete(records, at), (Discrepancy.never, at)
 
 
 def double(records, at):
-    return np.insert(records, at, records[at]), (Finding.again, at)
+    return np.insert(records, at, records[at]), (Discrepancy.again, at)
 
 
 def swap(records, at):
@@ -149,14 +149,14 @@ def swap(records, at):
     own = (records["epoch"] == records["epoch"][at]) & (records["pool"] == records["pool"][at])
     other = int(np.flatnonzero(own & (records["sequence"] > records["sequence"][at]))[-1])
     records[[at, other]] = records[[other, at]]
-    return records, (Finding.numbering, None)
+    return records, (Discrepancy.numbering, None)
 
 
 def replace(records, at):
     """By a document that is another lane's, or at another place of this one."""
     document = records["document"][at].copy()
     records["document"][at] += 1 if document % 80 < 79 else -1
-    return records, (Finding.never, document)
+    return records, (Discrepancy.never, document)
 
 
 def change(kind, is_named=True, **changes):
@@ -171,7 +171,7 @@ def change(kind, is_named=True, **changes):
 
 
 def remove_a_sequence(records, at):
-    return records[records["sequence"] != records["sequence"][at]], (Finding.numbering, None)
+    return records[records["sequence"] != records["sequence"][at]], (Discrepancy.numbering, None)
 
 
 DAMAGES = {
@@ -179,14 +179,14 @@ DAMAGES = {
     "held-out one removed": remove_one_that_is_held_out,
     "doubled": double,
     "swapped": swap,
-    "another epoch": change(Finding.never, epoch=lambda epoch: epoch + 1),
-    "epoch far away": change(Finding.never, epoch=lambda _: 60_000),
+    "another epoch": change(Discrepancy.never, epoch=lambda epoch: epoch + 1),
+    "epoch far away": change(Discrepancy.never, epoch=lambda _: 60_000),
     "replaced": replace,
-    "begins later": change(Finding.in_part, first_token=lambda first: first + 1, num_tokens=lambda num: num - 1),
-    "ends earlier": change(Finding.in_part, num_tokens=lambda num: num - 1),
-    "another pool": change(Finding.never, pool=lambda pool: pool ^ 1),
-    "no such pool": change(Finding.unreadable, pool=lambda _: 7),
-    "no such document": change(Finding.unreadable, is_named=False, document=lambda _: 10**9),
+    "begins later": change(Discrepancy.in_part, first_token=lambda first: first + 1, num_tokens=lambda num: num - 1),
+    "ends earlier": change(Discrepancy.in_part, num_tokens=lambda num: num - 1),
+    "another pool": change(Discrepancy.never, pool=lambda pool: pool ^ 1),
+    "no such pool": change(Discrepancy.unreadable, pool=lambda _: 7),
+    "no such document": change(Discrepancy.unreadable, is_named=False, document=lambda _: 10**9),
     "sequence removed": remove_a_sequence,
 }
 
@@ -201,15 +201,15 @@ class TestDamage:
         ledger[LANE], (kind, named) = damage(ledger[LANE], at)
         if isinstance(named, int):
             named = run.ledger[LANE]["document"][named]
-        with_checkpoints, without = run.audit(ledger).findings, run.audit(ledger, {}).findings
-        assert Finding.digest in with_checkpoints.counts
-        for findings in (with_checkpoints, without):
-            assert kind in findings.counts, findings
-            names = " | ".join(findings.names[kind])
+        with_checkpoints, without = run.audit(ledger).discrepancies, run.audit(ledger, {}).discrepancies
+        assert Discrepancy.digest in with_checkpoints.counts
+        for discrepancies in (with_checkpoints, without):
+            assert kind in discrepancies.counts, discrepancies
+            names = " | ".join(discrepancies.names[kind])
             assert f"lane {LANE}" in names
             if named is not None:
                 assert f"{run.corpus.origin(int(named))}, lane {LANE}" in names
-            assert f"{kind.value}: {findings.counts[kind]}" in str(findings)
+            assert f"{kind.value}: {discrepancies.counts[kind]}" in str(discrepancies)
 
     def test_order_is_free_inside_a_window_only(self, packing):
         order = LaneOrder([[5000]], lanes=1, key=(0,))
@@ -222,9 +222,9 @@ class TestDamage:
         )
 
         def found(records):
-            findings = SimpleNamespace(add_documents=lambda *args: len(args[1]) and noted.append(args))
+            discrepancies = SimpleNamespace(add_documents=lambda *args: len(args[1]) and noted.append(args))
             noted = []
-            PoolAudit(records, plan, 0, 0, Place(0, 4096, 0), begins_inside=False).check(findings)
+            PoolAudit(records, plan, 0, 0, Place(0, 4096, 0), begins_inside=False).check(discrepancies)
             return noted
 
         window = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}[packing]
@@ -237,7 +237,7 @@ class TestDamage:
         records["document"] = documents
         records["document"][[100, 100 + window]] = documents[[100 + window, 100]]
         ((kind, named, _, sequences),) = found(records)
-        assert (kind, sorted(named)) == (Finding.misplaced, sorted(documents[[100, 100 + window]]))
+        assert (kind, sorted(named)) == (Discrepancy.misplaced, sorted(documents[[100, 100 + window]]))
         assert sorted(sequences) == [100, 100 + window]
 
     def test_a_changed_digest_or_place_of_a_checkpoint_is_named(self, past, packing):
@@ -245,13 +245,13 @@ class TestDamage:
         cursor = run.cursors[30]
         state = cursor.lanes[LANE]
         lanes = {**cursor.lanes, LANE: state._replace(digest=state.digest ^ 1)}
-        findings = run.audit(cursors={**run.cursors, 30: dataclasses.replace(cursor, lanes=lanes)}).findings
-        assert findings.names == {Finding.digest: [f"lane {LANE}, between steps 16 and 30"]}
+        discrepancies = run.audit(cursors={**run.cursors, 30: dataclasses.replace(cursor, lanes=lanes)}).discrepancies
+        assert discrepancies.names == {Discrepancy.digest: [f"lane {LANE}, between steps 16 and 30"]}
         (progress,) = state.pools
         moved = progress._replace(place=progress.place._replace(offset=progress.place.offset + 1))
         lanes = {**cursor.lanes, LANE: state._replace(pools=(moved,))}
-        findings = run.audit(cursors={30: dataclasses.replace(cursor, lanes=lanes)}).findings
-        assert list(findings.counts) == [Finding.cursor]
+        discrepancies = run.audit(cursors={30: dataclasses.replace(cursor, lanes=lanes)}).discrepancies
+        assert list(discrepancies.counts) == [Discrepancy.cursor]
 
 
 def test_an_order_that_plans_a_document_twice_is_found(past, monkeypatch):
@@ -262,7 +262,7 @@ def test_an_order_that_plans_a_document_twice_is_found(past, monkeypatch):
         documents=lambda epoch, lane: np.where((d := order.documents(epoch, lane)) == 17, 18, d),
     )
     monkeypatch.setattr(run, "plan", dataclasses.replace(run.plan, orders=[double]))
-    assert run.audit().findings.names[Finding.unplanned][:2] == ["a:a:17", "a:a:18"]
+    assert run.audit().discrepancies.names[Discrepancy.unplanned][:2] == ["a:a:17", "a:a:18"]
 
 
 def test_other_data_are_refused(past, monkeypatch):

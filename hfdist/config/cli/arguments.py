@@ -11,11 +11,11 @@ from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError, nearest
 
-TRUTH = "true|false"
+FLAG = "true|false"
 """Of a key that may also stand as a flag: `--json` is `json=true`."""
 
 
-def word_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
+def as_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[[], None]:
     """Make `main(arguments)` a command that prints its help, and ends with a documented exit code."""
 
     @functools.wraps(main)
@@ -29,12 +29,12 @@ def word_command(help_text: str, main: Callable[[list[str]], None]) -> Callable[
     return command
 
 
-def read_words(arguments: Sequence[str], keys: Mapping[str, str], *, first: str | None = None) -> dict[str, str]:
+def read_arguments(arguments: Sequence[str], keys: Mapping[str, str], *, first: str | None = None) -> dict[str, str]:
     """Read a command line.
 
     Args:
         arguments: the words behind the command.
-        keys: what may be set, with its values for a message; with the value `TRUTH` also as a flag.
+        keys: what may be set, with its values for a message; with the value `FLAG` also as a flag.
         first: the key whose value may stand alone.
 
     Raises:
@@ -43,7 +43,7 @@ def read_words(arguments: Sequence[str], keys: Mapping[str, str], *, first: str 
     values: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if argument.startswith("--") and keys.get(argument[2:]) == TRUTH:
+        if argument.startswith("--") and keys.get(argument[2:]) == FLAG:
             name, value = argument[2:], "true"
         elif first is not None and not equals and not argument.startswith("-") and first not in values:
             name, value = first, argument
@@ -51,13 +51,13 @@ def read_words(arguments: Sequence[str], keys: Mapping[str, str], *, first: str 
             what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
             allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
             near = nearest(name.lstrip("-"), keys)
-            hint = "--help" if near is None else f"--{near}" if keys[near] == TRUTH else f"{near}={value or '...'}"
+            hint = "--help" if near is None else f"--{near}" if keys[near] == FLAG else f"{near}={value or '...'}"
             raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
         values[name] = value
     return values
 
 
-def read_truth(values: Mapping[str, str], name: str) -> bool:
+def read_flag(values: Mapping[str, str], name: str) -> bool:
     """Give a value that is true or false, which is the default; ConfigError: it is neither."""
     value = values.get(name, "false")
     if value not in ("true", "false"):
