@@ -69,14 +69,16 @@ def measure_constants(
     length = config.data.sequence_length
     batch = plan_batch(global_batch_size=1, micro_batch_size=1, data_size=1, sequence_length=length, lanes=1)
     strategy = Strategy(Topology(), batch, StrategyConfig())
+    # One for all: tensors of one are strangers to another.
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]):
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors:
             model = make_fake_model(config, architecture, strategy).train()
         loss_head = choose_loss(config, model, strategy)
         if loss_head is not None and is_gpu:
             loss_head = LossHead(loss_head.choice, CHUNK_LOGITS["cuda"])
         shares_tokens = keeps_documents_apart(small_model(model)) is not False
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends
             blocks = measurement.blocks
@@ -201,7 +203,9 @@ class _Measurement:
 
     def _run_one(self, call: _Call, number: int) -> _Seen:
         trace, wide = self._trace, _WideTensors(self._width, self._config.data.sequence_length, number)
-        inputs = tree_map_only(torch.Tensor, _leaf, call.inputs)
+        inputs = call.inputs
+        # Gradients go to what comes from the block before, and to nothing else.
+        next(_floats(inputs)).requires_grad_()
         base = self.begin()
         with self.autocast(), wide.hooks():
             output = next(_floats(call.module(*inputs[0], **inputs[1])))
