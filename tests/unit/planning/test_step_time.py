@@ -8,7 +8,7 @@ import pytest
 from hfdist.config.batch import plan_batch
 from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule, StrategyConfig
-from hfdist.config.train import Precision, TrainConfig
+from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
 from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StageCosts
@@ -31,7 +31,7 @@ GPU = Hardware(
 )
 CPU = replace(GPU, name="cpu")
 PLAIN = Factors(compute=1.0, memory=1.0, kernels=1.0, link=1.0, spread=1.5)
-FP32 = TrainConfig(precision=Precision.fp32)
+FP32 = TrainConfig(precision=Precision.fp32, compile=Compile.none)
 
 
 def layout(num_microbatches=1, world_size=1, **keys):
@@ -70,7 +70,7 @@ def test_a_phase_takes_its_arithmetic_and_its_memory_traffic():
     slower = replace(PLAIN, compute=2.0, memory=3.0)
     assert seconds(rank, layout(4), factors=slower).seconds == pytest.approx(4 * 12 + 1.5)
     half = replace(GPU, tflops=Tflops(fp32=1.0, bf16=4.0))
-    assert seconds(rank, layout(), half, TrainConfig(precision=Precision.bf16)).seconds == pytest.approx(0.75 + 2.5)
+    assert seconds(rank, layout(), half, replace(FP32, precision=Precision.bf16)).seconds == pytest.approx(0.75 + 2.5)
 
 
 def test_a_gpu_starts_operations_meanwhile_and_a_cpu_does_not():
@@ -78,6 +78,16 @@ def test_a_gpu_starts_operations_meanwhile_and_a_cpu_does_not():
     assert seconds(rank, layout()).seconds == pytest.approx(10 + 10)
     assert seconds(rank, layout(), CPU).seconds == pytest.approx(11 + 10)
     assert seconds(costs(1.0, 2.0, kernels=10), layout()).seconds == pytest.approx(3)
+
+
+def test_compiled_blocks_move_less():
+    ops = OpCosts(moved_bytes=1e9)
+    rank = RankCosts(stages=(StageCosts(forward=ops, backward=OpCosts()),), optimizer=OpCosts())
+    auto = replace(FP32, compile=Compile.auto)
+    assert seconds(rank, layout(), train=auto).seconds == pytest.approx(0.67)
+    # A pipeline's blocks are not compiled by themselves, and neither are those on a CPU.
+    assert seconds(rank, layout(world_size=2, tensor=2), train=auto).seconds == pytest.approx(1.0)
+    assert seconds(rank, layout(), CPU, auto).seconds == pytest.approx(1.0)
 
 
 def test_what_travels_beside_the_last_backward_is_hidden():
