@@ -35,7 +35,7 @@ from hfdist.topology import Topology, read_launcher
 
 logger = logging.getLogger(__name__)
 
-_MOST_SECONDS = 120.0
+_MOST_SECONDS = 60.0
 """That a run waits for its plan once it is ready itself."""
 _CHUNK_BYTES = 1 << 16
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
