@@ -42,7 +42,7 @@ def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
     model = resolve_model(model, cache_dir=folder).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
     if model.tokenizer.name is not None:
-        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda: iter(()), cache_dir=folder)
+        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=folder)
         fit_vocabulary(architecture, tokenizer, model)
     elif takes_size:
         # One that is trained has at most so many tokens.
