@@ -27,7 +27,9 @@ def machines(gib):
 
 
 def searched(overrides=(), *, processes=16, gib=20.0, best=10):
-    return search.search_layouts(compose_config([*BASE, *overrides]), MODEL, machines(gib), processes=processes, best=best)
+    return search.search_layouts(
+        compose_config([*BASE, *overrides]), MODEL, machines(gib), processes=processes, best=best
+    )
 
 
 @pytest.mark.parametrize(("asked", "gib"), [("strategy=single", 3.0), ("strategy=hsdp", 20.0)])
@@ -81,7 +83,9 @@ def test_deepspeeds_own_keys_leave_deepspeeds_layouts():
     assert all(one.layout.sharding.is_deepspeed for one in found)
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [("model.attention=flash_attention_2 train.micro_batch_size=1", 1), ("", 2)])
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [("model.attention=flash_attention_2 train.micro_batch_size=1", 1), ("", 2)]
+)
 def test_flash_attention_has_micro_batches_of_one(overrides, expected):
     found = searched(overrides.split(), gib=60.0).candidates
     assert max(one.layout.micro_batch_size for one in found) >= expected
