@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -39,16 +40,23 @@ def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, p
     content["devices_per_machine"] = max(processes, torch.cuda.device_count())
     for group, key in ((IN_MACHINE, "link"), (BETWEEN, "network")):
         if group in links:
-            content[f"{key}_gb_per_second"] = float(f"{links[group].gbs:.4g}")
-            content[f"{key}_latency_us"] = float(f"{1e6 * links[group].latency_seconds:.4g}")
+            content[f"{key}_gb_per_second"] = links[group].gbs
+            content[f"{key}_latency_us"] = 1e6 * links[group].latency_seconds
     measured = " and ".join(links)
     head = (
         f"# Links {measured} as `hfdist bandwidth` measured them on {time.strftime('%Y-%m-%d', time.gmtime())}, with "
         f"{processes} ranks in a machine.\n# All else: {hardware.name}. conf/hardware/h100_80gb.yaml has the keys.\n"
     )
-    text = head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
+    text = head + yaml.safe_dump(_rounded(content), sort_keys=False, default_flow_style=None)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
     except OSError as error:
         raise ResourceError("the file cannot be written", where=str(path), found=error.strerror) from error
+
+
+def _rounded(value: Any) -> Any:
+    """Leave four digits of what was measured."""
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -29,6 +29,7 @@ from hfdist.doctor.bandwidth.hardware_file import write_hardware
 from hfdist.doctor.links import JOIN_SECONDS, Rendezvous, meet, prepare_nccl, what_failed
 from hfdist.errors import ResourceError
 from hfdist.topology import LauncherPlace, read_launcher
+from hfdist.trainer.fault_tolerance.gloo_interface import choose_gloo_interface
 
 _MOST_NAMED = 20
 
@@ -57,6 +58,8 @@ def measure_rank(request: Request) -> None:
         ResourceError: ranks do not come, cannot reach each other, or do not answer in time.
     """
     place = read_launcher()
+    # As a run does.
+    choose_gloo_interface()
     rendezvous = meet(place)
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
     if has_gpu:
