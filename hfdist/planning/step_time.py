@@ -173,7 +173,9 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     )
 
 
-def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
+def _exposed(
+    traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock
+) -> tuple[dict[str, float], float]:
     """Give the seconds that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}

@@ -147,8 +147,5 @@ def test_a_plan_says_what_a_rank_sends(measured, name):
     total = expected.total()
     # Norms, counts of targets and checks are no part of a plan.
     large = {axis: num_bytes for axis, num_bytes in sent.items() if num_bytes > BOUND * total}
-    assert large == pytest.approx({axis: n for axis, n in expected.items() if axis in large}, rel=BOUND), (
-        expected,
-        sent,
-    )
+    assert large == pytest.approx({axis: n for axis, n in expected.items() if axis in large}, rel=BOUND), (expected, sent)
     assert all(num_bytes <= BOUND * total for axis, num_bytes in expected.items() if axis not in large)
