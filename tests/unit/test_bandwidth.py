@@ -52,6 +52,7 @@ def test_the_link_is_found_again_in_what_it_would_take(num_ranks, hops):
     noise = [figure(ALL_TO_ALL, 1 << 10, 5.0), figure(size=1 << 12, seconds=9.0, group=ALL)]
     assert fit_link([*figures, *noise], IN_MACHINE) == pytest.approx(Link(gbs, latency))
     assert fit_link(figures[:1], IN_MACHINE) is None
+    assert fit_link(figures[:2], IN_MACHINE) is None, "small ones say nothing"
 
 
 @pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (1e-3, 9e-4), (1e-9, 1.0)])
@@ -119,6 +120,7 @@ def test_the_picture_has_each_collective(tmp_path):
         (["largest=12"], ("12", "1KiB")),
         (["out=own.json"], ("own.json", "out=own.yaml")),
         (["picture=own.bmp"], ("own.bmp", "picture=own.svg")),
+        (["out=own.yaml", "largest=16KiB"], ("16KiB", "largest=1MiB")),
         (["hardware=h100_80gb"], ("no file", "out=h100_80gb_measured.yaml")),
         (["hardware=h100", "out=own.yaml"], ("h100", "h100_")),
         (["call_seconds=0"], ("call_seconds", "call_seconds=2")),

@@ -11,7 +11,7 @@ from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_f
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO
-from hfdist.doctor.bandwidth.figures import read_size
+from hfdist.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
 from hfdist.doctor.processes import read_number, read_processes
 from hfdist.errors import ConfigError
 
@@ -48,6 +48,10 @@ def _measure(arguments: list[str]) -> None:
     values = read_arguments(arguments, _KEYS)
     largest_bytes, out = _largest(values), _path(values, "out", (".yaml", ".yml"))
     picture = _path(values, "picture", (".svg", ".png", ".pdf"))
+    if out is not None and largest_bytes < LEAST_LINK_BYTES:
+        what, hint = "tensors so small tell nothing of a link's speed", f"largest={describe_size(LEAST_LINK_BYTES)}"
+        where, found = f"largest, out ({COMMAND_LINE})", values["largest"]
+        raise ConfigError(what, where=where, found=found, hint=hint.replace(" ", ""))
     if "hardware" in values and out is None:
         what, hint = "there is no file for this hardware", f"out={values['hardware']}_measured.yaml"
         raise ConfigError(what, where=f"hardware ({COMMAND_LINE})", found=values["hardware"], hint=hint)

@@ -11,6 +11,8 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all-reduce", "reduce-scatt
 BROADCAST, POINT_TO_POINT = "broadcast", "point to point"
 KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, POINT_TO_POINT)
 ALL, IN_MACHINE, BETWEEN = "all ranks", "in a machine", "between machines"
+LEAST_LINK_BYTES = 1 << 20
+"""Of the largest tensor: smaller ones tell nothing of a link's speed."""
 _UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
 
 
@@ -76,13 +78,14 @@ def slowest(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
-    """Give the link that the all-reduces of a group show; None: there are none of two sizes.
+    """Give the link that the all-reduces of a group show; None: there are none of two sizes, or they are small.
 
     A call takes a time of its own and one for each byte: the line through all sizes, which counts errors in percent. A
     ring's bytes are those that the bus carries, and a small call is two trees of messages, as planning has it.
     """
     own = [one for one in figures if one.group == group and one.kind == ALL_REDUCE]
-    if len({one.size_bytes for one in own}) < 2:
+    # Not quite the size that was asked for, where it is divided over ranks.
+    if len({one.size_bytes for one in own}) < 2 or max(one.size_bytes for one in own) < LEAST_LINK_BYTES / 2:
         return None
     start, per_byte = _line([(float(one.size_bytes), one.seconds) for one in own])
     num_ranks = own[0].num_ranks
