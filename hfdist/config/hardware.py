@@ -42,12 +42,14 @@ class Hardware:
     devices: list[str] = field(default_factory=list)
     memory_gib: float = limited(1.0, above=0)
     tflops: Tflops = field(default_factory=Tflops)
+    reached: float = limited(0.62, above=0, at_most=1)
     memory_gb_per_second: float = limited(1.0, above=0)
     link_gb_per_second: float = limited(1.0, above=0)
     link_latency_us: float = limited(10.0, at_least=0)
     network_gb_per_second: float = limited(1.0, above=0)
     network_latency_us: float = limited(25.0, at_least=0)
     kernel_us: float = limited(6.0, at_least=0)
+    host_gb_per_second: float = limited(20.0, above=0)
     devices_per_machine: int = limited(8, at_least=1)
     watts: float | None = limited(None, above=0)
     price_per_hour: float | None = limited(None, at_least=0)
@@ -85,6 +87,11 @@ class Hardware:
     def bytes_per_second(self) -> float:
         """Read from and written to the memory of a device."""
         return self.memory_gb_per_second * _GIGA
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Read from and written to the memory of the host, by each device's process at the same time."""
+        return self.host_gb_per_second * _GIGA
 
     @property
     def kernel_seconds(self) -> float:

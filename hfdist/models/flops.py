@@ -12,6 +12,7 @@ from hfdist.config.hardware import match_device
 
 Numel = Callable[[torch.Tensor], int]
 
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """Parameters of a whole model, also where a rank holds a part of it."""

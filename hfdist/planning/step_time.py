@@ -15,14 +15,20 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfdist.config.hardware import Hardware
-from hfdist.config.train import Precision, TrainConfig
+from hfdist.config.strategy import Offload
+from hfdist.config.train import Compile, Precision, TrainConfig
+from hfdist.models.blocks import compiles_on_gpus
 from hfdist.planning.calibration import COMPONENTS, Factors, default_factors
 from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTime
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 
+_LEFT_OF_FUSED = 0.67
+"""Of the memory traffic and of the number of operations where blocks are compiled: by published runs."""
+_SLOPE = 1e-6
 _PIPELINE = "pipeline"
 _IN_BLOCKS = ("tensor", "context", "expert")
 """Axes whose ranks wait for each other within each block."""
@@ -53,7 +59,8 @@ def step_time(
         train: says the precision, and whether blocks are computed again.
         factors: None: those of no calibration.
     """
-    return step_parts(costs, strategy, hardware, train, factors).time
+    factors = default_factors(hardware) if factors is None else factors
+    return _time(_listed(costs), strategy, _Clock(hardware, train, strategy, factors))
 
 
 def step_parts(
@@ -65,25 +72,30 @@ def step_parts(
 ) -> StepParts:
     """Give the time of a step and its components; see `step_time`."""
     factors = default_factors(hardware) if factors is None else factors
-    every = [costs] if isinstance(costs, RankCosts) else list(costs)
-    whole = _time(every, strategy, _Clock(hardware, train, factors))
-    # Each component alone, as all is linear in the factors but for what is hidden.
-    none = dict.fromkeys(COMPONENTS, 0.0)
+    every = _listed(costs)
+    whole = _time(every, strategy, _Clock(hardware, train, strategy, factors))
+    # A step takes twice as long where all factors are twice as large: so its slopes by them, times them, add up to it.
     ideal = {}
     for name in COMPONENTS:
-        without = _time(every, strategy, _Clock(hardware, train, replace(factors, **none | {name: 1.0})))
-        ideal[name] = without.seconds
-    # What is hidden, or waits, makes the sum differ a little: it is shared out.
-    total = factors.apply(ideal)
-    scale = whole.seconds / total if total > 0 else 1.0
-    return StepParts(time=whole, ideal={name: seconds * scale for name, seconds in ideal.items()})
+        factor: float = getattr(factors, name)
+        longer: dict[str, Any] = {name: factor * (1 + _SLOPE)}
+        more = _time(every, strategy, _Clock(hardware, train, strategy, replace(factors, **longer)))
+        ideal[name] = max(0.0, (more.seconds - whole.seconds) / (factor * _SLOPE))
+    return StepParts(time=whole, ideal=ideal)
+
+
+def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
+    return [costs] if isinstance(costs, RankCosts) else list(costs)
 
 
 class _Clock:
     """Turns costs into seconds."""
 
-    def __init__(self, hardware: Hardware, train: TrainConfig, factors: Factors) -> None:
+    def __init__(self, hardware: Hardware, train: TrainConfig, strategy: Strategy, factors: Factors) -> None:
         self.hardware, self.train, self.factors = hardware, train, factors
+        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.config.degrees, strategy)
+        self._left = _LEFT_OF_FUSED if is_compiled and not hardware.is_cpu else 1.0
+        self._offloads = strategy.config.offload is Offload.cpu and not hardware.is_cpu
         uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))
         self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
 
@@ -91,9 +103,15 @@ class _Clock:
         """Seconds of some operations."""
         factors, hardware = self.factors, self.hardware
         works = factors.compute * costs.flops / self._peak
-        works += factors.memory * costs.moved_bytes / hardware.bytes_per_second
-        starts = factors.kernels * costs.kernels * hardware.kernel_seconds
+        works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
+        starts = factors.kernels * self._left * costs.kernels * hardware.kernel_seconds
         return works + starts if hardware.is_cpu else max(works, starts)
+
+    def step(self, costs: OpCosts) -> float:
+        """Seconds of the optimizer's step; where its state is offloaded, the host's memory sets the pace."""
+        if self._offloads:
+            return self.factors.memory * costs.moved_bytes / self.hardware.host_bytes_per_second
+        return self.compute(costs)
 
     def send(self, traffic: AxisTraffic) -> float:
         """Seconds of what travels along an axis in a step, if nothing else happened."""
@@ -160,22 +178,20 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if len(costs.stages) and message > 0.0 or any(one.axis == _PIPELINE for one in costs.traffic):
+    if any(one.kind == SEND for one in costs.traffic):
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
     return _Rank(
         forwards=forwards,
         backwards=backwards,
-        optimizer=clock.compute(costs.optimizer),
+        optimizer=clock.step(costs.optimizer),
         exposed=exposed,
         message=message,
     )
 
 
-def _exposed(
-    traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock
-) -> tuple[dict[str, float], float]:
+def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
     """Give the seconds that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}

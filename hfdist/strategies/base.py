@@ -30,6 +30,7 @@ from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients import local_tensor, total_norm
+from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces
@@ -319,6 +320,20 @@ class Engine:
     def _held_pieces(self) -> Iterable[Piece]:
         """As if this rank's model were the whole one."""
         return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
+
+    def held_bytes(self, device: torch.device) -> dict[str, int]:
+        """Give the bytes that this rank holds now on a device, as far as it can tell them apart.
+
+        Returns:
+            By `weights`, `gradients` and `optimizer`; a part that lies in buffers of the layout's own is left out.
+        """
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        optimizer = [] if self._optimizer is None else state_tensors(self._optimizer.optimizer)
+        return {
+            "weights": storage_bytes([*self.model.parameters(), *self.model.buffers()], device),
+            "gradients": storage_bytes(gradients, device),
+            "optimizer": storage_bytes(optimizer, device),
+        }
 
     def extra_state(self) -> dict[str, Any]:
         """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""

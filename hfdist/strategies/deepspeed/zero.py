@@ -24,6 +24,7 @@ from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
+from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.traffic import BACKWARD, DATA, FORWARD, Axes, Sent, StepSizes
 from hfdist.topology import Topology
 
@@ -192,6 +193,17 @@ class ZeroEngine(Engine):
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
+
+    def held_bytes(self, device: torch.device) -> dict[str, int]:
+        """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self.model.parameters()]
+        found = {"weights": storage_bytes([*weights, *self.model.buffers()], device)}
+        if self._engine is None:
+            return found
+        zero = self._engine.optimizer
+        in_weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
+        return found | {"optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device)}
 
     def extra_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""

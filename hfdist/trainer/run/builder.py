@@ -57,6 +57,8 @@ from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.planning.machines import STEPS
+from hfdist.planning.plan import Plan
 from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
@@ -73,12 +75,14 @@ from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
+from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
 from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
+from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory, runtime_bytes, take_plan
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
@@ -117,6 +121,8 @@ class Run:
     arguments: TrainingArguments
     model: PreTrainedModel
     trainer: Trainer
+    plan: Plan | None = None
+    """On rank 0, once the Trainer is built."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -131,6 +137,7 @@ class Run:
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
         self._recorder: RunRecorder | None = None
         """On rank 0, once the folder is open."""
+        self._own_plan: OwnPlan | None = None
 
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
@@ -170,6 +177,7 @@ class Run:
 
     def start_ranks(self) -> None:
         """Download the weights, then make TrainingArguments, which start the process group."""
+        self._own_plan = begin_plan(self._here, self.architecture, self.topology)
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
@@ -230,13 +238,28 @@ class Run:
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
-        logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+        runtime = runtime_bytes(trainer.engine, arguments.device) if config.report.plan else None
+        if self._own_plan is not None:
+            self.plan = take_plan(self._own_plan, config, runtime_bytes=runtime, max_steps=arguments.max_steps)
+        logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
         _add_reports(trainer, config, self._recorder)
+        if config.report.plan:
+            assert trainer.engine is not None
+            trainer.add_callback(
+                PlanGrader(
+                    self.plan,
+                    run_dir,
+                    trainer.engine,
+                    runtime_bytes=runtime,
+                    recorder=self._recorder,
+                    steps=cache_dir(config.data) / STEPS,
+                )
+            )
         self.trainer = trainer
 
     def train(self) -> None:
@@ -246,7 +269,7 @@ class Run:
             PreemptedError: a signal has stopped it, saved.
             BudgetError: it has stopped at a budget, saved, evaluated and exported.
             PeerError: the connection to another rank is lost.
-            ResourceError: the model is trained and saved, but could not be uploaded.
+            ResourceError: there is not enough memory; or the model is trained and saved, but could not be uploaded.
         """
         config, trainer = self.config, self.trainer
         watching = Watch(config.run.dir, config.watch.heartbeat_seconds)
@@ -264,7 +287,8 @@ class Run:
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
             trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with naming_lack_of_memory(self.plan):
+                trainer.train(resume_from_checkpoint=checkpoint)
             preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()

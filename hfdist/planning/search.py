@@ -1,0 +1,226 @@
+"""The best layouts of a run on so many processes, of all that its own checks allow, and the fewest processes that fit.
+
+The search goes from what a rank computes to how state is sharded. Two bounds cut it short. Of memory: micro batches only
+need more as they grow, so that behind the first that does not fit no larger one is looked at, and nothing at all of
+degrees whose least layout does not fit. Of time: layouts are looked at in the order of the seconds that they take at the
+least, until that is more than the worst of the best ones takes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop
+from math import inf
+
+from transformers import PreTrainedConfig
+
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Offload, Sharding
+from hfdist.errors import ConfigError, ResourceError
+from hfdist.pipeline.schedule import stages_per_rank
+from hfdist.planning.confirm import confirm
+from hfdist.planning.constants import MODES, ModelConstants
+from hfdist.planning.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.layout_space import Space, divisors
+from hfdist.planning.layouts import Layout
+from hfdist.planning.short_traces import measure_constants
+
+_MOST_PROCESSES = 2**17
+"""That `fewest_processes` tries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The best layouts that fit, the fastest first, and how much was looked at."""
+
+    candidates: tuple[Candidate, ...]
+    num_bounded: int
+    """Ways to compute a step whose bounds were found."""
+    num_pruned: int
+    """Of these and of the degrees above them: whatever does not fit in any sharding."""
+    num_evaluated: int
+    """Layouts whose time was computed."""
+
+
+def search(
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    machines: Machines,
+    *,
+    processes: int,
+    best: int = 10,
+    traced: int = 3,
+) -> SearchResult:
+    """Give the fastest layouts of a run that fit, the first of them by traces, the others by formulas.
+
+    Args:
+        config: of the run; its layout, micro batches and activation checkpointing are what is chosen.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        machines: where it is to run.
+        processes: how many ranks.
+        best: how many layouts to give at the most.
+        traced: how many of them to trace; in place of one that does not fit then, the next one.
+
+    Raises:
+        ConfigError: as the run itself would on one process.
+    """
+    model = measure(config, architecture, machines, processes=processes)
+    found = search_layouts(config, model, machines, processes=processes, best=best)
+    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, number=traced))
+
+
+def measure(
+    config: RunConfig, architecture: PreTrainedConfig, machines: Machines, *, processes: int | None = None
+) -> ModelConstants:
+    """Trace the constants that a search over so many processes needs; None: over any number."""
+    degrees = divisors(processes or machines.per_machine, machines.per_machine)
+    return measure_constants(config, architecture, is_gpu=not machines.hardware.is_cpu, tensor_degrees=degrees)
+
+
+def search_layouts(
+    config: RunConfig, model: ModelConstants, machines: Machines, *, processes: int, best: int = 10
+) -> SearchResult:
+    """Give the fastest layouts that fit, by formulas.
+
+    Args:
+        config: of the run; its layout, micro batches and activation checkpointing are what is chosen.
+        model: what `measure_constants` found for it.
+        machines: where it is to run.
+        processes: how many ranks.
+        best: how many layouts to give at the most.
+    """
+    space = Space(config, model, processes, machines.per_machine)
+    evaluator = Evaluator(config, model, machines)
+    search = _Search(space, evaluator, best)
+    # What steps on a host cost is not known: offloading is for what does not fit without.
+    search.run(Offload.none)
+    if not search.found:
+        search.run(Offload.cpu)
+    exact = [one for c in search.found if (one := evaluator.evaluate(c.layout, is_exact=True)) is not None]
+    return SearchResult(
+        candidates=tuple(sorted(exact, key=_order)),
+        num_bounded=search.num_bounded,
+        num_pruned=search.num_pruned,
+        num_evaluated=search.num_evaluated,
+    )
+
+
+class _Search:
+    """The best layouts so far, of each way to compute a step and each way to shard the best one."""
+
+    def __init__(self, space: Space, evaluator: Evaluator, best: int) -> None:
+        self._space, self._evaluator, self._best = space, evaluator, best
+        self.found: list[Candidate] = []
+        self.num_bounded = self.num_pruned = self.num_evaluated = 0
+
+    def run(self, offload: Offload) -> None:
+        """Look at all layouts with or without offloading."""
+        queue = self._bounded(offload)
+        self.num_bounded += len(queue)
+        heapify(queue)
+        while queue:
+            least, _, layout = heappop(queue)
+            if least >= self._worst:
+                break
+            if self._evaluator.least_seconds(layout, with_model_axes=True) >= self._worst:
+                continue
+            for sharding in Sharding:
+                self._take_best(self._space.shardings(layout, sharding, offload))
+
+    @property
+    def _worst(self) -> float:
+        return self.found[-1].time.seconds if len(self.found) >= self._best else inf
+
+    def _take_best(self, layouts: Iterable[Layout]) -> None:
+        best: Candidate | None = None
+        for layout in layouts:
+            self.num_evaluated += 1
+            most = self._worst if best is None else min(best.time.seconds, self._worst)
+            best = self._evaluator.evaluate(layout, most_seconds=most) or best
+        if best is not None:
+            insort(self.found, best, key=_order)
+            del self.found[self._best :]
+
+    def _bounded(self, offload: Offload) -> list[tuple[float, int, Layout]]:
+        """Give all ways to compute a step that may fit, with the seconds that they take at the least."""
+        queue: list[tuple[float, int, Layout]] = []
+        for grid in self._space.grids():
+            for scheduled in self._space.schedules(replace(grid, offload=offload)):
+                for layout in self._fitting(scheduled):
+                    queue.append((self._evaluator.least_seconds(layout), len(queue), layout))
+        return queue
+
+    def _fitting(self, layout: Layout) -> Iterator[Layout]:
+        largest = 0
+        for mode in MODES:
+            for one in self._space.steps(replace(layout, recompute=mode)):
+                if one.micro_batch_size <= largest:
+                    # It fits with less to compute again.
+                    continue
+                if self._evaluator.least_bytes(one) > self._evaluator.available_bytes:
+                    self.num_pruned += 1
+                    # Larger micro batches only need more.
+                    break
+                largest = one.micro_batch_size
+                yield one
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    return candidate.time.seconds, candidate.memory.use.total
+
+
+def fewest_processes(
+    config: RunConfig, architecture: PreTrainedConfig, machines: Machines, *, searches: bool
+) -> Candidate:
+    """Give a layout of the fewest processes that fit: shares of one machine, or whole machines.
+
+    Args:
+        config: of the run.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        machines: where it is to run.
+        searches: whether any layout will do, and the fastest is given; else the layout that `config` asks for, with more
+            data ranks.
+
+    Raises:
+        ConfigError: as the run itself would on one process.
+        ResourceError: it fits on no number of processes.
+    """
+    model = measure(config, architecture, machines)
+    evaluator = Evaluator(config, model, machines)
+    for processes in _counts(machines.per_machine):
+        if searches:
+            found = search_layouts(config, model, machines, processes=processes, best=3).candidates
+        else:
+            found = tuple(filter(None, [_as_asked(evaluator, processes)]))
+        found = confirm(found, architecture, model, machines, number=1)
+        if found:
+            return found[0]
+    raise ResourceError(
+        "the run fits on no number of processes" if searches else "the layout fits on no number of processes",
+        where="plan.find",
+        found=f"up to {_MOST_PROCESSES} of {machines.usable_bytes / 2**30:.3g} GiB",
+        hint="train.micro_batch_size=1 train.gradient_checkpointing=true"
+        + ("" if searches else ", or plan.search=true, which looks at all layouts"),
+    )
+
+
+def _counts(per_machine: int) -> Iterator[int]:
+    """Shares of a machine, and then machines: by ones, and later by larger steps."""
+    yield from divisors(per_machine)
+    machines = 2
+    while machines * per_machine <= _MOST_PROCESSES:
+        yield machines * per_machine
+        # Steps of a quarter at the most: 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
+        machines += max(1, 2 ** (machines.bit_length() - 3))
+
+
+def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
+    strategy = evaluator.config.strategy
+    free = replace(evaluator.config, strategy=replace(strategy, data=None))
+    try:
+        layout = Layout.of(free, processes, stages_per_rank(strategy.schedule, strategy.stages_per_rank))
+    except ConfigError:
+        return None
+    return evaluator.evaluate(layout, is_exact=True)

@@ -1,0 +1,104 @@
+"""Which share of each part of a model a rank has by tensor and expert degree, from the plans that layouts themselves follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.errors import ConfigError
+from hfdist.pipeline.stage_module import Block
+from hfdist.planning.constants import ShareOfParts
+from hfdist.strategies.experts import make_expert_plan
+from hfdist.strategies.tensor.linear import split_dimensions
+from hfdist.strategies.tensor.plan import Plan, first_plan
+
+_DIVIDING = ("colwise", "rowwise", "packed")
+"""How styles of transformers begin that leave a share of a parameter on a rank."""
+_EXPERTS = "grouped_gemm"
+_PRIMES = (2, 3, 5, 7)
+"""Degrees that are tried: a number of experts that none of them divides is not shared out."""
+
+
+def find_shares(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    *,
+    tensor_plans: Mapping[int, Plan],
+) -> dict[tuple[int, int], ShareOfParts]:
+    """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
+
+    Args:
+        model: whole; on fake tensors, too.
+        blocks: one of each kind.
+        tensor_plans: by degree, from `find_tensor_plans`.
+    """
+    by_tensor: dict[int, Plan | None] = {1: None, **tensor_plans}
+    experts = _expert_parameters(model)
+    degrees = _divisors(math.gcd(*experts.values())) if experts else [1]
+    return {
+        (tensor, expert): _shares(model, blocks, divided)
+        for tensor, plan in by_tensor.items()
+        for expert in degrees
+        for divided in (_divided(model, plan, tensor) | (dict.fromkeys(experts, expert) if expert > 1 else {}),)
+    }
+
+
+def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[int, Plan]:
+    """Give the plan that a run tries first, by degree, of those degrees that go with the model."""
+    plans: dict[int, Plan] = {}
+    for degree in degrees:
+        if degree > 1:
+            with suppress(ConfigError):
+                plans[degree] = first_plan(model, degree)
+    return plans
+
+
+def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Give the parameters that have all experts of a block, by name, with the number of these; empty: none can be shared."""
+    for degree in _PRIMES:
+        with suppress(ConfigError):
+            plan = make_expert_plan(model, degree)
+            return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
+    return {}
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str, int]:
+    """Parameters of which a rank has one of so many shares, by name."""
+    if plan is None:
+        return {}
+    modules = dict(model.named_modules())
+    names = {
+        f"{layer}.{own}" for layer, style in plan.layers.items() for own in split_dimensions(modules[layer], style)
+    }
+    for name, style in plan.rules.items():
+        if style.startswith(_DIVIDING):
+            names |= {f"{name}.{own}" for own, _ in modules[name].named_parameters()} if name in modules else {name}
+    return dict.fromkeys(names, degree)
+
+
+def _shares(model: PreTrainedModel, blocks: Sequence[Block], divided: dict[str, int]) -> ShareOfParts:
+    degrees = {
+        id(parameter): divided[name]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in divided
+    }
+
+    def share(modules: Iterable[nn.Module | None]) -> float:
+        parameters = {id(p): p for module in modules if module is not None for p in module.parameters()}
+        total = sum(p.numel() for p in parameters.values())
+        held = sum(p.numel() / degrees.get(key, 1) for key, p in parameters.items())
+        return held / total if total else 1.0
+
+    return ShareOfParts(
+        prologue=share([model.get_input_embeddings()]),
+        kinds=tuple(map(share, blocks)),
+        epilogue=share([model.get_output_embeddings()]),
+    )

@@ -1,0 +1,251 @@
+"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan-memory`.
+
+What a rank really holds is what torch's CPU allocator was asked for, C++ parts such as DDP's buckets among it: its own
+profiler reports each allocation of the real Trainer's steps. The worst rank of each is compared.
+
+python -m tests.distributed.plan_memory docs/plan.md
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.run import RunConfig
+from hfdist.planning.memory import worst_rank
+from hfdist.testing import run_ranks
+from hfdist.trainer.run import prepare_run
+
+logger = logging.getLogger(__name__)
+
+BOUND = 0.06
+"""Most that a traced peak may differ from the measured one."""
+
+_FIRST_STEP = 2
+"""The first one makes the optimizer's state, and DDP sorts its buckets anew."""
+
+_COMMON = (
+    "model=tiny",
+    "data.eval_sequences=16",
+    "data.workers=0",
+    "train.max_steps=3",
+    "train.global_batch_size=8",
+    "checkpoint=none",
+    "report=quiet",
+    "watch.heartbeat_seconds=null",
+)
+
+_SIZES = {
+    "activations": ("data.sequence_length=256", "train.micro_batch_size=4", "train.global_batch_size=8"),
+    "state": ("data.sequence_length=64", "train.micro_batch_size=1", "train.global_batch_size=4"),
+}
+"""What most of a peak is: what blocks keep, or weights, gradients and the optimizer's state."""
+
+
+def _fields(width: str, inner: str, blocks: str, heads: str, **more: Any) -> dict[str, dict[str, Any]]:
+    small = {width: 128, inner: 256, blocks: 4, heads: 4}
+    wide = {width: 512, inner: 1024, blocks: 3, heads: 8}
+    return {"activations": small | more, "state": wide | more}
+
+
+_USUAL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": _fields(*_USUAL, num_key_value_heads=2),
+    "qwen2": _fields(*_USUAL, num_key_value_heads=2),
+    "qwen3_moe": _fields(
+        "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    ),
+    "gpt2": _fields("n_embd", "n_inner", "n_layer", "n_head"),
+    "gpt_neox": _fields(*_USUAL),
+    "gemma2": _fields(*_USUAL, num_key_value_heads=2, head_dim=32),
+    "phi": _fields(*_USUAL),
+    "opt": _fields("hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
+}  # fmt: skip
+"""Families, by what `model.type` calls them, and the fields of the small model of each size."""
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ("strategy=single",)),
+    "ddp": (2, ("strategy=ddp",)),
+    "fsdp2": (2, ("strategy=fsdp2",)),
+}
+"""Processes, and the overrides of a layout."""
+
+RECOMPUTE = {False: (), True: ("train.gradient_checkpointing=true",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model in one layout."""
+
+    family: str
+    size: str
+    layout: str
+    recomputes: bool = False
+
+    @property
+    def processes(self) -> int:
+        """Of the layout."""
+        return LAYOUTS[self.layout][0]
+
+    def config(self, folder: str) -> RunConfig:
+        """Compose the run."""
+        overrides = [
+            *_COMMON,
+            *_SIZES[self.size],
+            *LAYOUTS[self.layout][1],
+            *RECOMPUTE[self.recomputes],
+            f"run.dir={folder}",
+        ]
+        config = compose_config(overrides)
+        # Overrides would add to the fields of another family.
+        config.model.type, config.model.config = self.family, dict(FAMILIES[self.family][self.size])
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Of the worst rank, in bytes."""
+
+    traced: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Share by which the trace is above what was measured."""
+        return self.traced / self.measured - 1
+
+
+def compare(cell: Cell) -> Peaks:
+    """Measure a cell on forked ranks, and trace it in another."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = cell.config(folder)
+        measured = run_ranks(measure_rank, cell.processes, config, group=cell.processes > 1)
+        [traced] = run_ranks(_trace, 1, config, cell.processes, measured[0][1], group=False)
+    return Peaks(traced=traced, measured=max(peak for peak, _ in measured))
+
+
+def _trace(config: RunConfig, processes: int, architecture: Any) -> float:
+    return worst_rank(config, architecture, world_size=processes).peak.use.total
+
+
+class _Profiler(TrainerCallback):
+    """Asks torch's CPU allocator in each later step for the most that it had given out, in all threads."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._profile: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before its first micro batch."""
+        if state.global_step + 1 >= _FIRST_STEP:
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+            # Its tables take ten times as long as the step.
+            self._profile.profiler._parse_kineto_results = lambda results: []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Behind the optimizer's step."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            tree = self._profile.profiler.kineto_results.experimental_event_tree()
+            self.most = max(self.most, *_totals(tree))
+            self._profile = None
+
+
+def _totals(events: Iterable[Any]) -> Iterator[int]:
+    for event in events:
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            yield event.extra_fields.total_allocated
+        yield from _totals(event.children)
+
+
+def measure_rank(config: RunConfig) -> tuple[int, Any]:
+    """Train, and give the most bytes that this rank's allocator had given out in a later step, and the architecture."""
+    run = prepare_run(config)
+    run.find_model()
+    run.open_data()
+    run.open_folder()
+    run.start_ranks()
+    _count_all_threads()
+    run.build_model()
+    run.build_trainer()
+    profiler = _Profiler()
+    run.trainer.add_callback(profiler)
+    run.trainer.train()
+    return profiler.most, run.architecture
+
+
+def _count_all_threads() -> None:
+    """Let the allocator count from now on, what gloo's threads take and give back, too."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
+"""Between them the table stands in a page."""
+
+
+def cells() -> list[Cell]:
+    """All that the table shows."""
+    return [
+        Cell(family=family, size=size, layout=layout, recomputes=recomputes)
+        for layout in LAYOUTS
+        for family in FAMILIES
+        for size in _SIZES
+        for recomputes in RECOMPUTE
+    ]
+
+
+def make_table(found: Mapping[Cell, Peaks]) -> str:
+    """Give the table in Markdown: a row a family and size, a column a layout, with and without recomputing."""
+    columns = list(dict.fromkeys((cell.layout, cell.recomputes) for cell in found))
+    rows = list(dict.fromkeys((cell.family, cell.size) for cell in found))
+    heads = [f"{layout}, recompute" if recomputes else layout for layout, recomputes in columns]
+    lines = [["model", "mostly", *heads], ["---"] * 2 + ["---:"] * len(columns)]
+    for family, size in rows:
+        own = [Cell(family=family, size=size, layout=layout, recomputes=more) for layout, more in columns]
+        lines.append([family, size, *(_describe(found[cell]) if cell in found else "" for cell in own)])
+    worst = max(found.values(), key=lambda peaks: abs(peaks.error))
+    head = f"{len(found)} steps; the largest error is {worst.error:+.1%}. In MiB: the traced peak, and its error."
+    return "\n".join([head, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _describe(peaks: Peaks) -> str:
+    return f"{peaks.traced / 2**20:,.1f} ({peaks.error:+.1%})"
+
+
+def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
+    """Put the table between the marks of a page."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    assert behind, f"{page} has no marks {BEGIN} and {END}"
+    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{behind}", encoding="utf-8")
+
+
+def main(page: Path) -> None:
+    """Measure and trace all, and write the table into the page."""
+    found = {}
+    for cell in cells():
+        found[cell] = compare(cell)
+        logger.info("%s %s %s %s: %s", cell.family, cell.size, cell.layout, cell.recomputes, _describe(found[cell]))
+    write_table(page, found)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(Path(sys.argv[1]))
