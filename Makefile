@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh plan-memory layouts finetuning interruptions faults soak cluster jobs mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -42,6 +42,9 @@ zoo: $(READY)  ## Split every causal language model of transformers at its block
 
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m tests.distributed.parity docs/parity.md
+
+plan-memory: $(READY)  ## Compare traced peaks with measured ones, and write the table of docs/plan.md (about 20 minutes).
+	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md
 
 mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 13 minutes).
 	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md

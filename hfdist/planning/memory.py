@@ -64,7 +64,7 @@ def trace_rank(
 
     Tensors of the CPU stand for those of a GPU. So sdpa is the flash attention of the CPU, which keeps what that of a
     GPU keeps, but with a mask a GPU pads the mask; autocast widens more operations on a GPU, such as a layer norm; and
-    what is compiled there is traced as it is written. Activations that wait in host memory are counted as on the device.
+    what is compiled there is traced as it is written. Activations that wait in host memory count as on the device.
 
     Args:
         config: of the run.

@@ -27,4 +27,5 @@ def test_the_table_replaces_that_of_the_page(tmp_path):
     write_table(page, found)
     assert make_table(found) in page.read_text()
     assert "| llama | state | 103.0 (+3.0%) |" in page.read_text()
-    assert "old" not in page.read_text() and page.read_text().endswith(f"{END}\nbehind\n")
+    assert "old" not in page.read_text()
+    assert page.read_text().endswith(f"{END}\nbehind\n")
