@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds, and counts ranks as it finds them
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
