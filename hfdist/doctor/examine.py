@@ -51,8 +51,12 @@ def examine_rank(request: Request) -> None:
         ResourceError: this rank does not reach the others.
     """
     from hfdist.doctor.links import JOIN_SECONDS, Rendezvous
+    from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
 
     place = read_launcher()
+    if VARIABLE not in os.environ:
+        # As each run does, so that the links are tried that a run will have.
+        choose_gloo_interface()
     begun = time.monotonic()
     try:
         rendezvous = Rendezvous(place)
