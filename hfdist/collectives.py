@@ -57,6 +57,11 @@ def control_group() -> dist.ProcessGroup | None:
     return _control_groups[default]
 
 
+def is_planned(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the other ranks of a group exist in a plan only (hfdist/planning): nothing comes from them."""
+    return dist.is_initialized() and dist.get_backend(group) == "fake"
+
+
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
     # Not each backend knows truth values.
@@ -65,8 +70,9 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Give the JSON `value` of every rank of `group`, or of all, in order of rank. A collective over them."""
-    if world_size() == 1:
-        return [json.loads(json.dumps(value))]
+    if world_size() == 1 or is_planned(group):
+        # In a plan all ranks say the same.
+        return [json.loads(json.dumps(value)) for _ in range(dist.get_world_size(group) if is_planned(group) else 1)]
     text = json.dumps(value).encode()
     # The length travels with what comes first, so that short texts take one exchange.
     heads = _gather_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_HEAD_BYTES], group)

@@ -110,6 +110,13 @@ class Topology:
             sizes["shard"] = [("expert_shard", self.shard // self.expert), ("expert", self.expert)]
         return dict(size for of_axis in sizes.values() for size in of_axis)
 
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Give the place of any rank along each axis of `mesh_shape`."""
+        places = {}
+        for axis, size in reversed(self.mesh_shape.items()):
+            rank, places[axis] = divmod(rank, size)
+        return places
+
     @property
     def data_size(self) -> int:
         """Number of shares into which each global batch is divided."""
@@ -162,8 +169,13 @@ class LauncherPlace:
     local_rank: int = 0
     is_given: bool = False
     """Whether there is a launcher."""
-    has_other_machines: bool = False
-    """Whether it has started processes on other machines, too; False where it does not say."""
+    local_world_size: int = 1
+    """Processes of this machine; all, where it does not say."""
+
+    @property
+    def has_other_machines(self) -> bool:
+        """Whether it has started processes on other machines, too; False where it does not say."""
+        return self.local_world_size < self.world_size
 
 
 def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace:
@@ -186,7 +198,7 @@ def read_launcher(environment: Mapping[str, str] | None = None) -> LauncherPlace
         rank=rank,
         local_rank=local_rank,
         is_given="RANK" in values,
-        has_other_machines=_number(values, "LOCAL_WORLD_SIZE", world_size) < world_size,
+        local_world_size=_number(values, "LOCAL_WORLD_SIZE", world_size),
     )
 
 

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 import hfdist
-from benchmarks.growth.traffic import CountCollectives, socket_bytes
+from benchmarks.growth.traffic import socket_bytes
 from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
 from hfdist.models.loss import LossHead
+from hfdist.sent_bytes import SEND, SentBytes
 from hfdist.trainer.trainer import RunOptions
 
 _NUM_WARM_UP_STEPS, _NUM_COUNTED_STEPS = 2, 1
@@ -67,7 +68,7 @@ class Costs:
     start_cpu_seconds: float = 0.0
     """From before the model is made to the end of the first step, without what a later step costs."""
     axis_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """A step's, by axis of the mesh and kind of collective, each as a ring; of other groups by torch's name of them."""
+    """A step's, by axis of the mesh and kind of collective, each as a ring; of other groups by their ranks."""
     sent_bytes: int = 0
     """A step's, by the sockets."""
     weight_bytes: int = 0
@@ -106,8 +107,11 @@ def train(work: Work) -> Costs:
     costs.step_cpu_seconds = statistics.median(steps)
     costs.start_cpu_seconds = clock.first_end - begin - costs.step_cpu_seconds
     names = _axes_of_groups(trainer.strategy)
-    for (group, kind), sent in clock.collectives.of_groups.items():
-        costs.axis_bytes[names.get(group, group), kind] = sent // _NUM_COUNTED_STEPS
+    for (ranks, kind), sent in clock.collectives.num_bytes.items():
+        # A message of a pipeline of more than two stages is not of all its ranks.
+        costs.axis_bytes[names.get(ranks, "pipeline" if kind == SEND else str(ranks)), kind] = (
+            sent // _NUM_COUNTED_STEPS
+        )
     costs.sent_bytes = clock.sent_bytes // _NUM_COUNTED_STEPS
     costs.peak_bytes = clock.peak_bytes - before_bytes
     costs.gradient_bytes = clock.gradient_bytes
@@ -122,7 +126,7 @@ class _Clock(TrainerCallback):
     def __init__(self, num_timed_steps: int) -> None:
         self.cpu_seconds: list[float] = []
         self.first_end = 0.0
-        self.collectives = CountCollectives()
+        self.collectives = SentBytes()
         self.sent_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
@@ -184,13 +188,13 @@ def _make_trainer(work: Work, folder: str) -> tuple[hfdist.Trainer, _Clock]:
     return trainer, clock
 
 
-def _axes_of_groups(strategy: Any) -> dict[str, str]:
-    """Torch's names of the mesh's groups, and the axis of each; the first one where axes have the same ranks."""
-    names: dict[str, str] = {}
+def _axes_of_groups(strategy: Any) -> dict[tuple[int, ...], str]:
+    """The ranks of the mesh's groups, and the axis of each; the first one where axes have the same ranks."""
+    names: dict[tuple[int, ...], str] = {}
     # Elsewhere there is none, and making it is a collective.
     for axis in _AXES if "mesh" in vars(strategy) else ():
         with suppress(KeyError):
-            names.setdefault(strategy.mesh.get_group(axis).group_name, axis)
+            names.setdefault(tuple(dist.get_process_group_ranks(strategy.mesh.get_group(axis))), axis)
     return names
 
 

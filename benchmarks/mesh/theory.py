@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.growth.traffic import ring_bytes
+from hfdist.sent_bytes import ring_bytes
 
 _ITEM_BYTES = 4
 _REPLICATE, _SHARD = "replicate", "sharded"

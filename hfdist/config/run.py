@@ -138,6 +138,7 @@ class ReportConfig:
     preview: int = limited(0, at_least=0)
     plot: bool = True
     timeline: bool = True
+    plan: bool = True
     alerts: bool = True
     alert_command: str | None = None
     """Split into words as a shell does, and started without one. It gets the alert as JSON on its standard input."""

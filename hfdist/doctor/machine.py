@@ -13,6 +13,7 @@ import psutil
 
 from hfdist.doctor.finding import Finding
 from hfdist.jobs.address import is_loopback, own_interfaces
+from hfdist.planning.host_memory import of_cgroup
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"
@@ -37,8 +38,8 @@ def check_machine(num_hosts: int) -> list[Finding]:
 def _check_memory() -> Finding:
     ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     limit, used = (
-        _of_cgroup("memory.max", "memory.limit_in_bytes"),
-        _of_cgroup("memory.current", "memory.usage_in_bytes"),
+        of_cgroup("memory.max", "memory.limit_in_bytes"),
+        of_cgroup("memory.current", "memory.usage_in_bytes"),
     )
     if limit is None or limit >= ram:
         text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
@@ -76,9 +77,9 @@ def _check_open_files() -> Finding:
 
 def _check_processes() -> Finding:
     soft, _ = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_NPROC))
-    of_cgroup = _of_cgroup("pids.max", "pids.max", controller="pids")
-    least = min(soft, of_cgroup if of_cgroup is not None else soft)
-    who = "a cgroup" if of_cgroup is not None and of_cgroup < soft else "the user"
+    own_limit = of_cgroup("pids.max", "pids.max", controller="pids")
+    least = min(soft, own_limit if own_limit is not None else soft)
+    who = "a cgroup" if own_limit is not None and own_limit < soft else "the user"
     text = f"{who} may have {least} processes and threads" if least < 1 << 30 else "any number"
     hint = "ulimit -u 65536; of a container: --pids-limit=-1"
     is_few, is_tight = least < _LEAST_PROCESSES, least < _ENOUGH_PROCESSES
@@ -138,29 +139,6 @@ def check_threads(threads: int, cores: int, ranks: int) -> Finding:
     hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
     # One each is the least there is.
     return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)
-
-
-def _of_cgroup(name: str, old_name: str, controller: str = "memory") -> int | None:
-    """Read a limit of this process's cgroup; None: there is none."""
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return None
-    for _, controllers, path in groups:
-        if controllers == "":
-            places = [Path(f"/sys/fs/cgroup{path}") / name, Path("/sys/fs/cgroup") / name]
-        elif controller in controllers.split(","):
-            root = Path(f"/sys/fs/cgroup/{controller}")
-            places = [Path(f"{root}{path}") / old_name, root / old_name]
-        else:
-            continue
-        for place in places:
-            try:
-                text = place.read_text().strip()
-            except OSError:
-                continue
-            return int(text) if text.isdecimal() and int(text) < 1 << 60 else None
-    return None
 
 
 def _limit(value: int) -> int:

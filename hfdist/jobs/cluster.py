@@ -7,25 +7,17 @@ goes on elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.composition.section import Section
 from hfdist.config.ranges import LIMIT, Limit, limited
-from hfdist.config.schema import Key, flatten, keys_of
-from hfdist.errors import ConfigError, first_line, nearest
+from hfdist.config.schema import Key
+from hfdist.errors import ConfigError
 
 GROUP = "cluster"
 _DEFAULT = "default"
@@ -145,9 +137,13 @@ class ClusterConfig:
 
 
 @cache
+def _section() -> Section:
+    return Section(ClusterConfig, GROUP)
+
+
 def cluster_keys() -> Mapping[str, Key]:
     """Every key by its name, with `cluster.` before it."""
-    return {key.name: key for key in keys_of(ClusterConfig, _PREFIX)}
+    return _section().keys
 
 
 def compose_cluster(name: str, overrides: Sequence[str], own: Path | None = None) -> ClusterConfig:
@@ -158,94 +154,13 @@ def compose_cluster(name: str, overrides: Sequence[str], own: Path | None = None
         overrides: such as `cluster.nodes=2`.
         own: a folder of the user's own, laid out as `conf/`, whose files win.
     """
-    config = OmegaConf.structured(ClusterConfig)
-    path = _find_file(name, own)
-    content = yaml.safe_load(read_config_text(path))
-    given = [(f"{_PREFIX}{key}", value, display(path)) for key, value in content.items()]
-    given += [(*_parse(override), COMMAND_LINE) for override in overrides]
-    for key, value, place in given:
-        config = _merge(config, key, value, place)
-    try:
-        values = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=GROUP) from error
-    assert isinstance(values, ClusterConfig)
-    _check(values)
-    return values
-
-
-def _find_file(name: str, own: Path | None) -> Path:
-    folders = [folder for folder in (own, shipped_folder()) if folder is not None]
-    for path in (*(folder / GROUP / f"{name}.yaml" for folder in folders), Path(name).expanduser()):
-        if path.is_file():
-            return path
-    known = sorted({option for folder in folders for option in list_options(folder, GROUP)})
-    allowed = f"{', '.join(known)}, or the path of a file"
-    hint = nearest(name, known, f"{GROUP}={{}}") or f"{GROUP}={_DEFAULT} cluster.nodes=2"
-    raise ConfigError("there is no such cluster", where=GROUP, found=name, allowed=allowed, hint=hint)
-
-
-def _parse(override: str) -> tuple[str, Any]:
-    key, _, value = override.partition("=")
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-        if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
-            raise HydraException("only key=value")
-        refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
-        return parsed.key_or_group, parsed.value()
-    except HydraException as error:
-        what, hint = "this is not an override", f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
-        raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error
-
-
-def _merge(config: Any, key: str, value: Any, place: str) -> Any:
-    for name, _ in _members(key, value):
-        if name not in cluster_keys():
-            hint = nearest(name, cluster_keys(), "{}=...", cutoff=0.6)
-            section = cluster_keys().get(name.rpartition(".")[0])
-            known = [k.name for k in cluster_keys().values() if section is None or k.name.startswith(section.name)]
-            what, names = f"there is no key `{name}`", ", ".join(known)
-            raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
-    nested = value
-    for part in reversed(key.removeprefix(_PREFIX).split(".")):
-        nested = {part: nested}
-    try:
-        return OmegaConf.merge(config, nested)
-    except OmegaConfBaseException as error:
-        what = f"this value does not fit: {first_line(error)}"
-        # A member of a free mapping is no key itself.
-        allowed = (cluster_keys().get(key) or cluster_keys()[key.rpartition(".")[0]]).allowed
-        raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
-
-
-def _members(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Give the keys that a value sets, each with its full name."""
-    known = cluster_keys().get(key)
-    if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
-        for name, item in value.items():
-            yield from _members(f"{key}.{name}", item)
-    else:
-        # One member of a free mapping, as in cluster.environment.NCCL_DEBUG=INFO.
-        section = cluster_keys().get(key.rpartition(".")[0])
-        yield (section.name if section is not None and section.type == dict[str, str] else key), value
+    path = _section().find(name, own, key=GROUP, hint=f"{GROUP}={_DEFAULT} cluster.nodes=2")
+    cluster: ClusterConfig = _section().compose(path, overrides)
+    _check(cluster)
+    return cluster
 
 
 def _check(cluster: ClusterConfig) -> None:
-    for key, known in cluster_keys().items():
-        value: Any = cluster
-        for part in key.removeprefix(_PREFIX).split("."):
-            value = getattr(value, part)
-        if value is not None and known.limit is not None and not known.limit.accepts(value):
-            raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
-        # OmegaConf takes a list or a mapping in a list of texts.
-        members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if not all(isinstance(member, str) for member in members):
-            raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
-        # What a line of a job file holds must not begin another.
-        for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
-            if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
-                what = "a value of a cluster is one line"
-                raise ConfigError(what, where=name, found=text, allowed="text without control characters")
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError("this is no name of a variable", where=f"{_PREFIX}environment", found=name)

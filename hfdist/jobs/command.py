@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hfdist.config.checks.preflight import OFFLINE_FLAG, check_offline, check_run, plan_run
-from hfdist.config.cli.arguments import as_command, find_run
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.checks.preflight import check_offline, check_run, plan_run
+from hfdist.config.cli.about_run import MEANINGS, choose, read_line
+from hfdist.config.cli.arguments import as_command
 from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO, RunConfig
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import GROUP, ClusterConfig, cluster_keys, compose_cluster
 from hfdist.jobs.job import MARK, STANDARD_OUTPUT, Job, JobFiles
 from hfdist.jobs.kubernetes import write_kubernetes
@@ -32,10 +32,6 @@ TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
     "parallelcluster": ("sbatch", write_parallelcluster),
 }
 """The ending of each one's file, and what writes it."""
-RECIPES = ("pretrain", "finetune")
-"""Those whose processes may be on several machines; each one's primary config has its name."""
-_KEYS = ("to", "cluster", "recipe", "run", "out")
-_VALUE_FLAGS = ("--config-dir", "--config-name")
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
@@ -45,8 +41,7 @@ hfdist job to=slurm cluster=slurm run=runs/demo out=again.sbatch                
 to=TARGET           {targets}
 cluster=NAME|FILE   the machines: {clusters}; or a file of your own
 cluster.KEY=VALUE   a key of the cluster: conf/cluster/default.yaml lists them
-recipe=NAME         {recipes}; default: pretrain
-run=FOLDER          the run's config is that of this run's folder; default: the recipe's
+{meanings}
 out=FILE            default: the run's name in this folder; out=-: standard output
 --offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
 of the run's config, as `hfdist pretrain` takes them.
@@ -61,24 +56,16 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
     Returns:
         The target, and the job.
     """
-    own, of_cluster, of_run = _divide(arguments)
-    target = _choose("to", own.get("to"), tuple(TARGETS))
-    recipe = _choose("recipe", own.get("recipe", RECIPES[0]), RECIPES)
-    flags, overrides = _split_flags(of_run)
-    if "run" in own:
-        if flags.keys() & {*_VALUE_FLAGS}:
-            raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
-        flags |= {"--config-dir": str(find_run(own["run"], ("config.yaml",), "run")), "--config-name": "config"}
-    config_dir = flags.get("--config-dir")
-    config = compose_config(overrides, name=flags.get("--config-name") or recipe, extra_dir=config_dir)
-    of_user = None if config_dir is None else Path(config_dir).expanduser()
-    cluster = compose_cluster(own.get("cluster", "default"), of_cluster, of_user)
-    _check(config, cluster, is_offline=OFFLINE_FLAG in flags)
-    out = own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
-    words = [word for name, value in flags.items() for word in ((name, value) if value else (name,))]
+    line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"))
+    target = choose("to", line.own.get("to"), tuple(TARGETS))
+    config = line.compose()
+    of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
+    cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
+    _check(config, cluster, is_offline=line.is_offline)
+    out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
     job = Job(
-        recipe=recipe,
-        arguments=[*words, *overrides],
+        recipe=line.recipe,
+        arguments=line.recipe_arguments,
         config=config,
         cluster=cluster,
         command=["hfdist", "job", *arguments],
@@ -108,62 +95,11 @@ def _write(arguments: list[str]) -> None:
 main = as_command(
     _HELP.format(
         targets=" | ".join(TARGETS),
-        recipes=" | ".join(RECIPES),
+        meanings=MEANINGS,
         clusters=", ".join(list_options(shipped_folder(), GROUP)),
     ),
     _write,
 )
-
-
-def _divide(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    own: dict[str, str] = {}
-    of_cluster: list[str] = []
-    of_run: list[str] = []
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name in _KEYS:
-            if name in own or not value:
-                what = "this is given twice" if name in own else "a value is missing"
-                raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
-            own[name] = value
-        elif f"{GROUP}.{name}" in cluster_keys():
-            what, hint = "keys of the cluster begin with its name", f"{GROUP}.{argument}"
-            raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=hint)
-        else:
-            (of_cluster if name.startswith(f"{GROUP}.") else of_run).append(argument)
-    return own, of_cluster, of_run
-
-
-def _choose(key: str, value: str | None, known: Sequence[str]) -> str:
-    if value in known:
-        return str(value)
-    what = "which one?" if value is None else "no such value"
-    hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}", cutoff=0.0)
-    raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=value, allowed=", ".join(known), hint=hint)
-
-
-def _split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Give the flags with their values ("": it takes none), and the overrides."""
-    flags: dict[str, str] = {}
-    overrides: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name == OFFLINE_FLAG and not equals:
-            flags[name] = ""
-        elif name in _VALUE_FLAGS:
-            flags[name] = value if equals else next(rest, "")
-            if not flags[name]:
-                raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
-        elif argument.startswith("-"):
-            known = (OFFLINE_FLAG, *_VALUE_FLAGS)
-            hint = nearest(name, known) or "--help"
-            raise ConfigError(
-                "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
-            )
-        else:
-            overrides.append(argument)
-    return flags, overrides
 
 
 def _check(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:

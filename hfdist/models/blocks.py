@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,7 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
     return list(zip(*beside, strict=True))
 
 
+@unset_fake_temporarily()
 def calls_blocks(model: PreTrainedModel) -> bool:
     """Whether a step calls each block, and modules inside of blocks only from there; reversible layers do not.
 

@@ -50,13 +50,15 @@ def build_model(
     return _read(config, architecture, trained, seed, layout)
 
 
-def _draw(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
-) -> PreTrainedModel:
-    """Random weights."""
+def make_without_values(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
+    """Make the whole model, tied, with whatever its memory holds in place of weights.
+
+    Raises:
+        ConfigError: transformers refuses the architecture here.
+    """
     try:
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (ImportError, ValueError) as error:
@@ -68,6 +70,14 @@ def _draw(
         ) from error
     # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
     model.tie_weights()
+    return model
+
+
+def _draw(
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, seed: int, layout: Partitioning
+) -> PreTrainedModel:
+    """Random weights."""
+    model = make_without_values(config, architecture)
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed, layout)

@@ -1,49 +1,16 @@
-"""Floating-point operations of training, by one documented formula, and devices' peaks for MFU."""
+"""Floating-point operations of training, by one documented formula, and the peak for MFU."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-Numel = Callable[[torch.Tensor], int]
+from hfdist.config.hardware import match_device
 
-# Dense half-precision peaks with float32 sums in TFLOP/s, of one device as torch counts them, from the vendors' data
-# sheets; by words that the device's name must have. Of several that fit, the one with most words counts. MI250 and its
-# kin have two devices a module.
-_PEAK_TFLOPS = {
-    2500: ("GB200",),
-    2250: ("B200",),
-    989: ("GH200", "H200", "H100 HBM3", "H100 SXM5", "H800"),
-    835: ("H200 NVL", "H100 NVL"),
-    756: ("H100 PCIe", "H800 PCIe"),
-    148: ("H20",),
-    312: ("A100", "A800"),
-    165: ("A30", "RTX 4090"),
-    150: ("A40",),
-    125: ("A10", "V100"),
-    70: ("A10G",),
-    362: ("L40S",),
-    181: ("L40", "MI250", "MI210"),
-    121: ("L4",),
-    155: ("RTX A6000",),
-    364: ("RTX 6000 Ada",),
-    209: ("RTX 5090",),
-    147: ("RTX 4090 D",),
-    80: ("RTX 3090 Ti",),
-    71: ("RTX 3090",),
-    130: ("V100S",),
-    112: ("V100 PCIE",),
-    65: ("T4",),
-    191.5: ("MI250X",),
-    980: ("MI300A",),
-    1307: ("MI300X", "MI325X"),
-}
-# Of a part of a device, or of one that runs slower than the name says.
-_LESS = re.compile(r"MIG|GRID|LAPTOP|MAX|\d+[ABCQ]")
+Numel = Callable[[torch.Tensor], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +70,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 def find_peak_flops(name: str) -> float | None:
     """The same by torch's name of the device, such as `NVIDIA H100 80GB HBM3`; None: not a known whole one."""
-    words = set(re.findall(r"\w+", name.upper()))
-    if any(_LESS.fullmatch(word) for word in words):
-        return None
-    named = [(set(name.upper().split()), peak) for peak, names in _PEAK_TFLOPS.items() for name in names]
-    fitting = [(len(known), peak) for known, peak in named if words >= known]
-    return max(fitting)[1] * 1e12 if fitting else None
+    hardware = match_device(name)
+    return None if hardware is None else hardware.half_flops
 
 
 def num_parameters(model: torch.nn.Module, numel: Numel = torch.numel) -> int:

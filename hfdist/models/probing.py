@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import ConfigError
@@ -357,6 +358,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     return torch.allclose(before, after, rtol=1e-3, atol=1e-4 * float(before.abs().max()))
 
 
+@unset_fake_temporarily()
 def uses_all_parameters(model: PreTrainedModel) -> bool:
     """Run a small model of the same class on a few tokens, here and alone: all ranks find the same.
 

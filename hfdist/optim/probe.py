@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hfdist.errors import ConfigError, first_line
 from hfdist.optim.muon import Joined, of_parts
@@ -155,6 +156,7 @@ def _kinds_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
+@unset_fake_temporarily()
 def _ask_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Answer:
     device, dtype = _place(group)
     generator = torch.Generator().manual_seed(0)

@@ -96,7 +96,13 @@ class AxisTraffic:
     size: int
     """Ranks of the axis."""
     crosses_machines: bool
-    """Whether neighbours on the axis are on different machines."""
+    """Whether its ranks are on several machines."""
+    machine_ranks: int = 1
+    """Its ranks on one machine: all of them send to other machines at once, each over its own link."""
+    kind: str = ""
+    """Of the collective, as in `sent_bytes`."""
+    microbatches: int = 1
+    """Micro batches in which it travels; the time of the others hides nothing."""
     overlaps: Phase | None = None
     """The phase beside which it can run; None: all wait for it."""
 

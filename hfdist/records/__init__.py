@@ -11,11 +11,15 @@ from hfdist.records.run_file import RUN_FILE, RunRecord, State, read_run
 
 METRICS = "metrics.jsonl"
 """One line for each logged step of the training that led to the present weights; see docs/records.md."""
+PLAN, GRADE = "plan.json", "grade.json"
+"""What the run was planned to need (docs/plan.md), and how that compares with what it has measured."""
 
 __all__ = [
     "EVENTS",
+    "GRADE",
     "METRICS",
     "PACKAGES",
+    "PLAN",
     "RANKS",
     "RUN_FILE",
     "Event",

@@ -84,7 +84,15 @@ class RunRecord:
     hosts: list[str] = field(default_factory=list)
     """By rank; empty before training."""
     versions: dict[str, str] = field(default_factory=dict)
+    traffic: dict[str, Any] | None = None
+    """What a rank sends in a step: the counted `step`, and its `axes`; None: not counted, or there is one process."""
     schema: int = SCHEMA
+
+    def sent_bytes(self) -> dict[str, float] | None:
+        """Give what the rank that sends most along an axis of the mesh sends in a step, by axis; None: not counted."""
+        if self.traffic is None:
+            return None
+        return {axis: of_axis["sent_bytes"] for axis, of_axis in self.traffic["axes"].items()}
 
     def total(self, name: str) -> float | None:
         """Give `seconds` or one of `SUMMED` over all starts, as far as it is known; None: of none."""

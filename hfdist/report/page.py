@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 
 from hfdist.report import compare, curves, sections
+from hfdist.report.plan import plan
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import escaped
 
 _PARTS = (
+    plan,
     sections.ranks,
     sections.pipeline,
     sections.checkpoints,

@@ -30,9 +30,11 @@ from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.gradients import local_tensor, total_norm
+from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import StateReader, list_pieces
+from hfdist.strategies.traffic import BACKWARD, Axes, Sent, StepSizes
 from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
@@ -319,6 +321,20 @@ class Engine:
         """As if this rank's model were the whole one."""
         return list_pieces(self.model, None if self._optimizer is None else self._optimizer.optimizer)
 
+    def held_bytes(self, device: torch.device) -> dict[str, int]:
+        """Give the bytes that this rank holds now on a device, as far as it can tell them apart.
+
+        Returns:
+            By `weights`, `gradients` and `optimizer`; a part that lies in buffers of the layout's own is left out.
+        """
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        optimizer = [] if self._optimizer is None else state_tensors(self._optimizer.optimizer)
+        return {
+            "weights": storage_bytes([*self.model.parameters(), *self.model.buffers()], device),
+            "gradients": storage_bytes(gradients, device),
+            "optimizer": storage_bytes(optimizer, device),
+        }
+
     def extra_state(self) -> dict[str, Any]:
         """Give what a resume needs besides the pieces, as JSON: DeepSpeed's loss scale and counters."""
         return {}
@@ -358,6 +374,17 @@ class Strategy(Partitioning):
     def agreed_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that the user sets, with the values that this layout was made with."""
         return {}
+
+    def traffic(self, sizes: StepSizes) -> list[Sent]:
+        """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
+        axes = Axes(self.topology, self.batch, self.config, sizes)
+        return [*axes.model_axes(), *self._state_traffic(axes)]
+
+    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
+        """Weights and gradients."""
+        # DDP reduces beside the last backward; where ranks share parameters, gradients wait for its end.
+        shares = self.topology.tensor * self.topology.expert > 1
+        return axes.average_gradients(hidden_by=None if shares else BACKWARD)
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""

@@ -31,6 +31,7 @@ from hfdist.optim.probe import Reach, describe, state_after_step
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
+from hfdist.strategies.traffic import BACKWARD, FORWARD, Axes, Sent
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
@@ -73,6 +74,13 @@ class FsdpStrategy(Strategy):
             engine = FsdpEngine(model, self.mesh, context, parts)
         self._count_fractions(engine)
         return engine
+
+    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
+        # The root is gathered once; blocks again for the backward, unless they are kept.
+        again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_behind_forward else 0.0
+        return axes.shard_weights(
+            again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD
+        )
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None) -> None:

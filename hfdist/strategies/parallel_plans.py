@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -125,6 +126,7 @@ def _apply(model: PreTrainedModel, mesh: DeviceMesh, plans: Plans, groups: Group
     return ModelParts(groups, shards, frozenset() if plans.tensor is None else plans.tensor.partial)
 
 
+@unset_fake_temporarily()
 def _pairs(mesh: DeviceMesh) -> DeviceMesh:
     """The first two ranks of each tensor and expert group: what is small can be halved. A collective."""
     assert mesh.mesh_dim_names is not None

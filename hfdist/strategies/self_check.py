@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece
+from hfdist.collectives import is_planned
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import first_line
 from hfdist.models.probing import keeps_documents_apart
@@ -75,7 +76,9 @@ def find_problem(
     *,
     num_tokens: int = _NUM_TOKENS,
 ) -> str | None:
-    """Say why a small model does not train in a layout as it does whole; None: it does. All ranks that try it call it.
+    """Say why a small model does not train in a layout as it does whole; None: it does, or the ranks are planned only.
+
+    All ranks that try it call it.
 
     Args:
         make: gives the small model, whole and on the CPU.
@@ -84,6 +87,9 @@ def find_problem(
         device: to train on.
         num_tokens: of a sequence.
     """
+    if is_planned():
+        # There is nobody to compare with.
+        return None
     try:
         found = _compare_small(make, distribute, sharding, device, num_tokens)
     except Exception as error:  # whatever a model raises that cannot be made small, or is not made for the layout

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.growth.theory import exponent
-from benchmarks.growth.traffic import CountCollectives, socket_bytes
+from benchmarks.growth.traffic import socket_bytes
+from hfdist.sent_bytes import SentBytes
 from hfdist.testing import run_ranks
 
 NUM_ELEMENTS = 1 << 20
@@ -23,10 +24,10 @@ def count() -> dict[str, tuple[int, int]]:
     counts = {}
     for kind, run in collectives.items():
         dist.barrier()
-        before, mode = socket_bytes(), CountCollectives()
+        before, mode = socket_bytes(), SentBytes()
         with mode:
             run()
-        counts[kind] = mode.sent_bytes[kind], socket_bytes() - before
+        counts[kind] = mode.num_bytes.total(), socket_bytes() - before
     # A rank that ends closes its peers' sockets, and with a socket goes its count.
     dist.barrier()
     return counts

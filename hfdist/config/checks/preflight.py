@@ -48,10 +48,7 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     topology, batch = plan_run(config, world_size=world_size)
     for key, source in _sources(config).items():
         _check_source(f"{key}.path", source)
-    for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
-        if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
-            what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
-            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
+    check_model_paths(config)
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
     check_budgets(config)
@@ -60,6 +57,14 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
         hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"
         raise ConfigError(what, where="train.precision", found="fp8, without torchao", hint=hint)
     return topology, batch
+
+
+def check_model_paths(config: RunConfig) -> None:
+    """Raise a ConfigError where the model or the tokenizer is a path that leads nowhere."""
+    for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
+        if name is not None and _is_local(name) and not os.path.exists(os.path.expanduser(name)):
+            what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
+            raise ConfigError(what, where=key, found=name, allowed=allowed, hint=_near(key, name))
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:

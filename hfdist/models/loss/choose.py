@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -134,6 +135,7 @@ class UntriedError(Exception):
     """A small model of this class cannot be made or run."""
 
 
+@unset_fake_temporarily()
 def refuse_model(model: PreTrainedModel, choice: Loss = Loss.chunked) -> str | None:
     """Try a small model of the same class. Every rank does so by itself, and all ranks find the same.
 

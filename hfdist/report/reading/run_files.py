@@ -11,7 +11,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple
 
-from hfdist.records import EVENTS, METRICS, RANKS, RUN_FILE, RunRecord, read_run
+from hfdist.records import EVENTS, GRADE, METRICS, PLAN, RANKS, RUN_FILE, RunRecord, read_run
 from hfdist.report.reading.downsample import Point
 from hfdist.report.reading.follow import Follower
 from hfdist.report.reading.rank_steps import RankSteps
@@ -57,6 +57,9 @@ class RunFiles:
         self.name = folder.name or folder.resolve().name
         self.record: RunRecord | None = None
         self.spans: list[Span] = []
+        self.plan: dict[str, Any] = {}
+        """What plan.json holds; so does `grade`."""
+        self.grade: dict[str, Any] = {}
         self.read_at = datetime.now(UTC)
         self._stamps: dict[str, tuple[int, int]] = {}
         self._begin_metrics()
@@ -80,6 +83,11 @@ class RunFiles:
             self.record, is_new = read_run(self.folder) or self.record, True
         if self._has_changed(TIMELINE):
             self.spans, is_new = _read_spans(self.folder / TIMELINE), True
+        for name in (PLAN, GRADE):
+            if self._has_changed(name):
+                content = _read_json(self.folder / name)
+                setattr(self, name.removesuffix(".json"), content if isinstance(content, dict) else {})
+                is_new = True
         return is_new
 
     def curve(self, key: str) -> list[Point]:
@@ -157,14 +165,18 @@ class RunFiles:
         return has_changed
 
 
+def _read_json(path: Path) -> Any:
+    """Give what a file holds; None: nothing that can be read."""
+    try:
+        return None if path.stat().st_size > _MOST_BYTES else json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def _read_spans(path: Path) -> list[Span]:
     """Read a Chrome trace; what is no span of it is passed over."""
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            return []
-        events = json.loads(path.read_bytes())["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+    content = _read_json(path)
+    events = content.get("traceEvents") if isinstance(content, dict) else None
     found = [_to_span(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []
     return sorted((span for span in found if span is not None), key=lambda span: (span.rank, span.start_ms))
 

@@ -90,6 +90,11 @@ def list_pieces(model: nn.Module, engine: Any) -> Iterator[Piece]:
     yield from list_buffers(model)
 
 
+def stepped(zero: Any) -> list[torch.Tensor]:
+    """Give the flat buffers that the optimizer steps on this rank."""
+    return [flat.stepped for flat in _flats(zero)]
+
+
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """List the working weights that every data rank holds whole between steps."""
     for name, parameter in model.named_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,9 +20,12 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.probe import Reach, moving_options
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.base import Engine, ShardFractions, Strategy, check_no_scalars
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import STAGE, generate
+from hfdist.strategies.held import state_tensors, storage_bytes
+from hfdist.strategies.traffic import BACKWARD, DATA, FORWARD, Axes, Sent, StepSizes
 from hfdist.topology import Topology
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -53,6 +57,30 @@ class ZeroStrategy(Strategy):
             "fp16": self._train.precision is Precision.fp16,
         }
 
+    def traffic(self, sizes: StepSizes) -> list[Sent]:
+        """As of the base class. In half precision DeepSpeed's weights and gradients are of that type."""
+        is_half = self._train.precision in (Precision.bf16, Precision.fp16)
+        return super().traffic(dataclasses.replace(sizes, weight_bytes=2) if is_half else sizes)
+
+    def _state_traffic(self, axes: Axes) -> Iterator[Sent]:
+        num_microbatches = self.batch.num_microbatches
+        if self.stage < 3:
+            # ZeRO-1 accumulates gradients where they are, ZeRO-2 on their owners.
+            times = num_microbatches if self.stage == 2 else 1
+            yield from reduce_to_owners(axes, microbatches=times, hidden_by=BACKWARD)
+            return
+        held, num_blocks = axes.held(), axes.sizes.num_blocks
+        small = axes.sizes.small
+        large = held - small
+        # What it may keep between a forward and its backward.
+        again = max(0.0, large - self._deepspeed["zero_optimization"].get("stage3_max_live_parameters", 1e9))
+        how: dict[str, Any] = {"calls": num_blocks * num_microbatches, "microbatches": num_microbatches}
+        of_step = num_microbatches * large, num_microbatches * again
+        yield from axes.reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=FORWARD, **how)
+        yield from axes.reduce(ALL_GATHER, DATA, of_step[1], is_gradient=False, hidden_by=BACKWARD, **how)
+        yield from axes.reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=BACKWARD, **how)
+        yield from axes.reduce(ALL_GATHER, DATA, small, calls=1)
+
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
         start_deepspeed()
@@ -82,6 +110,16 @@ class ZeroStrategy(Strategy):
         """
         check_no_scalars(model, "DeepSpeed")
         return ZeroEngine(model)
+
+
+def reduce_to_owners(axes: Axes, *, microbatches: int, hidden_by: str | None) -> Iterator[Sent]:
+    """ZeRO-1 and 2: gradients to the ranks that step them, and the weights back to all."""
+    held = axes.held()
+    # See `use_multi_rank_bucket_allreduce` in deepspeed_config.py.
+    kind = ALL_REDUCE if axes.sizes.is_gpu else "reduce"
+    how: dict[str, Any] = {"calls": axes.sizes.num_blocks * microbatches, "microbatches": microbatches}
+    yield from axes.reduce(kind, DATA, held * microbatches, hidden_by=hidden_by, **how)
+    yield from axes.reduce(ALL_GATHER, DATA, held, calls=1)
 
 
 def start_deepspeed() -> None:
@@ -155,6 +193,17 @@ class ZeroEngine(Engine):
     def pieces(self) -> Iterable[Piece]:
         """This rank's runs of the flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine)
+
+    def held_bytes(self, device: torch.device) -> dict[str, int]:
+        """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""
+        zero = self._engine.optimizer
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self.model.parameters()]
+        in_weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
+        return {
+            "weights": storage_bytes([*weights, *self.model.buffers()], device),
+            "optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device),
+        }
 
     def extra_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""

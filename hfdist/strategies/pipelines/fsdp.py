@@ -6,7 +6,7 @@ then, too. Then gradients are reduced to shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from hfdist.strategies.base import Batch, ShardFractions, TrainerHooks, check_no
 from hfdist.strategies.fsdp import ShardedEngine, shard_by_blocks
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.traffic import FORWARD, Axes, Sent
 
 
 class _Step(nn.Module):
@@ -126,3 +127,6 @@ class PipelineFsdpStrategy(PipelineStrategy):
         """As without FSDP2, which takes no parameter without a dimension."""
         check_no_scalars(model, "FSDP2")
         super().partition(model)
+
+    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
+        return axes.shard_weights(again=0.0, microbatches=1, begins=FORWARD, ends=None)

@@ -23,8 +23,9 @@ from hfdist.optim.probe import Reach
 from hfdist.strategies.base import ShardFractions
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.deepspeed_config import generate
-from hfdist.strategies.deepspeed.zero import start_deepspeed
+from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
+from hfdist.strategies.traffic import Axes, Sent
 
 
 class PipelineZeroEngine(PipelineEngine):
@@ -124,6 +125,9 @@ class PipelineZeroStrategy(PipelineStrategy):
     def start(self) -> None:
         """Let DeepSpeed take over the process group."""
         start_deepspeed()
+
+    def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
+        return reduce_to_owners(axes, microbatches=1, hidden_by=None)
 
 
 class _Step:

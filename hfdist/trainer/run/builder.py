@@ -57,6 +57,7 @@ from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.planning.plan import Plan
 from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
 from hfdist.strategies.base import Strategy
@@ -72,12 +73,15 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
+from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.logs import set_up_logging
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
+from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
+from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, runtime_bytes, take_plan
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
@@ -116,6 +120,8 @@ class Run:
     arguments: TrainingArguments
     model: PreTrainedModel
     trainer: Trainer
+    plan: Plan | None = None
+    """On rank 0, once the Trainer is built."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -130,6 +136,7 @@ class Run:
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
         self._recorder: RunRecorder | None = None
         """On rank 0, once the folder is open."""
+        self._own_plan: OwnPlan | None = None
 
     def find_model(self) -> None:
         """Bring the model's config and its tokenizer to this machine: from the Hub, or converted from GGUF."""
@@ -169,10 +176,12 @@ class Run:
 
     def start_ranks(self) -> None:
         """Download the weights, then make TrainingArguments, which start the process group."""
+        self._own_plan = begin_plan(self._here, self.architecture, self.topology)
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
+        self._runtime_bytes = runtime_bytes(self.arguments.device)
 
     def build_model(self) -> None:
         """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
@@ -229,13 +238,21 @@ class Run:
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
-        logger.info("%s", describe_run(config, trainer, data=_describe_data(data)))
+        if self._own_plan is not None:
+            self.plan = take_plan(self._own_plan, runtime_bytes=self._runtime_bytes, max_steps=arguments.max_steps)
+        logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
                 logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data))
             for text in preview(data.stream, data.tokenizer, config.report.preview):
                 logger.info("%s", text)
         _add_reports(trainer, config, self._recorder)
+        if config.report.plan:
+            trainer.add_callback(
+                PlanGrader(
+                    self.plan, run_dir, trainer.engine, runtime_bytes=self._runtime_bytes, recorder=self._recorder
+                )
+            )
         self.trainer = trainer
 
     def train(self) -> None:
@@ -285,6 +302,7 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
     """Add what watches the training itself; `recorder` is on rank 0."""
     run_dir, report = Path(config.run.dir), config.report
     assert trainer.engine is not None
+    assert trainer.strategy is not None
     if report.timeline:
         trainer.add_callback(TimelineDrawer(run_dir, trainer.engine))
     if recorder is not None and report.alerts:
@@ -293,6 +311,7 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
         trainer.add_callback(alerts)
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
+    trainer.add_callback(Traffic(trainer.strategy.topology, recorder, trainer.log))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
 

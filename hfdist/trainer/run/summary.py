@@ -8,7 +8,6 @@ from itertools import islice, pairwise
 from typing import cast
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
@@ -20,9 +19,10 @@ from hfdist.data.packing.sequence import INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import printable
-from hfdist.models.flops import num_bytes, num_parameters, num_trained
 from hfdist.optim.probe import describe
-from hfdist.optim.registry import make_small, values_per_weight
+from hfdist.optim.registry import make_small
+from hfdist.planning.describe import describe_shortly
+from hfdist.planning.plan import Plan
 from hfdist.trainer.trainer import Trainer
 
 _OPEN, _SHUT = "\u27e6", "\u27e7"
@@ -30,20 +30,20 @@ _MOST_CHARACTERS = 600
 _SURVEYED_DOCUMENTS = 256
 
 
-def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
-    """Give the lines that a run starts with; `data` is one line on the corpus."""
+def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan | None = None) -> str:
+    """Give the lines that a run starts with.
+
+    Args:
+        config: of the run.
+        trainer: ready to train.
+        data: one line on the corpus.
+        plan: what it will need.
+    """
     strategy, engine = trainer.strategy, trainer.engine
     assert strategy is not None
     assert engine is not None
-    batch, fractions = strategy.batch, strategy.fractions
+    batch, optimizer = strategy.batch, make_small(config.optimizer)
     model = cast(PreTrainedModel, engine.model)
-    size, trained = num_parameters(model, engine.whole_numel), num_trained(model, engine.whole_numel)
-    weights, gradients = size * fractions.weights, trained * fractions.gradients
-    optimizer = make_small(config.optimizer)
-    moments = trained * fractions.optimizer * values_per_weight(optimizer)
-    state_bytes = (
-        num_bytes(model, engine.whole_numel) * fractions.weights + (gradients + moments) * torch.float32.itemsize
-    )
     parts = f"{batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     total = trainer.args.max_steps * batch.tokens_per_step
     what = f"{engine.size.num_trained:,} parameters, {100 * engine.size.num_trained / engine.size.num_parameters:.3g} %"
@@ -54,15 +54,14 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str) -> str:
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",
-        "per rank": f"{weights:,.0f} weights, {gradients:,.0f} gradients, {moments:,.0f} optimizer values: "
-        f"about {state_bytes / 2**20:,.0f} MiB",
+        "plan": "" if plan is None else describe_shortly(plan),
         "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {batch.tokens_per_step:,} tokens a step",
         "data": data,
         "train": f"{trainer.args.max_steps:,} steps, {total:,} tokens; {describe(optimizer)}, "
         f"lr {config.optimizer.lr:g} {config.optimizer.schedule.value}",
         "folder": config.run.dir,
     }
-    return "\n".join(f"  {label:<9} {text}" for label, text in rows.items())
+    return "\n".join(f"  {label:<9} {text}" for label, text in rows.items() if text)
 
 
 def describe_kernels(trainer: Trainer) -> str:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hfdist.config.cli.about_run import RECIPES
 from hfdist.errors import ConfigError
 from hfdist.jobs.cluster import ClusterConfig, cluster_keys, compose_cluster
-from hfdist.jobs.command import RECIPES, TARGETS, parse_job, write_job
+from hfdist.jobs.command import TARGETS, parse_job, write_job
 from hfdist.records import METRICS, Event, add_event
 from tests.unit.config.shipped import CONF
 from tests.unit.jobs.jobs import RUN

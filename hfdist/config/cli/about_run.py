@@ -1,0 +1,145 @@
+"""The command line of a command about a run that it does not start: its words, keys of its own group, and the run's."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfdist.config.checks.preflight import OFFLINE_FLAG
+from hfdist.config.cli.arguments import find_run
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError, nearest
+
+RECIPES = ("pretrain", "finetune")
+"""Those whose processes may be on several machines; each one's primary config has its name."""
+_VALUE_FLAGS = ("--config-dir", "--config-name")
+_OF_RUN = ("recipe", "run")
+MEANINGS = f"""\
+recipe=NAME         {" | ".join(RECIPES)}; default: {RECIPES[0]}
+run=FOLDER          the run's config is that of this run's folder; default: the recipe's"""
+"""Lines for the help of such a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineAboutRun:
+    """What the command line says, in parts."""
+
+    own: dict[str, str]
+    """The command's own words."""
+    of_group: list[str]
+    """Overrides of the command's own group."""
+    recipe: str
+    flags: dict[str, str]
+    """Flags with their values; "": it takes none."""
+    overrides: list[str]
+    """Of the run's config."""
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether no connection may be opened."""
+        return OFFLINE_FLAG in self.flags
+
+    @property
+    def config_dir(self) -> str | None:
+        """A folder of the user's, laid out as `conf/`."""
+        return self.flags.get("--config-dir")
+
+    @property
+    def recipe_arguments(self) -> list[str]:
+        """What the recipe is called with."""
+        words = [word for name, value in self.flags.items() for word in ((name, value) if value else (name,))]
+        return [*words, *self.overrides]
+
+    def compose(self) -> RunConfig:
+        """Give the run's config; ConfigError: the first mistake in it."""
+        name = self.flags.get("--config-name") or self.recipe
+        return compose_config(self.overrides, name=name, extra_dir=self.config_dir)
+
+
+def read_line(
+    arguments: Sequence[str],
+    group: str,
+    keys: Container[str],
+    words: Sequence[str] = (),
+    *,
+    flags: Sequence[str] = (),
+) -> LineAboutRun:
+    """Divide a command line.
+
+    Args:
+        arguments: behind the command.
+        group: of the command: what its keys begin with.
+        keys: of that group, by their full names.
+        words: keys of the command's own, beside `recipe` and `run`.
+        flags: of the command's own, without values.
+
+    Raises:
+        ConfigError: a word that is given twice or without a value, a flag or a recipe that is not there, no such run,
+            or two configs.
+    """
+    own, of_group, of_run = _divide(arguments, group, keys, (*_OF_RUN, *words))
+    recipe = choose("recipe", own.pop("recipe", RECIPES[0]), RECIPES)
+    given, overrides = _split_flags(of_run, (OFFLINE_FLAG, *flags))
+    if "run" in own:
+        if given.keys() & {*_VALUE_FLAGS}:
+            raise ConfigError("the run's config is given twice", where=COMMAND_LINE, found="run=, and --config-...")
+        folder: Path = find_run(own.pop("run"), ("config.yaml",), "run")
+        given |= {"--config-dir": str(folder), "--config-name": "config"}
+    return LineAboutRun(own=own, of_group=of_group, recipe=recipe, flags=given, overrides=overrides)
+
+
+def choose(key: str, value: str | None, known: Sequence[str]) -> str:
+    """Give a value that is one of the known ones; ConfigError: it is none."""
+    if value in known:
+        return str(value)
+    what = "which one?" if value is None else "no such value"
+    hint = f"{key}={known[0]}" if value is None else nearest(value, known, f"{key}={{}}", cutoff=0.0)
+    raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=value, allowed=", ".join(known), hint=hint)
+
+
+def _divide(
+    arguments: Sequence[str], group: str, keys: Container[str], words: Sequence[str]
+) -> tuple[dict[str, str], list[str], list[str]]:
+    own: dict[str, str] = {}
+    of_group: list[str] = []
+    of_run: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name in words:
+            if name in own or not value:
+                what = "this is given twice" if name in own else "a value is missing"
+                raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=f"{name}=...")
+            own[name] = value
+        elif f"{group}.{name}" in keys:
+            what, hint = f"keys of the {group} begin with its name", f"{group}.{argument}"
+            raise ConfigError(what, where=COMMAND_LINE, found=argument, hint=hint)
+        else:
+            (of_group if name.startswith(f"{group}.") else of_run).append(argument)
+    return own, of_group, of_run
+
+
+def _split_flags(arguments: Sequence[str], without_value: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Give the flags with their values ("": it takes none), and the overrides."""
+    flags: dict[str, str] = {}
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in without_value and not equals:
+            flags[name] = ""
+        elif name in _VALUE_FLAGS:
+            flags[name] = value if equals else next(rest, "")
+            if not flags[name]:
+                raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
+        elif argument.startswith("-"):
+            known = (*without_value, *_VALUE_FLAGS)
+            hint = nearest(name, known) or "--help"
+            raise ConfigError(
+                "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
+            )
+        else:
+            overrides.append(argument)
+    return flags, overrides

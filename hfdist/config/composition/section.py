@@ -1,0 +1,143 @@
+"""A section that is no part of a run's config: a file of its folder in conf/, or of the user's own, and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hfdist.config.checks.urls import refuse_secrets
+from hfdist.config.composition.files import display, list_options, read_config_text, shipped_folder
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.schema import Key, flatten, keys_of
+from hfdist.errors import ConfigError, first_line, nearest
+
+
+class Section:
+    """Reads values of a dataclass.
+
+    Args:
+        kind: the dataclass; the limits of its fields are checked.
+        group: the folder in `conf/`, and the first part of each key.
+    """
+
+    def __init__(self, kind: Any, group: str) -> None:
+        self._kind, self._group, self._prefix = kind, group, f"{group}."
+        self.keys: Mapping[str, Key] = {key.name: key for key in keys_of(kind, self._prefix)}
+        """By the full name."""
+
+    def compose(self, path: Path, overrides: Sequence[str] = ()) -> Any:
+        """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
+        config = OmegaConf.structured(self._kind)
+        given = [(f"{self._prefix}{key}", value, display(path)) for key, value in self.read(path).items()]
+        given += [(*_parse(override), COMMAND_LINE) for override in overrides]
+        for key, value, place in given:
+            config = self._merge(config, key, value, place)
+        try:
+            values = OmegaConf.to_object(config)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"a reference leads nowhere: {first_line(error)}", where=self._group) from error
+        self._check(values)
+        return values
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Give what a file holds, its values unchecked; ConfigError: see `read_config_text`."""
+        content: dict[str, Any] = yaml.safe_load(read_config_text(path))
+        return content
+
+    def options(self, own: Path | None = None) -> dict[str, Path]:
+        """Give the files of the folder by name; those of a folder of the user's own, laid out as `conf/`, win."""
+        folders = [folder for folder in (shipped_folder(), own) if folder is not None]
+        return {
+            name: folder / self._group / f"{name}.yaml"
+            for folder in folders
+            for name in list_options(folder, self._group)
+        }
+
+    def find(self, name: str, own: Path | None = None, *, key: str, hint: str, others: Sequence[str] = ()) -> Path:
+        """Give the file of a name, or of a path.
+
+        Args:
+            name: of a file in the folder, or the path of a file.
+            own: see `options`.
+            key: that names it.
+            hint: where no name is near.
+            others: names that the key takes, too.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        options = self.options(own)
+        path = options.get(name, Path(name).expanduser())
+        if path.is_file():
+            return path
+        known = sorted({*options, *others})
+        allowed = f"{', '.join(known)}, or the path of a file"
+        hint = nearest(name, known, f"{key}={{}}") or hint
+        raise ConfigError(f"there is no such {self._group}", where=key, found=name, allowed=allowed, hint=hint)
+
+    def _merge(self, config: Any, key: str, value: Any, place: str) -> Any:
+        for name, _ in self._members(key, value):
+            if name not in self.keys:
+                hint = nearest(name, self.keys, "{}=...", cutoff=0.6)
+                section = self.keys.get(name.rpartition(".")[0])
+                known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
+                what, names = f"there is no key `{name}`", ", ".join(known)
+                raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
+        nested = value
+        for part in reversed(key.removeprefix(self._prefix).split(".")):
+            nested = {part: nested}
+        try:
+            return OmegaConf.merge(config, nested)
+        except OmegaConfBaseException as error:
+            what = f"this value does not fit: {first_line(error)}"
+            # A member of a free mapping is no key itself.
+            allowed = (self.keys.get(key) or self.keys[key.rpartition(".")[0]]).allowed
+            raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+
+    def _members(self, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Give the keys that a value sets, each with its full name."""
+        known = self.keys.get(key)
+        if isinstance(value, dict) and (known is None or known.type != dict[str, str]):
+            for name, item in value.items():
+                yield from self._members(f"{key}.{name}", item)
+        else:
+            # One member of a free mapping, as in cluster.environment.NCCL_DEBUG=INFO.
+            section = self.keys.get(key.rpartition(".")[0])
+            yield (section.name if section is not None and section.type == dict[str, str] else key), value
+
+    def _check(self, values: Any) -> None:
+        for key, known in self.keys.items():
+            value: Any = values
+            for part in key.removeprefix(self._prefix).split("."):
+                value = getattr(value, part)
+            if value is not None and known.limit is not None and not known.limit.accepts(value):
+                raise ConfigError("this value is not possible", where=key, found=value, allowed=known.allowed)
+            # OmegaConf takes a list or a mapping in a list of texts.
+            members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if not all(isinstance(member, str) for member in members):
+                raise ConfigError("each value must be text", where=key, found=value, allowed=known.allowed)
+            # What a line of a job file holds must not begin another.
+            for name, text in flatten(value, key) if isinstance(value, (str, list, dict)) else ():
+                if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):
+                    what = f"a value of a {self._group} is one line"
+                    raise ConfigError(what, where=name, found=text, allowed="text without control characters")
+
+
+def _parse(override: str) -> tuple[str, Any]:
+    key, _, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
+            raise HydraException("only key=value")
+        refuse_secrets(parsed.value(), key, place=COMMAND_LINE)
+        return parsed.key_or_group, parsed.value()
+    except HydraException as error:
+        what, hint = "this is not an override", f"quote it, for the shell and for the config: '{key}=\"{value}\"'"
+        raise ConfigError(what, where=COMMAND_LINE, found=override, allowed="key=value", hint=hint) from error

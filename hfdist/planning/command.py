@@ -1,0 +1,120 @@
+"""The command line of `hfdist plan`: which run, for which machines, and what is asked. Nothing is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfdist.config.checks.preflight import check_model_paths, plan_run
+from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
+from hfdist.config.cli.arguments import as_command
+from hfdist.config.cli.command import go_offline, quick_imports
+from hfdist.config.hardware import CPU, Hardware, read_hardware
+from hfdist.config.plan import DEFAULTS, GROUP, SECTION, PlanConfig, compose_plan
+from hfdist.config.run import AUTO, RunConfig
+from hfdist.errors import ConfigError, ResourceError
+from hfdist.topology import read_launcher
+
+JSON_FLAG = "--json"
+DOES_NOT_FIT = ResourceError.exit_code
+_HELP = """\
+Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
+
+hfdist plan strategy=fsdp2 model=llama3_8b plan.hardware=h100_80gb plan.processes=64     the layout that is asked
+hfdist plan model=llama3_8b plan.hardware=h100_80gb plan.processes=64 plan.search=true   the ten best layouts
+hfdist plan model=llama3_8b plan.hardware=h100_80gb plan.find=processes                  the fewest that fit
+hfdist plan run=runs/demo                                                                a run that there is
+
+{keys}
+
+{meanings}
+{json}              for tools
+--offline, --config-dir DIR and --config-name NAME mean what they mean for the recipe. All other arguments are overrides
+of the run's config, as `hfdist pretrain` takes them. Data are not read, and no folder is made.
+
+Exit codes: 0 it fits, {code} it does not, 2 a mistake in the config.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned."""
+
+    line: LineAboutRun
+    config: RunConfig
+    plan: PlanConfig
+    hardware: Hardware | None
+    """That is named; None: what is at hand."""
+    processes: int | None
+    """None: they are to be found."""
+    as_json: bool = False
+
+
+def parse_request(arguments: Sequence[str]) -> PlanRequest:
+    """Read the command line, compose the run's config and the plan's keys, and check all; ConfigError: a mistake."""
+    line = read_line(arguments, GROUP, SECTION.keys, flags=(JSON_FLAG,))
+    plan, config = compose_plan(line.of_group), line.compose()
+    of_user = None if line.config_dir is None else Path(line.config_dir).expanduser()
+    is_named = plan.hardware not in (None, CPU)
+    hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
+    check_model_paths(config)
+    if (launched := read_launcher().world_size) > 1:
+        hint = f"hfdist plan {' '.join(arguments)}"
+        raise ConfigError("a plan takes one process", where="the launcher", found=f"{launched} processes", hint=hint)
+    processes = None if plan.find is not None else plan.processes or _asked_processes(config, hardware)
+    if processes is not None and not plan.search:
+        _check_layout(config, processes)
+    as_json = JSON_FLAG in line.flags
+    return PlanRequest(line=line, config=config, plan=plan, hardware=hardware, processes=processes, as_json=as_json)
+
+
+def _asked_processes(config: RunConfig, hardware: Hardware | None) -> int:
+    if config.launch.processes != AUTO:
+        return int(config.launch.processes)
+    if hardware is not None:
+        return hardware.devices_per_machine
+    # Imported here, so that a mistake needs no torch.
+    from hfdist.launch import count_gpus
+
+    return max(1, count_gpus())
+
+
+def _check_layout(config: RunConfig, processes: int) -> None:
+    try:
+        plan_run(config, world_size=processes)
+    except ConfigError as error:
+        if error.where in ("strategy", "strategy.data"):
+            # Its own hint says how processes are started.
+            degrees = config.strategy.degrees
+            fewest = (degrees.data or degrees.min_data) * degrees.model
+            error.hint = f"plan.processes={fewest}, or plan.search=true for other layouts"
+        raise
+
+
+def _plan(arguments: list[str]) -> None:
+    """Print it; exit code 7 where the run does not fit."""
+    request = parse_request(arguments)
+    if request.line.is_offline:
+        go_offline()
+    # Imported here, so that --help and a mistake need no torch.
+    with quick_imports():
+        from hfdist.planning.answer import answer
+
+    found = answer(request)
+    sys.stdout.write(f"{json.dumps(found.to_json, indent=1) if request.as_json else found.text}\n")
+    if not found.fits:
+        sys.exit(DOES_NOT_FIT)
+
+
+def _describe_keys() -> str:
+    """Give a line for each key of a plan, with its default and its comment in the file of defaults."""
+    rows = [line.partition("#") for line in DEFAULTS.read_text(encoding="utf-8").splitlines() if ": " in line]
+    given = [(f"{GROUP}.{value.strip().replace(': ', '=')}", words.strip()) for value, _, words in rows if value]
+    width = max(len(key) for key, _ in given)
+    return "\n".join(f"{key:<{width}}  {words}" for key, words in given)
+
+
+main = as_command(_HELP.format(keys=_describe_keys(), meanings=MEANINGS, json=JSON_FLAG, code=DOES_NOT_FIT), _plan)

@@ -1,0 +1,128 @@
+"""What a model costs part by part, whatever the layout: the few numbers from which formulas rank layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hfdist.config.train import Recompute
+from hfdist.pipeline.partition import Costs
+from hfdist.planning.costs import OpCosts
+from hfdist.strategies.traffic import StepSizes
+
+Mode = Recompute | None
+"""What activation checkpointing computes again; None: it is off."""
+MODES: tuple[Mode, ...] = (None, Recompute.cheap, Recompute.all)
+"""All of them, the fastest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Bytes that grow with the sequences of a micro batch."""
+
+    fixed: float = 0.0
+    """For any number of them: what goes with the weights, as their copies in half precision do."""
+    whole: float = 0.0
+    """For each sequence, on each tensor rank."""
+    divided: float = 0.0
+    """For each sequence, shared by the tensor ranks."""
+
+    def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> float:
+        """Give the bytes of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
+        return self.fixed * held + sequences * (self.whole + self.divided / tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Operations of a forward or a backward, of one sequence."""
+
+    flops: float = 0.0
+    """Shared by tensor ranks."""
+    moved: Growth = field(default_factory=Growth)
+    kernels: int = 0
+    """For any number of sequences."""
+
+    def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> OpCosts:
+        """Give the costs of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
+        return OpCosts(
+            flops=self.flops * sequences / tensor,
+            moved_bytes=self.moved.of(sequences, tensor, held),
+            kernels=self.kernels,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCosts:
+    """One block, or what runs before or after all blocks."""
+
+    parameters: float
+    """Number of elements; of a tied head none."""
+    trained: float
+    """Those that are not frozen."""
+    forward: Work
+    backward: Mapping[Mode, Work]
+    """With what is computed again."""
+    kept: Mapping[Mode, Growth]
+    """Bytes that the forward leaves for the backward, the output included."""
+    working: Mapping[Mode, Growth]
+    """The most bytes above these while the backward runs, gradients of the part's own parameters included; of what runs
+    after the blocks while the loss is computed, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOfParts:
+    """Which part of the parameters a rank has by tensor and expert degree, before they are sharded."""
+
+    prologue: float = 1.0
+    kinds: tuple[float, ...]
+    """Of each kind of block."""
+    epilogue: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConstants:
+    """All that formulas need to know of a model, for one length of sequences and one precision."""
+
+    kinds: tuple[PartCosts, ...]
+    """Each kind of block once."""
+    kind_of_block: tuple[int, ...]
+    prologue: PartCosts
+    """The embedding."""
+    epilogue: PartCosts
+    """Final norm, head and loss."""
+    tied_parameters: float = 0.0
+    """Elements that the head shares with the embedding; a pipeline has them twice."""
+    sequence_length: int
+    boundary_bytes: float
+    """What one sequence has between two blocks."""
+    weight_bytes: float = 4.0
+    """Of one element."""
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    """Of one trained element: the state, without master weights."""
+    half_bytes: float | None = None
+    """Of one element in the type of the arithmetic, where that is not the weights' type."""
+    shares: Mapping[tuple[int, int], ShareOfParts]
+    """By (tensor, expert) degree; what is missing does not go with this model."""
+    shares_tokens: bool = True
+    """Whether ranks can share its sequences: what a token needs of others comes through attention."""
+    balance: Costs
+    """By which a pipeline's stages share the blocks."""
+    flops_per_token: float
+    """Of forward and backward, by the formula that MFU counts."""
+    sizes: Mapping[int, StepSizes]
+    """What traffic is computed from, by tensor degree."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the whole model."""
+        return len(self.kind_of_block)
+
+    @property
+    def parameters(self) -> float:
+        """Elements of the whole model, tied ones once."""
+        return (
+            sum(self.kinds[kind].parameters for kind in self.kind_of_block)
+            + self.prologue.parameters
+            + self.epilogue.parameters
+        )

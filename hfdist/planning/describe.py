@@ -1,0 +1,116 @@
+"""A plan in words: the page that `hfdist plan` prints, and the two lines with which a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hfdist.planning.costs import AxisTraffic, MemoryUse
+from hfdist.planning.plan import Plan
+from hfdist.report.text import duration, share, short, size
+
+_SECONDS_PER_HOUR = 3600
+
+
+def describe_plan(plan: Plan) -> str:
+    """Give the page of a plan, with the verdict first."""
+    lines = [
+        verdict(plan),
+        f"{plan.layout}, on {plan.processes} x {plan.hardware}",
+        "",
+        f"memory of rank {plan.memory.rank}, which holds most, in the {plan.memory.phase.value}",
+        *_memory_rows(plan),
+        "",
+        f"a step of {plan.tokens_per_step:,} tokens and {plan.flops_per_step:.3g} FLOPs",
+        *_time_rows(plan),
+    ]
+    if plan.traffic:
+        lines += ["", "what a rank sends in a step", *_table(_traffic_rows(plan))]
+    lines += ["", *_table(_run_rows(plan))]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def verdict(plan: Plan) -> str:
+    """Say in one line whether it fits."""
+    needed, usable = size(plan.memory.use.total), size(plan.usable_bytes)
+    if not plan.fits:
+        return f"does not fit: a rank needs {needed}, and may use {usable}"
+    tight = plan.memory.high_bytes > plan.usable_bytes
+    return f"fits{', barely' if tight else ''}: a rank needs {needed} of {usable}"
+
+
+def describe_shortly(plan: Plan) -> str:
+    """Give what a run says of its plan at its start: memory and time."""
+    parts = ", ".join(f"{name} {size(value)}" for name, value in uses(plan.memory.use) if value > 0)
+    low, high = size(plan.memory.low_bytes), size(plan.memory.high_bytes)
+    return (
+        f"{size(plan.memory.use.total)} on rank {plan.memory.rank} ({low} to {high}): {parts}; "
+        f"{duration(plan.time.seconds)} a step"
+    )
+
+
+def uses(use: MemoryUse) -> list[tuple[str, float]]:
+    """Give the parts of memory by name, in bytes."""
+    return [(one.name, getattr(use, one.name)) for one in fields(use)]
+
+
+def describe_whole_run(plan: Plan) -> str:
+    """Say what the whole run takes: time, money and energy, as far as it is known."""
+    hours = plan.hours
+    if hours is None or plan.max_steps is None:
+        return "its steps are counted by its data: not known here"
+    parts = [f"{plan.max_steps:,} steps", duration(hours * _SECONDS_PER_HOUR)]
+    parts += [] if plan.cost is None else [f"{short(plan.cost)} {plan.currency}"]
+    parts += [] if plan.kwh is None else [f"{short(plan.kwh)} kWh"]
+    return ", ".join(parts)
+
+
+def _memory_rows(plan: Plan) -> Iterator[str]:
+    rows = [(name, size(value), "") for name, value in uses(plan.memory.use)]
+    of = (
+        f"of {size(plan.usable_bytes)} usable; between {size(plan.memory.low_bytes)} and {size(plan.memory.high_bytes)}"
+    )
+    return _table([*rows, ("total", size(plan.memory.use.total), of)])
+
+
+def _time_rows(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    parts = {"compute": time.compute, "bubble": time.bubble}
+    parts |= {f"waits for {axis}": seconds for axis, seconds in time.exposed.items()}
+    rows = [(name, duration(seconds), share(seconds / time.seconds)) for name, seconds in parts.items() if seconds > 0]
+    rows.append(("total", duration(time.seconds), f"between {duration(time.low)} and {duration(time.high)}"))
+    speed = f"{short(plan.tokens_per_second)} tokens a second"
+    rows.append(("speed", speed, "" if plan.mfu is None else f"MFU {share(plan.mfu)}"))
+    return _table(rows)
+
+
+def _traffic_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    for one in plan.traffic:
+        exposed = plan.time.exposed.get(one.axis, 0.0)
+        seen = (
+            f"{share(exposed / plan.time.seconds)} of the step waits for it" if exposed > 0 else "no one waits for it"
+        )
+        yield one.axis, size(one.sent_bytes), f"{_where(one)}; {seen}"
+
+
+def _where(one: AxisTraffic) -> str:
+    beside = "" if one.overlaps is None else f", beside the {one.overlaps.value}"
+    place = "between machines" if one.crosses_machines else "within a machine"
+    return f"{one.calls:,} calls of {one.size} ranks {place}{beside}"
+
+
+def _run_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    yield "the run", describe_whole_run(plan), ""
+    yield "bound by", plan.binds, ""
+    if plan.advice is not None:
+        yield "try", plan.advice, ""
+
+
+def _table(rows: Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]) -> Iterator[str]:
+    """Align three columns: a name, a value and a note."""
+    listed = list(rows)
+    first = max(len(name) for name, _, _ in listed)
+    # A sentence in place of a value does not widen the column.
+    second = max((len(value) for _, value, note in listed if note), default=0)
+    for name, value, note in listed:
+        yield f"  {name:<{first}}  {value:>{second}}  {note}" if note else f"  {name:<{first}}  {value:>{second}}"

@@ -1,0 +1,126 @@
+"""A plan beside what a run has measured, item by item: what grade.json holds, and what later plans learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hfdist.planning.describe import uses
+from hfdist.planning.plan import Plan
+
+GRADES = "grades.jsonl"
+"""One line a run, in hfdist's cache folder."""
+SCHEMA = 1
+PEAK, STEP = "peak memory", "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that one rank holds, as they are."""
+
+    peak: float
+    """The most in all steps."""
+    parts: Mapping[str, float]
+    """Of fields of `MemoryUse`, those that can be told apart: what a layout keeps inside itself is in the rest. Without
+    `runtime`, the peak does not hold it either."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run has measured; None: it could not."""
+
+    held: Held | None = None
+    """Of the rank with the highest peak."""
+    rank: int = 0
+    """Which one it is."""
+    step_seconds: float | None = None
+    """The median of steady steps."""
+    steps: int = 0
+    """That this start has done."""
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Of one rank in a step, by axis."""
+    cost: float | None = None
+    """Of this start, with what it did besides steps; so is `kwh`."""
+    kwh: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One figure of a plan, and what it was."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1; None: nothing was measured to compare with."""
+        return self.predicted / self.measured - 1 if self.measured else None
+
+
+def grade(plan: Plan, measured: Measured) -> list[Item]:
+    """Compare each figure that was both planned and measured."""
+    return [*_memory(plan, measured), *_time(plan, measured), *_traffic(plan, measured), *_used(plan, measured)]
+
+
+def grade_to_json(plan: Plan, measured: Measured) -> dict[str, Any]:
+    """Give what grade.json holds."""
+    items = [asdict(item) | {"error": item.error} for item in grade(plan, measured)]
+    head = {"schema": SCHEMA, "hardware": plan.hardware, "processes": plan.processes, "layout": plan.layout}
+    return head | {"rank": measured.rank, "steps": measured.steps, "items": items}
+
+
+def headline(plan: Plan, measured: Measured) -> str:
+    """Say in one line how the plan did: the peak and the seconds of a step."""
+    shown = [item for item in grade(plan, measured) if item.name in (PEAK, STEP) and item.error is not None]
+    return ", ".join(f"{item.name} {item.error:+.0%}" for item in shown)
+
+
+def _memory(plan: Plan, measured: Measured) -> Iterator[Item]:
+    held = measured.held
+    if held is None:
+        return
+    planned = dict(uses(plan.memory.use))
+    if "runtime" not in held.parts:
+        del planned["runtime"]
+    yield Item(name=PEAK, unit="bytes", predicted=sum(planned.values()), measured=held.peak)
+    for name in [name for name in planned if name in held.parts]:
+        yield Item(name=name, unit="bytes", predicted=planned[name], measured=held.parts[name])
+    rest = [name for name in planned if name not in held.parts]
+    measured_rest = max(held.peak - sum(held.parts.values()), 0.0)
+    predicted_rest = sum(planned[name] for name in rest)
+    yield Item(name=" and ".join(rest), unit="bytes", predicted=predicted_rest, measured=measured_rest)
+
+
+def _time(plan: Plan, measured: Measured) -> Iterator[Item]:
+    seconds = measured.step_seconds
+    if seconds is None:
+        return
+    speed, flops = plan.tokens_per_step / seconds, plan.flops_per_step / seconds
+    yield Item(name=STEP, unit="seconds", predicted=plan.time.seconds, measured=seconds)
+    yield Item(name="speed", unit="tokens a second", predicted=plan.tokens_per_second, measured=speed)
+    planned_flops = plan.flops_per_step / plan.time.seconds
+    yield Item(name="computing", unit="FLOPs a second", predicted=planned_flops, measured=flops)
+    if plan.mfu is not None:
+        yield Item(name="MFU", unit="", predicted=plan.mfu, measured=plan.mfu * plan.time.seconds / seconds)
+
+
+def _traffic(plan: Plan, measured: Measured) -> Iterator[Item]:
+    planned: dict[str, float] = {}
+    for one in plan.traffic:
+        planned[one.axis] = planned.get(one.axis, 0.0) + one.sent_bytes
+    for axis in [axis for axis in planned if axis in measured.sent_bytes]:
+        sent = measured.sent_bytes[axis]
+        yield Item(name=f"sent along {axis}", unit="bytes", predicted=planned[axis], measured=sent)
+
+
+def _used(plan: Plan, measured: Measured) -> Iterator[Item]:
+    share = measured.steps / plan.max_steps if plan.max_steps else 0.0
+    for name, unit, planned, used in (
+        ("cost", plan.currency, plan.cost, measured.cost),
+        ("energy", "kWh", plan.kwh, measured.kwh),
+    ):
+        if planned is not None and used is not None and share > 0:
+            yield Item(name=name, unit=unit, predicted=planned * share, measured=used)

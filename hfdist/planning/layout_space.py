@@ -1,0 +1,157 @@
+"""All layouts of so many processes that a run's own checks allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hfdist.config.checks.values import check_config
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Offload, Schedule, Sharding
+from hfdist.errors import ConfigError
+from hfdist.optim.registry import check_optimizer
+from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
+from hfdist.planning.constants import ModelConstants
+from hfdist.planning.layouts import Layout
+
+_MOST_STAGES_PER_RANK = 4
+"""More only send more."""
+_LEAST_TOKENS = 128
+"""Of a sequence on a rank."""
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Give the divisors, the smallest first, up to `most`."""
+    end = number if most is None else min(number, most)
+    return [one for one in range(1, end + 1) if number % one == 0]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of one run on so many processes. Layouts come as what a rank computes, then as how state is sharded."""
+
+    config: RunConfig
+    model: ModelConstants
+    processes: int
+    per_machine: int
+
+    def grids(self) -> Iterator[Layout]:
+        """Degrees of all axes but `replicate`, without all else. Tensor ranks share a machine."""
+        for tensor in divisors(self.processes, self.per_machine):
+            for context in divisors(self.processes // tensor):
+                if (tensor, 1) not in self.model.shares or not self._shares_sequences(context):
+                    continue
+                for pipeline in divisors(self.processes // (tensor * context), self.model.num_blocks):
+                    data = self.processes // (tensor * context * pipeline)
+                    if self.config.train.global_batch_size % data != 0:
+                        continue
+                    for expert in divisors(data):
+                        if (tensor, expert) in self.model.shares:
+                            yield Layout(
+                                processes=self.processes,
+                                data=data,
+                                pipeline=pipeline,
+                                context=context,
+                                tensor=tensor,
+                                expert=expert,
+                            )
+
+    def _shares_sequences(self, context: int) -> bool:
+        length = self.model.sequence_length
+        fits = length % (2 * context) == 0 and length // context >= min(_LEAST_TOKENS, length // 2)
+        return context == 1 or (self.model.shares_tokens and fits)
+
+    def schedules(self, grid: Layout) -> Iterator[Layout]:
+        """A grid with each schedule and number of stages."""
+        if grid.pipeline == 1:
+            yield grid
+            return
+        most = min(_MOST_STAGES_PER_RANK, self.model.num_blocks // grid.pipeline)
+        for schedule in Schedule:
+            for per_rank in range(1, most + 1):
+                if _runs(schedule, per_rank):
+                    yield replace(grid, schedule=schedule, stages_per_rank=per_rank)
+
+    def steps(self, layout: Layout) -> Iterator[Layout]:
+        """A layout with each division of the step, small micro batches first."""
+        share = self.config.train.global_batch_size // layout.data
+        for micro_batch_size in divisors(share):
+            number = share // micro_batch_size
+            if layout.pipeline == 1 or _runs_microbatches(
+                layout.schedule, layout.pipeline, layout.stages_per_rank, number
+            ):
+                yield replace(layout, micro_batch_size=micro_batch_size, num_microbatches=number)
+
+    def shardings(self, layout: Layout) -> Iterator[Layout]:
+        """A layout with each way to shard and to offload its state."""
+        for sharding in Sharding:
+            replicates = divisors(layout.data) if sharding is Sharding.fsdp2 else [1]
+            for replicate in replicates:
+                if layout.data // replicate % layout.expert != 0:
+                    continue
+                for offload in Offload:
+                    one = replace(layout, sharding=sharding, replicate=replicate, offload=offload)
+                    if _has_effect(one) and self._is_allowed(one):
+                        yield one
+
+    def _is_allowed(self, layout: Layout) -> bool:
+        # Checks ask whether a degree is more than one, not how much it is.
+        axes = ("replicate", "pipeline", "context", "tensor", "expert")
+        like = tuple(getattr(layout, axis) > 1 for axis in axes)
+        key = (*like, layout.sharding, layout.offload, layout.recompute, layout.micro_batch_size > 1)
+        if key not in self._answers:
+            self._answers[key] = passes_checks(layout.apply(self.config))
+        return self._answers[key]
+
+    @property
+    def _answers(self) -> dict[Any, bool]:
+        return vars(self).setdefault("_by_class", {})
+
+
+def passes_checks(config: RunConfig) -> bool:
+    """Whether a run would take this config, as far as that shows before a model is made."""
+    if config.strategy.deepspeed and not config.strategy.sharding.is_deepspeed:
+        return False
+    try:
+        check_config(config)
+        check_optimizer(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _has_effect(layout: Layout) -> bool:
+    """Whether no other layout is the same thing: what is sharded over one rank is not sharded."""
+    match layout.sharding:
+        case Sharding.none:
+            return layout.offload is Offload.none
+        case Sharding.fsdp2:
+            return layout.shard * layout.context > 1
+    ranks = layout.data * (layout.context if layout.pipeline > 1 else 1)
+    return ranks > 1 or layout.offload is Offload.cpu
+
+
+@cache
+def _runs(schedule: Schedule, per_rank: int) -> bool:
+    try:
+        return stages_per_rank(schedule, per_rank) == per_rank
+    except ConfigError:
+        return False
+
+
+@cache
+def _runs_microbatches(schedule: Schedule, ranks: int, per_rank: int, number: int) -> bool:
+    try:
+        check_microbatches(
+            schedule,
+            num_ranks=ranks,
+            stages_per_rank=per_rank,
+            num_microbatches=number,
+            micro_batch_size=1,
+            data_size=1,
+        )
+    except ConfigError:
+        return False
+    return True

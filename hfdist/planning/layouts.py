@@ -1,0 +1,133 @@
+"""One layout of a run as a value: its degrees, what is sharded, and how a step is divided; and the overrides that ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hfdist.config.run import RunConfig
+from hfdist.config.schema import plain
+from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding, StrategyConfig
+from hfdist.config.train import Recompute, TrainConfig
+from hfdist.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How so many processes train one model."""
+
+    processes: int
+    data: int = 1
+    replicate: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    sharding: Sharding = Sharding.none
+    offload: Offload = Offload.none
+    schedule: Schedule = ONE_F_ONE_B
+    stages_per_rank: int = 1
+    micro_batch_size: int = 1
+    num_microbatches: int = 1
+    """Of one data rank, in a step."""
+    recompute: Recompute | None = None
+    """None: activations are kept."""
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which state is sharded, without those of a context group."""
+        return self.data // self.replicate
+
+    @property
+    def shares_of_sequences(self) -> float:
+        """Sequences of a micro batch that one rank computes: less than one where ranks share a sequence."""
+        return self.micro_batch_size / self.context
+
+    def apply(self, config: RunConfig) -> RunConfig:
+        """Give the config of a run in this layout; what belongs to another one gets its default."""
+        strategy, train = config.strategy, config.train
+        is_fsdp, has_pipeline = self.sharding is Sharding.fsdp2, self.pipeline > 1
+        own = replace(
+            strategy,
+            sharding=self.sharding,
+            data=None if strategy.data is None else self.data,
+            min_data=min(strategy.min_data, self.data),
+            replicate=self.replicate,
+            pipeline=self.pipeline,
+            context=self.context,
+            context_method=strategy.context_method if self.context > 1 else ContextMethod.auto,
+            tensor=self.tensor,
+            expert=self.expert,
+            schedule=self.schedule if has_pipeline else strategy.schedule,
+            stages_per_rank=self.stages_per_rank if has_pipeline else None,
+            blocks_per_stage=None,
+            offload=self.offload,
+            reshard=strategy.reshard if is_fsdp and not has_pipeline else None,
+            prefetch=strategy.prefetch if is_fsdp and not has_pipeline else 0,
+        )
+        recomputes = self.recompute is not None
+        step = replace(
+            train,
+            micro_batch_size=self.micro_batch_size,
+            gradient_checkpointing=recomputes,
+            recompute=self.recompute or Recompute.all,
+            activation_offload=train.activation_offload and recomputes,
+        )
+        lanes = config.data.lanes
+        # The next multiple of the data ranks: a run that is planned has not begun to read.
+        data = replace(config.data, lanes=-(-lanes // self.data) * self.data)
+        return replace(config, strategy=own, train=step, data=data)
+
+    def overrides(self, config: RunConfig) -> tuple[str, ...]:
+        """Give what must be added to the command of `config` to run this layout."""
+        new = self.apply(config)
+        changed: list[str] = []
+        for section in ("strategy", "train", "data"):
+            before, after = plain(getattr(config, section)), plain(getattr(new, section))
+            changed += [
+                f"{section}.{key}={_written(after[key])}" for key in after if after[key] != before[key]
+            ]
+        return tuple(changed)
+
+    @property
+    def topology(self) -> Topology:
+        """The place of rank 0."""
+        return Topology.of(StrategyConfig(data=self.data, **self.degrees).degrees, world_size=self.processes)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Of all axes but that of the data."""
+        return {axis: getattr(self, axis) for axis in ("replicate", "pipeline", "context", "tensor", "expert")}
+
+    @classmethod
+    def of(cls, config: RunConfig, processes: int, stages_per_rank: int) -> Layout:
+        """Give the layout that a config asks for; ConfigError: its degrees do not fit so many processes."""
+        strategy, train = config.strategy, config.train
+        topology = Topology.of(strategy.degrees, world_size=processes)
+        return cls(
+            processes=processes,
+            data=topology.data,
+            replicate=topology.replicate,
+            pipeline=topology.pipeline,
+            context=topology.context,
+            tensor=topology.tensor,
+            expert=topology.expert,
+            sharding=strategy.sharding,
+            offload=strategy.offload,
+            schedule=strategy.schedule,
+            stages_per_rank=stages_per_rank,
+            micro_batch_size=train.micro_batch_size,
+            num_microbatches=train.global_batch_size // (topology.data * train.micro_batch_size),
+            recompute=recompute_of(train),
+        )
+
+
+def recompute_of(train: TrainConfig) -> Recompute | None:
+    """What activation checkpointing computes again in this run; None: it is off."""
+    return train.recompute if train.gradient_checkpointing else None
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)

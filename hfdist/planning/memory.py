@@ -1,0 +1,241 @@
+"""What one rank of any layout holds and computes in a step: its real engine, on fake tensors and a fake process group.
+
+Nothing is allocated and no other process exists. The optimizer has its state, and with several micro batches gradients
+are there already when the traced one begins, so that what is traced is the last micro batch of a later step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Neither is public; with both, torch's own tests run layouts without processes and without memory.
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.utils import clip_grad_norm_
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedConfig
+
+from hfdist.config.batch import plan_batch
+from hfdist.config.data import Packing
+from hfdist.config.run import RunConfig
+from hfdist.data.packing.sequence import IGNORED
+from hfdist.models.loss import LossHead, choose_loss
+from hfdist.optim.muon import MuonWithAdamW
+from hfdist.optim.registry import find_optimizer
+from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
+from hfdist.planning.fake_model import make_fake_model, prepare_as_trainer
+from hfdist.planning.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
+from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.select import select_strategy
+from hfdist.topology import Topology
+
+LOW, HIGH = 0.95, 1.06
+"""Range of a peak on a CPU, as shares of the traced one: what traces and measured peaks differ by (docs/plan.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What a rank holds and computes in a step."""
+
+    peak: PeakMemory
+    costs: RankCosts
+    """Without traffic."""
+    state: MemoryUse
+    """What it holds between steps."""
+
+
+def trace_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, rank: int) -> RankTrace:
+    """Trace a step of one rank. No process group may exist; none is left behind.
+
+    Args:
+        config: of the run.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        world_size: processes of the run.
+        rank: the one to look at.
+
+    Raises:
+        ConfigError: as the run itself would, before its first step.
+    """
+    topology = Topology.of(config.strategy.degrees, world_size=world_size, rank=rank)
+    batch = plan_batch(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_size=topology.data_size,
+        sequence_length=config.data.sequence_length,
+        lanes=config.data.lanes,
+    )
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    with fake_ranks(topology), fake_tensors(strategy):
+        return _trace_engine(config, architecture, strategy)
+
+
+@contextmanager
+def fake_ranks(topology: Topology) -> Iterator[None]:
+    """Start a process group of which this process is one rank, and the others do not exist; end it behind."""
+    if topology.world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=topology.rank, world_size=topology.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors(strategy: Strategy) -> Iterator[None]:
+    """Let tensors be made without memory, beside the mesh of the layout, whose numbers are real."""
+    if strategy.topology.world_size > 1:
+        _ = strategy.mesh
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> RankTrace:
+    whole = make_fake_model(config, architecture, strategy)
+    loss_head = choose_loss(config, whole, strategy)
+    engine = strategy.build(whole)
+    model = engine.model
+    prepare_as_trainer(model, config)
+    trace = Trace()
+    trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
+    optimizer = make_optimizer(config, engine)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))
+    if strategy.topology.world_size > 1 and not engine.reduces_gradients:
+        put_gradients_in_buckets(model, trace)
+    with trace:
+        make_state(optimizer, model, trace)
+        if strategy.batch.num_microbatches == 1:
+            optimizer.zero_grad()
+        state = trace.held
+        trace.forget_peak()
+        run_step(config, engine, optimizer, loss_head, trace)
+    moment, stage = trace.peak, StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
+    peak = PeakMemory(
+        rank=strategy.topology.rank,
+        phase=moment.phase,
+        use=moment.use,
+        low_bytes=LOW * moment.use.total,
+        high_bytes=HIGH * moment.use.total,
+    )
+    costs = RankCosts(stages=(stage,), optimizer=trace.costs(Phase.optimizer))
+    return RankTrace(peak=peak, costs=costs, state=state)
+
+
+def make_optimizer(config: RunConfig, engine: Engine) -> Any:
+    """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
+    model = engine.model
+    kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
+    if kind is MuonWithAdamW:
+        optimizer = kind()(model, **settings)
+    else:
+        alike: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                decays = len(engine.whole_shape(parameter)) >= 2
+                alike[decays, getattr(parameter, "device_mesh", None)].append(parameter)
+        decay = config.optimizer.weight_decay
+        groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
+        optimizer = kind(groups, **settings)
+    engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
+    return optimizer
+
+
+@torch.no_grad()
+def make_state(optimizer: Any, model: nn.Module, trace: Trace) -> None:
+    """Give the optimizer its state, and parameters gradients, as they are after a micro batch."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+            trace.hold([local_tensor(parameter.grad)], GRADIENTS)
+    trace.phase = Phase.optimizer
+    optimizer.step()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    trace.hold((local_tensor(value) for value in states if torch.is_tensor(value)), OPTIMIZER)
+    trace.phase = Phase.forward
+
+
+def put_gradients_in_buckets(model: nn.Module, trace: Trace) -> None:
+    """Hold gradients as DDP does: copied into flat memory that stays, of which they become views.
+
+    DDP's own reducer is of C++ and reads values. What it copies from is let go at once.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        bucket = torch.empty_like(parameter)
+        trace.hold([bucket], GRADIENTS)
+
+        def copy(parameter: torch.Tensor, bucket: torch.Tensor = bucket) -> None:
+            assert parameter.grad is not None
+            bucket.copy_(parameter.grad)
+            parameter.grad = bucket.view(bucket.shape)
+
+        parameter.register_post_accumulate_grad_hook(copy)
+
+
+def run_step(config: RunConfig, engine: Engine, optimizer: Any, loss_head: LossHead | None, trace: Trace) -> None:
+    """Run the last micro batch of a step, and the optimizer's step, as the Trainer does."""
+    takes_counts = any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(type(engine.model).forward).parameters.values()
+    )
+
+    def training_step(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+        trace.phase = Phase.forward
+        named = {"num_items_in_batch": num_items} if takes_counts else {}
+        with nullcontext() if loss_head is None else loss_head.deferring(model):
+            loss = model(**batch, **named).loss
+
+        del batch
+        trace.phase = Phase.backward
+        loss.backward()
+        return cast(torch.Tensor, loss.detach())
+
+    batch = make_batch(config)
+    num_items = (batch["labels"][:, 1:] != IGNORED).sum()
+    hooks = TrainerHooks(model=engine.model, training_step=training_step, loss=training_step)
+    engine.forward_backward(batch, num_items, hooks)
+    trace.phase = Phase.optimizer
+    max_norm = config.train.max_grad_norm
+    engine.clip_grad_norm(max_norm, lambda: clip_grad_norm_(engine.model.parameters(), max_norm))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@unset_fake_temporarily()
+def make_batch(config: RunConfig) -> Batch:
+    """Make a micro batch of real numbers: of packed documents, two in each sequence, but without packing of one."""
+    shape = config.train.micro_batch_size, config.data.sequence_length
+    ids = torch.zeros(shape, dtype=torch.int64)
+    if config.data.packing is Packing.none:
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    positions, start = torch.arange(shape[1]).repeat(shape[0], 1), shape[1] // 2
+    positions[:, start:] -= start
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
+
+
+def worst_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size: int) -> RankTrace:
+    """Trace the rank that holds most. Ranks differ by their stage of a pipeline; of equals the first holds most.
+
+    FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
+
+    Raises:
+        ConfigError: as of `trace_rank`.
+    """
+    layout = Topology.of(config.strategy.degrees, world_size=world_size)
+    places = [Topology.of(config.strategy.degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
+    firsts = {place.pipeline_rank: place.rank for place in reversed(places)}
+    assert len(firsts) == layout.pipeline
+    traces = [trace_rank(config, architecture, world_size=world_size, rank=rank) for rank in sorted(firsts.values())]
+    return max(traces, key=lambda one: one.peak.use.total)

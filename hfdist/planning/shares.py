@@ -1,0 +1,94 @@
+"""Which share of each part of a model a rank has by tensor and expert degree, from the plans that layouts themselves follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.errors import ConfigError
+from hfdist.pipeline.stage_module import Block
+from hfdist.planning.constants import ShareOfParts
+from hfdist.strategies.experts import make_expert_plan
+from hfdist.strategies.tensor.linear import split_dimensions
+from hfdist.strategies.tensor.plan import PLAN_KINDS, Plan, make_plan
+
+_DIVIDING = ("colwise", "rowwise", "packed")
+"""How styles of transformers begin that leave a share of a parameter on a rank."""
+_EXPERTS = "grouped_gemm"
+
+
+def find_shares(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    *,
+    tensor_degrees: Iterable[int],
+    expert_degrees: Iterable[int],
+) -> dict[tuple[int, int], ShareOfParts]:
+    """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
+
+    Args:
+        model: whole; on fake tensors, too.
+        blocks: one of each kind.
+        tensor_degrees, expert_degrees: that are asked for.
+    """
+    by_tensor = {1: None} | {degree: _tensor_plan(model, degree) for degree in tensor_degrees if degree > 1}
+    by_expert = {1: frozenset[str]()} | {degree: _expert_names(model, degree) for degree in expert_degrees if degree > 1}
+    return {
+        (tensor, expert): _shares(model, blocks, divided)
+        for tensor, plan in by_tensor.items()
+        for expert, names in by_expert.items()
+        if (tensor == 1 or plan is not None) and (expert == 1 or names)
+        for divided in (_divided(model, plan, tensor) | dict.fromkeys(names, expert),)
+    }
+
+
+def _tensor_plan(model: PreTrainedModel, degree: int) -> Plan | None:
+    """The first plan whose sizes fit, which the run tries first, too."""
+    for kind in PLAN_KINDS:
+        try:
+            return make_plan(model, degree, kind)
+        except ConfigError:
+            continue
+    return None
+
+
+def _expert_names(model: PreTrainedModel, degree: int) -> frozenset[str]:
+    try:
+        plan = make_expert_plan(model, degree)
+    except ConfigError:
+        return frozenset()
+    return frozenset(name for name, style in plan.items() if style == _EXPERTS)
+
+
+def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str, int]:
+    """Parameters of which a rank has one of so many shares, by name."""
+    if plan is None:
+        return {}
+    modules = dict(model.named_modules())
+    names = {f"{layer}.{own}" for layer, style in plan.layers.items() for own in split_dimensions(modules[layer], style)}
+    for name, style in plan.rules.items():
+        if style.startswith(_DIVIDING):
+            names |= {f"{name}.{own}" for own, _ in modules[name].named_parameters()} if name in modules else {name}
+    return dict.fromkeys(names, degree)
+
+
+def _shares(model: PreTrainedModel, blocks: Sequence[Block], divided: dict[str, int]) -> ShareOfParts:
+    degrees = {
+        id(parameter): divided[name]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in divided
+    }
+
+    def share(modules: Iterable[nn.Module | None]) -> float:
+        parameters = {id(p): p for module in modules if module is not None for p in module.parameters()}
+        total = sum(p.numel() for p in parameters.values())
+        held = sum(p.numel() / degrees.get(key, 1) for key, p in parameters.items())
+        return held / total if total else 1.0
+
+    return ShareOfParts(
+        prologue=share([model.get_input_embeddings()]),
+        kinds=tuple(map(share, blocks)),
+        epilogue=share([model.get_output_embeddings()]),
+    )

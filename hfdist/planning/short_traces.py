@@ -1,0 +1,377 @@
+"""The constants of a model, from short traces: a block of each kind, and what is around the blocks, on fake tensors.
+
+The model's own forward runs once for one sequence and once for two, with a stand-in for each block: the first block of
+each kind runs, the others give what it gave. Then each kind is traced by itself, forward and backward, with all that
+activation checkpointing may compute again. All else follows: bytes and operations of a block grow with the sequences
+along a line, as the length of a sequence is that of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+# Not public; with both, torch's own tests run models without memory.
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfdist.config.batch import plan_batch
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import Precision, Recompute
+from hfdist.models.blocks import checkpoint_blocks, find_block_parts
+from hfdist.models.loss import LossHead, choose_loss
+from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.optim.registry import make_small, values_per_weight
+from hfdist.pipeline.partition import costs_by_flops
+from hfdist.pipeline.stage_module import Block, Place, copy_structure
+from hfdist.planning.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
+from hfdist.planning.costs import OpCosts, Phase
+from hfdist.planning.fake_model import make_fake_model
+from hfdist.planning.shares import find_shares
+from hfdist.planning.trace import WEIGHTS, Trace
+from hfdist.strategies.base import Strategy
+from hfdist.topology import Topology
+
+_NUMBERS = (1, 2)
+"""Sequences that are traced."""
+
+
+def measure_constants(
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    *,
+    tensor_degrees: Iterable[int] = (),
+    expert_degrees: Iterable[int] = (),
+) -> ModelConstants:
+    """Trace what a model costs, part by part.
+
+    Args:
+        config: of the run; its layout does not matter, its precision and sequence length do.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        tensor_degrees, expert_degrees: whose shares of the parameters are asked for.
+
+    Raises:
+        ConfigError: as the run itself would on one process, or a model without a list of blocks.
+    """
+    length = config.data.sequence_length
+    batch = plan_batch(global_batch_size=1, micro_batch_size=1, data_size=1, sequence_length=length, lanes=1)
+    strategy = Strategy(Topology(), batch, StrategyConfig())
+    with torch.random.fork_rng(devices=[]):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = make_fake_model(config, architecture, strategy).train()
+        loss_head = choose_loss(config, model, strategy)
+        shares_tokens = keeps_documents_apart(small_model(model)) is not False
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            measurement = _Measurement(config, model, loss_head)
+            kinds, ends = measurement.kinds(), measurement.ends
+            blocks = measurement.blocks
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    dtype = next(model.parameters()).dtype
+    weight_bytes = float(dtype.itemsize)
+    return ModelConstants(
+        kinds=kinds,
+        kind_of_block=tuple(measurement.kind_of_block),
+        prologue=ends[0],
+        epilogue=ends[1],
+        tied_parameters=_tied(embedding, head),
+        sequence_length=length,
+        boundary_bytes=measurement.boundary_bytes,
+        weight_bytes=weight_bytes,
+        gradient_bytes=weight_bytes,
+        optimizer_bytes=weight_bytes * values_per_weight(make_small(config.optimizer)),
+        half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
+        shares=find_shares(
+            model,
+            [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))],
+            tensor_degrees=tensor_degrees,
+            expert_degrees=expert_degrees,
+        ),
+        shares_tokens=shares_tokens,
+        balance=costs_by_flops(model, blocks, length),
+    )
+
+
+def _tied(embedding: Any, head: Any) -> float:
+    same = embedding is not None and head is not None and embedding.weight is head.weight
+    return float(head.weight.numel()) if same else 0.0
+
+
+@dataclass
+class _Seen:
+    """What was measured of one part with so many sequences."""
+
+    forward: OpCosts = field(default_factory=OpCosts)
+    backward: OpCosts = field(default_factory=OpCosts)
+    kept: float = 0.0
+    working: float = 0.0
+    whole: float = 0.0
+    """Bytes of what is kept that are as wide as the hidden states."""
+
+    def __add__(self, other: _Seen) -> _Seen:
+        return _Seen(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.kept + other.kept,
+            max(self.working, other.working),
+            self.whole + other.whole,
+        )
+
+
+@dataclass
+class _Call:
+    """How the model calls a module of a block."""
+
+    module: nn.Module
+    inputs: Any
+
+
+class _Measurement:
+    """The short traces of one model, in a FakeTensorMode."""
+
+    def __init__(self, config: RunConfig, model: PreTrainedModel, loss_head: LossHead | None) -> None:
+        self._config, self._model, self._loss_head = config, model, loss_head
+        self.blocks: list[Block] = find_block_parts(model)
+        kinds: dict[str, int] = {}
+        self.kind_of_block = [kinds.setdefault(_kind(block), len(kinds)) for block in self.blocks]
+        precision = config.train.precision
+        self.half = torch.float16 if precision is Precision.fp16 else torch.bfloat16 if precision.is_bf16 else None
+        self.boundary_bytes = 0.0
+        self._width = 0
+        self._trace = Trace()
+        self._trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
+
+    # ---- the blocks ----
+
+    def kinds(self) -> tuple[PartCosts, ...]:
+        """Measure each kind of block, and set `ends`."""
+        around = {number: _Around(self, number) for number in _NUMBERS}
+        seen: dict[Mode, list[dict[int, _Seen]]] = {}
+        for mode in MODES:
+            if mode is not None:
+                checkpoint_blocks(self._model, mode)
+            kinds = range(1 + max(self.kind_of_block))
+            seen[mode] = [
+                {number: self._run(one.calls[kind], number) for number, one in around.items()} for kind in kinds
+            ]
+        parts = []
+        for kind, of_plain in enumerate(seen[None]):
+            block = self.blocks[self.kind_of_block.index(kind)]
+            named = {name: p for part in block for name, p in part.named_parameters()}
+            parts.append(_part(named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
+        prologue = {number: one.prologue for number, one in around.items()}
+        epilogue = {number: one.epilogue for number, one in around.items()}
+        self.ends = (
+            _part(dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
+            _part(own_head, epilogue, dict.fromkeys(MODES, epilogue)),
+        )
+        return tuple(parts)
+
+    def _run(self, calls: list[_Call], number: int) -> _Seen:
+        seen = _Seen()
+        for call in calls:
+            with self._trace:
+                seen += self._run_one(call, number)
+        return seen
+
+    def _run_one(self, call: _Call, number: int) -> _Seen:
+        trace, wide = self._trace, _WideTensors(self._width, self._config.data.sequence_length, number)
+        inputs = tree_map_only(torch.Tensor, _leaf, call.inputs)
+        base = self.begin()
+        with self.autocast(), wide.hooks():
+            output = next(_floats(call.module(*inputs[0], **inputs[1])))
+        kept = trace.held.activations - base
+        seen = _Seen(forward=trace.costs(Phase.forward), kept=kept, whole=wide.total + output.nbytes)
+        seen.backward, peak = self.backward(output)
+        seen.working = peak - base - kept
+        for parameter in call.module.parameters():
+            parameter.grad = None
+        return seen
+
+    # ---- what all runs share ----
+
+    def begin(self) -> float:
+        """Forget what was counted, and give the bytes of activations that are held."""
+        self._trace.phase = Phase.forward
+        self._trace.forget_peak()
+        return self._trace.held.activations
+
+    def backward(self, output: torch.Tensor) -> tuple[OpCosts, float]:
+        """Run a backward; gives its costs, and the most bytes of activations in it."""
+        trace = self._trace
+        trace.phase = Phase.backward
+        if output.requires_grad:
+            output.backward(torch.ones_like(output))
+        return trace.costs(Phase.backward), trace.peak_of(Phase.backward).activations
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The arithmetic of the run."""
+        return nullcontext() if self.half is None else torch.autocast("cpu", self.half)
+
+    @property
+    def trace(self) -> Trace:
+        """Counts all."""
+        return self._trace
+
+    def stand_ins(self, call: Callable[..., Any]) -> PreTrainedModel:
+        """The model with stand-ins for its blocks."""
+        return copy_structure(self._model, self.blocks, call)
+
+    def deferring(self, model: PreTrainedModel) -> AbstractContextManager[Any]:
+        """As the loss is configured."""
+        return nullcontext() if self._loss_head is None else self._loss_head.deferring(model)
+
+    def set_width(self, hidden: torch.Tensor) -> None:
+        """Note what one sequence has between two blocks."""
+        self._width, self.boundary_bytes = hidden.shape[-1], float(hidden.nbytes / hidden.shape[0])
+
+
+class _Around:
+    """One forward and backward of what is around the blocks."""
+
+    def __init__(self, measurement: _Measurement, number: int) -> None:
+        self.calls: dict[int, list[_Call]] = {}
+        self.prologue, self.epilogue = _Seen(), _Seen()
+        self._owner, self._last = measurement, Place(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
+        self._outputs: dict[tuple[int, int], Any] = {}
+        self._first: torch.Tensor | None = None
+        trace = measurement.trace
+        copied = measurement.stand_ins(self._call)
+        length = measurement._config.data.sequence_length
+        with unset_fake_temporarily():
+            ids = torch.zeros(number, length, dtype=torch.long)
+        with trace:
+            self._base = measurement.begin()
+            with measurement.deferring(copied), measurement.autocast():
+                loss = copied(input_ids=ids, labels=ids).loss
+            kept = trace.held.activations - self._base
+            self.epilogue = _Seen(forward=trace.costs(Phase.forward), kept=kept)
+            highest = trace.peak_of(Phase.forward).activations
+            self.epilogue.backward, peak = measurement.backward(loss)
+            self.epilogue.working = max(peak, highest) - self._base - kept
+            del loss
+            before = measurement.begin()
+            assert self._first is not None
+            self.prologue.backward, peak = measurement.backward(self._first)
+            self.prologue.working = max(0.0, peak - before)
+        self._first = None
+        for parameter in copied.parameters():
+            parameter.grad = None
+
+    def _call(self, place: Place, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        owner, kind = self._owner, self._owner.kind_of_block[place.block]
+        if place == Place(0, 0):
+            self._first = next(_floats((args, kwargs)))
+            owner.set_width(self._first)
+            trace = owner.trace
+            self.prologue = _Seen(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
+        if (kind, place.part) not in self._outputs:
+            inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            self.calls.setdefault(kind, []).append(_Call(module, inputs))
+            with torch.no_grad():
+                self._outputs[kind, place.part] = module(*args, **kwargs)
+        output = self._outputs[kind, place.part]
+        if place == self._last:
+            output = tree_map_only(torch.Tensor, _leaf, output)
+            self._base = owner.begin()
+        return output
+
+
+class _WideTensors:
+    """Saved tensors that are as wide as the hidden states, which tensor ranks have whole."""
+
+    def __init__(self, width: int, length: int, number: int) -> None:
+        self._width, self._length, self._number = width, length, number
+        self._storages: dict[int, int] = {}
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Looks at what a forward saves."""
+        return saved_tensors_hooks(self._see, lambda tensor: tensor)
+
+    @property
+    def total(self) -> float:
+        """Their bytes."""
+        return float(sum(self._storages.values()))
+
+    def _see(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = (self._number, self._number * self._length)
+        is_wide = tensor.dim() in (2, 3) and tensor.shape[0] in rows and tensor.shape[-1] == self._width
+        if is_wide and not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+def _floats(values: Any) -> Any:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.requires_grad_() if tensor.is_floating_point() else detached
+
+
+def _kind(block: Block) -> str:
+    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
+    modules = [
+        (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))))
+        for part in block
+        for name, module in part.named_modules()
+    ]
+    shapes = [(name, tuple(p.shape), p.requires_grad) for part in block for name, p in part.named_parameters()]
+    return repr((modules, shapes))
+
+
+def _part(
+    named: Mapping[str, nn.Parameter], plain: Mapping[int, _Seen], by_mode: Mapping[Mode, Mapping[int, _Seen]]
+) -> PartCosts:
+    one = plain[1]
+    # How much of what grows with the sequences is whole on each tensor rank.
+    growing = max(plain[2].kept - one.kept, 1.0)
+    share = min(1.0, (plain[2].whole - one.whole) / growing)
+    least = by_mode[Recompute.all]
+    floor = max(0.0, least[2].kept - least[1].kept)
+
+    def kept(mode: Mode, seen: Mapping[int, _Seen]) -> Growth:
+        fixed, line = _line({number: found.kept for number, found in seen.items()})
+        # The blocks' inputs are whole, of the rest as much as without checkpointing.
+        whole = min(line, floor + (line - floor) * share) if mode is not None else line * share
+        return Growth(fixed=fixed, whole=whole, divided=line - whole)
+
+    def spread(values: Mapping[int, float]) -> Growth:
+        fixed, line = _line(values)
+        return Growth(fixed=fixed, whole=line * share, divided=line * (1 - share))
+
+    def work(values: Mapping[int, OpCosts]) -> Work:
+        moved = spread({number: costs.moved_bytes for number, costs in values.items()})
+        return Work(flops=values[1].flops, moved=moved, kernels=values[1].kernels)
+
+    parameters = float(sum(p.numel() for p in named.values()))
+    return PartCosts(
+        parameters=parameters,
+        trained=float(sum(p.numel() for p in named.values() if p.requires_grad)),
+        forward=work({number: seen.forward for number, seen in plain.items()}),
+        backward={
+            mode: work({number: found.backward for number, found in seen.items()}) for mode, seen in by_mode.items()
+        },
+        kept={mode: kept(mode, seen) for mode, seen in by_mode.items()},
+        working={
+            mode: spread({number: found.working for number, found in seen.items()}) for mode, seen in by_mode.items()
+        },
+    )
+
+
+def _line(values: Mapping[int, float]) -> tuple[float, float]:
+    """Give what does not grow with the sequences, and what each adds."""
+    each = max(0.0, values[2] - values[1])
+    return max(0.0, values[1] - each), each

@@ -1,0 +1,157 @@
+"""What a rank sends along each axis in a step of any layout: sizes of a model, and each Strategy's own account of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.config.train import Precision, TrainConfig
+from hfdist.errors import ConfigError
+from hfdist.models.blocks import find_block_parts
+from hfdist.models.flops import num_trained
+from hfdist.planning.costs import AxisTraffic, Phase
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.parallel_plans import Plans, make_plans
+from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
+from hfdist.strategies.traffic import StepSizes, TensorSizes
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+_LARGEST_SMALL = 100_000
+"""Elements: `stage3_param_persistence_threshold`."""
+
+
+def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -> tuple[AxisTraffic, ...]:
+    """Give what one rank sends in a step, the axis that sends most first.
+
+    Pure arithmetic: a search may call it thousands of times. `sizes` come from `step_sizes`, once for each tensor degree.
+
+    Args:
+        strategy: of the layout; neither started nor partitioned.
+        sizes: of the whole model.
+        devices_per_machine: ranks that share a machine, neighbours first.
+    """
+    found = []
+    for sent in strategy.traffic(sizes):
+        span = sent.size * sent.stride
+        one = AxisTraffic(
+            axis=sent.axis,
+            sent_bytes=sent.num_bytes,
+            calls=max(1, round(sent.calls)),
+            size=sent.size,
+            crosses_machines=span > devices_per_machine,
+            machine_ranks=min(sent.size, max(1, devices_per_machine // sent.stride)),
+            overlaps=None if sent.hidden_by is None else Phase(sent.hidden_by),
+            kind=sent.kind,
+            microbatches=sent.microbatches,
+        )
+        found.append(one)
+    return tuple(sorted(found, key=lambda one: -one.sent_bytes))
+
+
+def step_sizes(model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True) -> StepSizes:
+    """Measure a model for `traffic`.
+
+    Args:
+        model: whole; on any device, `meta` too.
+        train: says the precision, and whether blocks are computed again.
+        tensor: `strategy.tensor`.
+        is_gpu: whether ranks will have GPUs.
+
+    Raises:
+        ConfigError: the model cannot be divided over so many tensor ranks.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters = dict(model.named_parameters())
+    total = sum(p.numel() for p in parameters.values())
+    blocks = list(_blocks(model))
+    experts = {name: p.numel() for name, p in parameters.items() if ".experts." in name}
+    embedding, head = (getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_keys = getattr(config, "num_key_value_heads", None) or num_heads
+    half = train.precision is not Precision.fp32
+    weight = next(iter(parameters.values()))
+    return StepSizes(
+        parameters=total,
+        blocks=sum(p.numel() for block in blocks for p in block.parameters()),
+        num_blocks=len(blocks),
+        hidden=config.hidden_size,
+        queries=num_heads * head_size,
+        keys=num_keys * head_size,
+        head_size=head_size,
+        embedding=0 if embedding is None else embedding.numel(),
+        is_tied=embedding is not None and embedding is head,
+        trained_share=num_trained(model) / total,
+        small=sum(p.numel() for p in parameters.values() if p.numel() <= _LARGEST_SMALL),
+        experts=sum(experts.values()),
+        num_expert_blocks=len({name.partition(".experts.")[0] for name in experts}),
+        chosen_experts=next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), 0),
+        tensor=TensorSizes() if tensor == 1 else _sizes_of_plan(model, _plan(model, tensor), tensor),
+        weight_bytes=weight.element_size(),
+        compute_bytes=min(2, weight.element_size()) if half else weight.element_size(),
+        recomputes=train.gradient_checkpointing,
+        is_gpu=is_gpu,
+    )
+
+
+def _blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
+    try:
+        return [part for parts in find_block_parts(model) for part in parts]
+    except ConfigError:
+        return []
+
+
+def _plan(model: PreTrainedModel, tensor: int) -> Plans:
+    return make_plans(model, tensor=tensor, expert=1)[0]
+
+
+def _sizes_of_plan(model: PreTrainedModel, plans: Plans, num_ranks: int) -> TensorSizes:
+    """Add up what the layers of a plan divide and exchange."""
+    plan = plans.tensor
+    assert plan is not None
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    of_parents: dict[str, list[str]] = defaultdict(list)
+    divided: dict[int, int] = {}
+    for name, style in plan.layers.items():
+        of_parents[name.removesuffix(".base_layer").rpartition(".")[0]].append(name)
+        for own in split_dimensions(modules[name], style):
+            divided[id(getattr(modules[name], own))] = getattr(modules[name], own).numel()
+    experts = {name.partition(".experts")[0] for name in plan.rules if ".experts" in name}
+    for name, parameter in parameters.items():
+        if any(name.startswith(f"{block}.experts.") for block in experts):
+            divided[id(parameter)] = parameter.numel()
+    summed = gathered = read = calls = 0
+    head = model.get_output_embeddings()
+    for names in of_parents.values():
+        for place, name in enumerate(names):
+            module, style = modules[name], plan.layers[name]
+            if style == LOOKED_UP or module is head:
+                continue
+            width_in, width_out = _widths(module)
+            if style == "rowwise":
+                summed, calls = summed + width_out, calls + 1
+                continue
+            if style == GATHERED:
+                gathered, calls = gathered + num_ranks * -(-width_out // num_ranks), calls + 1
+            # Layers that read one tensor add up its gradient once. In a module with several layers the last one reads
+            # what the others have made.
+            is_last = style == GATHERED and place == len(names) - 1 > 0
+            read += width_in if place == 0 or is_last else 0
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    return TensorSizes(
+        divided=sum(divided.values()),
+        embedded=hidden if LOOKED_UP in plan.layers.values() else 0,
+        summed=summed + len(experts) * hidden,
+        gathered=gathered,
+        summed_backward=read + len(experts) * hidden,
+        calls=calls + len(experts),
+    )
+
+
+def _widths(module: nn.Module) -> tuple[int, int]:
+    """Give the widths of a linear layer's input and output; Conv1D has them the other way round."""
+    rows, columns = module.weight.shape  # type: ignore[misc, union-attr]
+    return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)

@@ -1,0 +1,291 @@
+"""What a rank sends in a step, in closed form from a few sizes: the parts from which each Strategy puts its own together.
+
+Axes have the names that `sent_bytes.axis_of` gives to what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import ContextMethod, StrategyConfig
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
+from hfdist.topology import Topology
+
+DATA, SHARD, REPLICATE = "data", "shard", "replicate"
+"""Axes of gradients and state: all ranks with other tokens, those that share state, and those with the same shares."""
+FORWARD, BACKWARD = "forward", "backward"
+_DDP_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one rank sends in a step."""
+
+    axis: str
+    kind: str
+    """Of the collective, as in `sent_bytes`."""
+    size: int
+    """Ranks that take part."""
+    stride: int
+    """From one of them to the next, in ranks."""
+    num_bytes: float
+    calls: float
+    hidden_by: str | None = None
+    """The phase beside which it can run, `forward` or `backward`; None: the rank waits for it."""
+    microbatches: int = 1
+    """In which it travels; the time of the others hides nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSizes:
+    """Elements that one plan for tensor ranks divides and exchanges."""
+
+    divided: int = 0
+    """Parameters of which each rank has a part."""
+    embedded: int = 0
+    """Summed for each token behind the embedding; 0: it is whole on each rank."""
+    summed: int = 0
+    """For each token in the forward of the blocks."""
+    gathered: int = 0
+    """For each token in the forward of the blocks."""
+    summed_backward: int = 0
+    """For each token in the backward of the blocks."""
+    calls: int = 0
+    """Collectives of the forward of all blocks; the backward has about as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """Numbers of a whole model, in elements, and of a step's arithmetic."""
+
+    parameters: int
+    """Tied ones once."""
+    blocks: int
+    """In all blocks, with experts."""
+    num_blocks: int
+    hidden: int
+    queries: int
+    """Width of all heads together."""
+    keys: int
+    """That of the heads of keys, and of values."""
+    head_size: int
+    embedding: int = 0
+    """Of the input embedding."""
+    is_tied: bool = False
+    """Whether the head is the embedding."""
+    trained_share: float = 1.0
+    """Of all parameters."""
+    small: int = 0
+    """In tensors that ZeRO-3 keeps whole: see `stage3_param_persistence_threshold`."""
+    experts: int = 0
+    """In all experts."""
+    num_expert_blocks: int = 0
+    chosen_experts: int = 0
+    """Of a token."""
+    tensor: TensorSizes = field(default_factory=TensorSizes)
+    """Of the plan for `strategy.tensor` ranks."""
+    weight_bytes: int = 4
+    """Of an element of the weights, of their gradients, and of the hidden states between blocks."""
+    compute_bytes: int = 4
+    """Of an element of what matrix products give."""
+    recomputes: bool = False
+    """Whether the backward runs the blocks' forward again."""
+    is_gpu: bool = True
+    of_worst_stage: int | None = None
+    """Parameters of the pipeline rank that has most; None: as if all had equally many."""
+
+    @property
+    def forwards(self) -> int:
+        """Of each block in a micro batch."""
+        return 2 if self.recomputes else 1
+
+
+class Axes:
+    """The parts of a rank's traffic in one layout: each gives nothing for an axis of one rank."""
+
+    def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig, sizes: StepSizes) -> None:
+        self.topology, self.batch, self.config, self.sizes = topology, batch, config, sizes
+        self.tokens = batch.num_microbatches * batch.micro_batch_size * batch.sequence_length / topology.context
+        """Of a step that go through this rank's part of the model."""
+        self.stages_share = 1 / topology.pipeline
+
+    def held(self) -> float:
+        """Elements of the parameters that a rank has before they are sharded, without experts that ranks share out."""
+        sizes, topology = self.sizes, self.topology
+        divided = sizes.tensor.divided if topology.tensor > 1 else 0
+        whole = sizes.parameters - divided + divided / topology.tensor
+        if topology.expert > 1:
+            whole -= sizes.experts
+        if sizes.of_worst_stage is not None:
+            return whole * sizes.of_worst_stage / sizes.parameters
+        return whole * self.stages_share
+
+    def held_experts(self) -> float:
+        """Elements of a rank's share of the experts; 0: they are not shared out."""
+        if self.topology.expert == 1:
+            return 0.0
+        return self.sizes.experts / self.topology.expert * self.stages_share
+
+    def reduce(
+        self,
+        kind: str,
+        axis: str,
+        num_elements: float,
+        *,
+        calls: float,
+        is_gradient: bool = True,
+        of_experts: bool = False,
+        **how: Any,
+    ) -> Iterator[Sent]:
+        """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
+        topology = self.topology
+        # Ranks with the same experts are so far apart.
+        apart = topology.expert if of_experts else 1
+        size, stride = {
+            DATA: (topology.data * topology.context // apart, topology.tensor * apart),
+            SHARD: (topology.shard * topology.context // apart, topology.tensor * apart),
+            REPLICATE: (topology.replicate, topology.shard * topology.context * topology.tensor),
+        }[axis]
+        # Without replicas what is sharded is sharded over all data ranks.
+        axis = DATA if topology.replicate == 1 else axis
+        num_elements *= self.sizes.trained_share if is_gradient else 1
+        yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **how)
+
+    def average_gradients(self, *, hidden_by: str | None = None) -> Iterator[Sent]:
+        """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
+        calls = max(1, round(self.held() * self.sizes.weight_bytes / _DDP_BUCKET_BYTES))
+        yield from self.reduce(ALL_REDUCE, DATA, self.held(), calls=calls, hidden_by=hidden_by)
+        yield from self.reduce(ALL_REDUCE, DATA, self.held_experts(), calls=1, of_experts=True)
+
+    def shard_weights(self, *, again: float, microbatches: int, begins: str | None, ends: str | None) -> Iterator[Sent]:
+        """FSDP2: gathers weights, reduces gradients to shards, and averages these over replicas.
+
+        Args:
+            again: share of the weights that is gathered again for each backward.
+            microbatches: for each of which this is done.
+            begins, ends: phases beside which gathers of the forward and reductions run.
+        """
+        sizes, topology = self.sizes, self.topology
+        calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
+        exchange = REDUCE_SCATTER if sizes.is_gpu else ALL_TO_ALL
+        for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
+            how = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
+            weights = held * microbatches
+            yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=begins, **how)
+            yield from self.reduce(ALL_GATHER, SHARD, weights * again, is_gradient=False, hidden_by=BACKWARD, **how)
+            yield from self.reduce(exchange, SHARD, weights, hidden_by=ends, **how)
+            shards = topology.shard * topology.context // (topology.expert if of_experts else 1)
+            # Once in a step.
+            calls_of_replicas = calls / microbatches
+            yield from self.reduce(
+                ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
+            )
+
+    def model_axes(self) -> Iterator[Sent]:
+        """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
+        yield from self._tensor()
+        yield from self._context()
+        yield from self._expert()
+        yield from self._pipeline()
+
+    def _tensor(self) -> Iterator[Sent]:
+        sizes, of_plan, tokens = self.sizes, self.sizes.tensor, self.tokens * self.stages_share
+        add, calls = self._on_tensor, of_plan.calls * self.batch.num_microbatches * self.stages_share
+        summed = tokens * of_plan.summed * sizes.compute_bytes * sizes.forwards
+        summed += tokens * of_plan.summed_backward * sizes.weight_bytes
+        if of_plan.embedded:
+            # What is looked up; of the loss in chunks the gradient by the last states, and four numbers for each row.
+            summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
+        yield from add(ALL_REDUCE, summed, calls * (sizes.forwards + 1))
+        yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
+        # Of what is whole on each rank: the gradients, or FSDP2's shards of them.
+        whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
+        if self.config.sharding.value == "fsdp2":
+            whole /= self.topology.shard * self.topology.context
+        yield from add(ALL_REDUCE, whole * sizes.weight_bytes, 1)
+
+    def _on_tensor(self, kind: str, num_bytes: float, calls: float) -> Iterator[Sent]:
+        return self._send(kind, "tensor", self.topology.tensor, 1, num_bytes, calls)
+
+    def _context(self) -> Iterator[Sent]:
+        sizes, topology = self.sizes, self.topology
+        own_tokens = self.tokens * self.stages_share / topology.tensor
+        item_bytes, calls = sizes.compute_bytes, sizes.num_blocks * self.batch.num_microbatches * self.stages_share
+
+        def add(kind: str, num_elements: float, num_calls: float) -> Iterator[Sent]:
+            size, num_bytes = topology.context, num_elements * item_bytes
+            return self._send(kind, "context", size, topology.tensor, num_bytes, num_calls * calls)
+
+        if self.gathers_keys:
+            keys = 2 * own_tokens * topology.context * sizes.keys * sizes.num_blocks
+            yield from add(ALL_GATHER, keys * sizes.forwards, 2 * sizes.forwards)
+            yield from add(REDUCE_SCATTER, keys, 2)
+        else:
+            # Queries, keys, values and outputs.
+            states = own_tokens * 2 * (sizes.queries + sizes.keys) * sizes.num_blocks
+            yield from add(ALL_TO_ALL, states * (sizes.forwards + 1), 4 * (sizes.forwards + 1))
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether context ranks gather keys and values, in place of exchanging heads."""
+        if self.config.context_method is not ContextMethod.auto:
+            return self.config.context_method is ContextMethod.gather
+        # Not all numbers of heads are divided.
+        degree, head = self.topology.context * self.topology.tensor, self.sizes.head_size
+        return any(width // head % degree != 0 for width in (self.sizes.queries, self.sizes.keys))
+
+    def _expert(self) -> Iterator[Sent]:
+        sizes, topology = self.sizes, self.topology
+        # Each chosen expert gets the token and sends it back; of both there is a gradient.
+        routed = self.tokens * self.stages_share / topology.tensor * sizes.chosen_experts * sizes.hidden
+        times = 2 * (sizes.forwards + 1) * sizes.num_expert_blocks
+        calls = times * self.batch.num_microbatches * self.stages_share
+        stride = topology.tensor * topology.context
+        num_bytes = routed * times * sizes.compute_bytes
+        yield from self._send(ALL_TO_ALL, "expert", topology.expert, stride, num_bytes, calls)
+
+    def _pipeline(self) -> Iterator[Sent]:
+        topology, sizes = self.topology, self.sizes
+        stride = topology.data * topology.context * topology.tensor
+        crossed = self._crossed_boundaries()
+        num_bytes = crossed * self.tokens * sizes.hidden * sizes.weight_bytes
+        calls = crossed * self.batch.num_microbatches
+        yield from self._send(SEND, "pipeline", topology.pipeline, stride, num_bytes, calls)
+        if sizes.is_tied:
+            # The first and the last rank give it one gradient.
+            shared = sizes.embedding * sizes.trained_share * sizes.weight_bytes
+            if sizes.tensor.embedded:
+                shared /= topology.tensor
+            size = min(2, topology.pipeline) if self._ends_on_other_rank() else 1
+            yield from self._send(ALL_REDUCE, "pipeline", size, stride * (topology.pipeline - 1), shared, 1)
+
+    def _crossed_boundaries(self) -> int:
+        """Messages for each micro batch of the rank that sends most: outputs to the next stage, gradients back."""
+        ranks = self._rank_of_stage()
+        crossing = [pair for pair in zip(ranks, ranks[1:], strict=False) if pair[0] != pair[1]]
+        sent = [rank for pair in crossing for rank in pair]
+        return max((sent.count(rank) for rank in set(sent)), default=0)
+
+    def _ends_on_other_rank(self) -> bool:
+        ranks = self._rank_of_stage()
+        return ranks[0] != ranks[-1]
+
+    def _rank_of_stage(self) -> tuple[int, ...]:
+        if self.topology.pipeline == 1:
+            return (0,)
+        # It takes time that other layouts save.
+        from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
+
+        schedule = self.config.schedule
+        return rank_of_stage(schedule, self.topology.pipeline, stages_per_rank(schedule, self.config.stages_per_rank))
+
+    @staticmethod
+    def _send(
+        kind: str, axis: str, size: int, stride: int, whole_bytes: float, calls: float, **how: Any
+    ) -> Iterator[Sent]:
+        if size > 1 and whole_bytes > 0:
+            sent = ring_bytes(kind, whole_bytes, size)
+            yield Sent(axis=axis, kind=kind, size=size, stride=stride, num_bytes=sent, calls=calls, **how)

@@ -1,0 +1,131 @@
+"""plan.json and grade.json of a run: what was planned at its start, and what it has measured at its end.
+
+Nothing here fails a run: what cannot be written or measured is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.atomic_write import write_atomically
+from hfdist.collectives import control_group, gather_json
+from hfdist.errors import first_line
+from hfdist.planning.grade import Held, Measured, grade_to_json, headline
+from hfdist.planning.plan import Plan
+from hfdist.records import GRADE, PLAN, RANKS, RankColumn, RunRecorder, read_lines
+from hfdist.strategies.base import Engine
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT_STEP = 2
+"""Of this start: the optimizer has its state by then."""
+_UNSTEADY_STEPS = 2
+"""Of this start: the first ones also compile, and fill caches."""
+
+
+class PlanGrader(TrainerCallback):
+    """Measures what a plan has said. All ranks have it; rank 0 writes. It comes behind `RankTimes`.
+
+    Args:
+        plan: on rank 0; None: there is none, and nothing is written.
+        run_dir: the run's folder.
+        engine: whose bytes are counted.
+        runtime_bytes: resident before the model was made; None: peaks do not hold it, as on a GPU.
+        recorder: of rank 0.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None,
+        run_dir: Path,
+        engine: Engine,
+        *,
+        runtime_bytes: int | None,
+        recorder: RunRecorder | None,
+    ) -> None:
+        self._plan, self._run_dir, self._engine = plan, run_dir, engine
+        self._runtime_bytes, self._recorder = runtime_bytes, recorder
+        self._first_step = 0
+        self._held: dict[str, int] = {}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the plan on rank 0."""
+        self._first_step = state.global_step
+        if self._plan is not None:
+            with _warning(PLAN):
+                _write(self._run_dir / PLAN, self._plan.to_json())
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count gradients, which are gone after the step."""
+        if state.global_step - self._first_step + 1 <= _LOOKED_AT_STEP:
+            with _warning(GRADE):
+                self._held = {**self._held, **self._engine.held_bytes(args.device)}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count what is held between steps."""
+        if state.global_step - self._first_step <= _LOOKED_AT_STEP:
+            with _warning(GRADE):
+                now = self._engine.held_bytes(args.device)
+                # Gradients are freed by now, but not those that an engine keeps.
+                self._held |= {k: max(v, self._held.get(k, 0)) for k, v in now.items()}
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the grade on rank 0. A collective."""
+        own = self._held if self._runtime_bytes is None else self._held | {"runtime": self._runtime_bytes}
+        held = gather_json(own, control_group())
+        if self._plan is None:
+            return
+        with _warning(GRADE):
+            measured = self._measure(held, state)
+            content = grade_to_json(self._plan, measured)
+            _write(self._run_dir / GRADE, content)
+            if words := headline(self._plan, measured):
+                logger.info("the plan was, to what is measured: %s", words)
+
+    def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
+        lines = [line for line in read_lines(self._run_dir / RANKS) if line.get("step", 0) > self._first_step]
+        steady = [line for line in lines if line["step"] > self._first_step + _UNSTEADY_STEPS] or lines
+        peaks = _most_by_rank(lines, RankColumn.peak_bytes)
+        seconds = [max(_numbers(line, RankColumn.step_seconds), default=math.nan) for line in steady]
+        known = [value for value in seconds if math.isfinite(value)]
+        worst = max(range(len(peaks)), key=peaks.__getitem__) if peaks else 0
+        steps = state.global_step - self._first_step
+        record = None if self._recorder is None else self._recorder.record
+        return Measured(
+            rank=worst,
+            held=Held(peak=peaks[worst], parts=held[worst]) if peaks and worst < len(held) else None,
+            step_seconds=median(known) if known else None,
+            steps=steps,
+            cost=None if record is None else record.cost,
+            kwh=None if record is None else record.energy_kwh,
+        )
+
+
+def _most_by_rank(lines: list[dict[str, Any]], column: RankColumn) -> list[float]:
+    columns = [numbers for line in lines if (numbers := _numbers(line, column))]
+    return [max(of_rank) for of_rank in zip(*columns, strict=False)]
+
+
+def _numbers(line: Mapping[str, Any], column: RankColumn) -> list[float]:
+    return [value for value in line.get(column.value) or [] if isinstance(value, (int, float))]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode(), is_durable=False)
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        logger.warning("no %s: %s: %s", what, type(error).__name__, first_line(error))

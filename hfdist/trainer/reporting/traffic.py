@@ -1,0 +1,92 @@
+"""What each rank sends in a step, by axis of the mesh: counted in one step, as all steps send the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hfdist.collectives import control_group, gather_json, world_size
+from hfdist.records import RunRecorder
+from hfdist.sent_bytes import SentBytes, axis_of
+from hfdist.topology import Topology
+
+_COUNTED_STEP = 4
+"""The first steps find buckets and prefetches, and the third is that of the picture of a pipeline's schedule."""
+FIGURES = "traffic/"
+"""Begins the names of figures in metrics.jsonl."""
+
+
+class Traffic(TrainerCallback):
+    """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json and metrics.jsonl.
+
+    Args:
+        topology: of this rank.
+        recorder: on rank 0.
+        log: adds a line of figures.
+    """
+
+    def __init__(
+        self, topology: Topology, recorder: RunRecorder | None, log: Callable[[dict[str, float]], None]
+    ) -> None:
+        self._topology, self._recorder, self._log = topology, recorder, log
+        self._step: int | None = None
+        """After how many steps the counted one begins; None: nothing is to be counted."""
+        self._counting: SentBytes | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Choose the step. A collective where there are other ranks."""
+        self._step = min(state.global_step + _COUNTED_STEP, state.max_steps) - 1 if world_size() > 1 else None
+        # Made by all ranks together, and not in the counted step.
+        control_group()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begin to count, if it is this one."""
+        self._stop()
+        if state.global_step == self._step:
+            self._counting = SentBytes().__enter__()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Gather what all ranks have counted. A collective after the counted step."""
+        counted = self._stop()
+        if counted is None:
+            return
+        self._step = None
+        found = summarize(gather_json(by_axis(counted, self._topology), control_group()))
+        if self._recorder is not None:
+            self._recorder.record.traffic = {"step": state.global_step, "axes": found}
+            self._recorder.write()
+        if state.is_world_process_zero:
+            self._log({f"{FIGURES}{axis}_bytes": of_axis["sent_bytes"] for axis, of_axis in found.items()})
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count no more: the step was given up."""
+        self._stop()
+
+    def _stop(self) -> SentBytes | None:
+        counted, self._counting = self._counting, None
+        if counted is not None:
+            counted.__exit__()
+        return counted
+
+
+def by_axis(counted: SentBytes, topology: Topology) -> dict[str, dict[str, Any]]:
+    """Give what this rank has sent along each axis: bytes by kind of collective, and the calls."""
+    found: dict[str, dict[str, Any]] = {}
+    for channel, num_bytes in counted.num_bytes.items():
+        of_axis = found.setdefault(axis_of(channel, topology), {"calls": 0, "kinds": {}})
+        of_axis["calls"] += counted.calls[channel]
+        of_axis["kinds"][channel.kind] = of_axis["kinds"].get(channel.kind, 0) + num_bytes
+    return found
+
+
+def summarize(ranks: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Give for each axis what the rank that sends most along it sends, and the mean of all ranks."""
+    found = {}
+    for axis in sorted({axis for rank in ranks for axis in rank}):
+        sent = [sum(rank[axis]["kinds"].values()) if axis in rank else 0 for rank in ranks]
+        most = ranks[sent.index(max(sent))][axis]
+        found[axis] = {"sent_bytes": max(sent), "mean_bytes": round(fmean(sent))} | most
+    return dict(sorted(found.items(), key=lambda item: -item[1]["sent_bytes"]))

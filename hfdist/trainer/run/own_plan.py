@@ -1,0 +1,129 @@
+"""The plan of a run that is about to start, made by a forked process while this one starts: nothing of it stays here.
+
+A plan traces the layout with a process group and a model that are not real. The child inherits what this process has
+imported and read, so that it costs the trace alone; it never touches a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from hfdist.config.plan import PlanConfig
+from hfdist.config.run import RunConfig
+from hfdist.errors import first_line
+from hfdist.planning.describe import verdict
+from hfdist.planning.make_plan import hardware_at_hand, make_plan, with_runtime, with_steps
+from hfdist.planning.plan import Plan
+from hfdist.topology import Topology, read_launcher
+
+logger = logging.getLogger(__name__)
+
+_MOST_SECONDS = 120.0
+"""That a run waits for its plan once it is ready itself."""
+_CHUNK_BYTES = 1 << 16
+
+
+class OwnPlan:
+    """Makes a plan beside this process.
+
+    Args:
+        make: gives it; called in the child.
+    """
+
+    def __init__(self, make: Callable[[], Plan]) -> None:
+        self._receiver, sender = os.pipe()
+        # Some libraries warn of a fork behind their threads, which do nothing here.
+        before = os.environ.get("TOKENIZERS_PARALLELISM")
+        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
+        self._pid = os.fork()
+        if self._pid == 0:
+            _make(make, sender)
+        os.close(sender)
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+
+    def take(self) -> Plan | str:
+        """Wait for the plan, and give it, or why there is none. Call it once."""
+        chunks, end = [], time.monotonic() + _MOST_SECONDS
+        while select.select([self._receiver], [], [], max(end - time.monotonic(), 0.0))[0]:
+            chunk = os.read(self._receiver, _CHUNK_BYTES)
+            if not chunk:
+                break
+            chunks.append(chunk)
+        else:
+            chunks = []
+        os.close(self._receiver)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        if not chunks:
+            return f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
+        # Of this process's own child.
+        found: Plan | str = pickle.loads(b"".join(chunks))
+        return found
+
+
+def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topology) -> OwnPlan | None:
+    """Begin to plan the run, on rank 0; None: it is not asked for, or cannot be done here.
+
+    Call it before the process group is started: the child would have a part in it.
+    """
+    if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
+        return None
+    hardware = hardware_at_hand()
+    local_ranks = read_launcher().local_world_size
+    asked = PlanConfig(processes=topology.world_size, per_machine=local_ranks)
+    return OwnPlan(lambda: make_plan(config, asked, architecture=architecture, hardware=hardware))
+
+
+def take_plan(own: OwnPlan, *, runtime_bytes: int | None, max_steps: int) -> Plan | None:
+    """Take the plan once all else is built, and warn where the run will not fit, or where there is no plan.
+
+    Args:
+        own: that `begin_plan` has begun.
+        runtime_bytes: what this process held before the model was made, which is better than what a plan takes.
+        max_steps: of the run.
+    """
+    plan = own.take()
+    if isinstance(plan, str):
+        logger.warning("no plan: %s", plan)
+        return None
+    plan = with_steps(plan if runtime_bytes is None else with_runtime(plan, runtime_bytes), max_steps)
+    if not plan.fits:
+        hint = "" if plan.advice is None else f"; try {plan.advice}"
+        logger.warning("this run %s%s", verdict(plan), hint)
+    return plan
+
+
+def runtime_bytes(device: torch.device) -> int | None:
+    """Give what this process holds now; None: what is measured on its device does not hold that, as on a GPU."""
+    return None if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def _make(make: Callable[[], Plan], sender: int) -> None:
+    """Make the plan, send it, and end this process without what belongs to its parent."""
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            found: Plan | str = make()
+        except Exception as error:
+            found = f"{type(error).__name__}: {first_line(error)}"
+        rest = pickle.dumps(found)
+        while rest:
+            rest = rest[os.write(sender, rest) :]
+    finally:
+        os._exit(0)
