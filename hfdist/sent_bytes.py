@@ -65,7 +65,7 @@ class Channel(NamedTuple):
 class SentBytes:
     """While it is entered: what this rank sends, by channel. One at a time in a process.
 
-    A collective costs some tens of microseconds more meanwhile, and nothing otherwise.
+    A collective costs 0.1 ms more meanwhile, and nothing otherwise.
     """
 
     def __init__(self) -> None:
@@ -90,6 +90,8 @@ class SentBytes:
         ranks = self._ranks.get(group)
         if ranks is None:
             ranks = self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return overload.redispatch(keys.remove(_KEY), *args, **kwargs)
         whole_bytes = sum(tensor.nbytes for tensor in _tensors(args[known.whole]))
         if known.kind == SEND:
             channel = Channel(tuple(sorted((ranks[group.rank()], ranks[args[2]]))), SEND)

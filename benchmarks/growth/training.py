@@ -109,9 +109,9 @@ def train(work: Work) -> Costs:
     names = _axes_of_groups(trainer.strategy)
     for (ranks, kind), sent in clock.collectives.num_bytes.items():
         # A message of a pipeline of more than two stages is not of all its ranks.
-        costs.axis_bytes[names.get(ranks, "pipeline" if kind == SEND else str(ranks)), kind] = (
-            sent // _NUM_COUNTED_STEPS
-        )
+        key = names.get(ranks, "pipeline" if kind == SEND else str(ranks)), kind
+        # One that is between two others sends to both.
+        costs.axis_bytes[key] = costs.axis_bytes.get(key, 0) + sent // _NUM_COUNTED_STEPS
     costs.sent_bytes = clock.sent_bytes // _NUM_COUNTED_STEPS
     costs.peak_bytes = clock.peak_bytes - before_bytes
     costs.gradient_bytes = clock.gradient_bytes

@@ -104,7 +104,7 @@ def _plan(arguments: list[str]) -> None:
         from hfdist.planning.answer import answer
 
     found = answer(request)
-    sys.stdout.write(f"{json.dumps(found.to_json, indent=1) if request.as_json else found.text}\n")
+    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)
 

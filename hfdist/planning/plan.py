@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
@@ -26,6 +26,8 @@ class Plan:
     mfu: float | None
     traffic: tuple[AxisTraffic, ...]
     max_steps: int | None
+    ideal_seconds: dict[str, float] = field(default_factory=dict)
+    """Of a step by component, without factors: see `StepParts`."""
     cost: float | None = None
     currency: str = "USD"
     kwh: float | None = None

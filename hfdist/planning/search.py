@@ -26,7 +26,8 @@ from hfdist.planning.costs import AxisTraffic, PeakMemory, RankCosts, StepTime
 from hfdist.planning.formulas import Load, even_loads, live_stages, loads_of, peak_bytes, peak_use, rank_costs
 from hfdist.planning.layout_space import Space, divisors
 from hfdist.planning.layouts import Layout
-from hfdist.planning.step_time import Calibration, step_time
+from typing import Any
+Calibration = Any
 from hfdist.planning.traffic import traffic
 from hfdist.strategies.base import ShardFractions, Strategy
 from hfdist.strategies.select import select_strategy

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from hfdist.pipeline.stage_module import Block
 from hfdist.planning.constants import ShareOfParts
 from hfdist.strategies.experts import make_expert_plan
 from hfdist.strategies.tensor.linear import split_dimensions
-from hfdist.strategies.tensor.plan import PLAN_KINDS, Plan, make_plan
+from hfdist.strategies.tensor.plan import Plan, first_plan
 
 _DIVIDING = ("colwise", "rowwise", "packed")
 """How styles of transformers begin that leave a share of a parameter on a rank."""
@@ -23,7 +24,7 @@ def find_shares(
     model: PreTrainedModel,
     blocks: Sequence[Block],
     *,
-    tensor_degrees: Iterable[int],
+    tensor_plans: Mapping[int, Plan],
     expert_degrees: Iterable[int],
 ) -> dict[tuple[int, int], ShareOfParts]:
     """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
@@ -31,27 +32,28 @@ def find_shares(
     Args:
         model: whole; on fake tensors, too.
         blocks: one of each kind.
-        tensor_degrees, expert_degrees: that are asked for.
+        tensor_plans: by degree, from `find_tensor_plans`.
+        expert_degrees: that are asked for.
     """
-    by_tensor = {1: None} | {degree: _tensor_plan(model, degree) for degree in tensor_degrees if degree > 1}
+    by_tensor: dict[int, Plan | None] = {1: None, **tensor_plans}
     by_expert = {1: frozenset[str]()} | {degree: _expert_names(model, degree) for degree in expert_degrees if degree > 1}
     return {
         (tensor, expert): _shares(model, blocks, divided)
         for tensor, plan in by_tensor.items()
         for expert, names in by_expert.items()
-        if (tensor == 1 or plan is not None) and (expert == 1 or names)
+        if expert == 1 or names
         for divided in (_divided(model, plan, tensor) | dict.fromkeys(names, expert),)
     }
 
 
-def _tensor_plan(model: PreTrainedModel, degree: int) -> Plan | None:
-    """The first plan whose sizes fit, which the run tries first, too."""
-    for kind in PLAN_KINDS:
-        try:
-            return make_plan(model, degree, kind)
-        except ConfigError:
-            continue
-    return None
+def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[int, Plan]:
+    """Give the plan that a run tries first, by degree, of those degrees that go with the model."""
+    plans: dict[int, Plan] = {}
+    for degree in degrees:
+        if degree > 1:
+            with suppress(ConfigError):
+                plans[degree] = first_plan(model, degree)
+    return plans
 
 
 def _expert_names(model: PreTrainedModel, degree: int) -> frozenset[str]:

@@ -24,11 +24,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import plan_batch
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision, Recompute
 from hfdist.models.blocks import checkpoint_blocks, find_block_parts
+from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead, choose_loss
+from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
@@ -36,8 +39,9 @@ from hfdist.pipeline.stage_module import Block, Place, copy_structure
 from hfdist.planning.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
 from hfdist.planning.costs import OpCosts, Phase
 from hfdist.planning.fake_model import make_fake_model
-from hfdist.planning.shares import find_shares
+from hfdist.planning.shares import find_shares, find_tensor_plans
 from hfdist.planning.trace import WEIGHTS, Trace
+from hfdist.planning.traffic import step_sizes
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
 
@@ -49,6 +53,7 @@ def measure_constants(
     config: RunConfig,
     architecture: PreTrainedConfig,
     *,
+    is_gpu: bool = True,
     tensor_degrees: Iterable[int] = (),
     expert_degrees: Iterable[int] = (),
 ) -> ModelConstants:
@@ -57,6 +62,7 @@ def measure_constants(
     Args:
         config: of the run; its layout does not matter, its precision and sequence length do.
         architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        is_gpu: whether ranks will have GPUs.
         tensor_degrees, expert_degrees: whose shares of the parameters are asked for.
 
     Raises:
@@ -69,6 +75,8 @@ def measure_constants(
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = make_fake_model(config, architecture, strategy).train()
         loss_head = choose_loss(config, model, strategy)
+        if loss_head is not None and is_gpu:
+            loss_head = LossHead(loss_head.choice, CHUNK_LOGITS["cuda"])
         shares_tokens = keeps_documents_apart(small_model(model)) is not False
         with FakeTensorMode(allow_non_fake_inputs=True):
             measurement = _Measurement(config, model, loss_head)
@@ -77,6 +85,9 @@ def measure_constants(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
+    one_of_each = [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))]
+    plans = find_tensor_plans(model, tensor_degrees)
+    shares = find_shares(model, one_of_each, tensor_plans=plans, expert_degrees=expert_degrees)
     return ModelConstants(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
@@ -87,17 +98,23 @@ def measure_constants(
         boundary_bytes=measurement.boundary_bytes,
         weight_bytes=weight_bytes,
         gradient_bytes=weight_bytes,
-        optimizer_bytes=weight_bytes * values_per_weight(make_small(config.optimizer)),
+        optimizer_bytes=weight_bytes * _values_per_weight(config.optimizer),
         half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
-        shares=find_shares(
-            model,
-            [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))],
-            tensor_degrees=tensor_degrees,
-            expert_degrees=expert_degrees,
-        ),
+        shares=shares,
         shares_tokens=shares_tokens,
         balance=costs_by_flops(model, blocks, length),
+        flops_per_token=flops_per_token(model.config, measure_size(model), length),
+        sizes={
+            tensor: step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, plan=plans.get(tensor))
+            for tensor in (1, *plans)
+        },
     )
+
+
+def _values_per_weight(optimizer: OptimizerConfig) -> float:
+    """How many numbers it keeps for each element. To make it means to import the Trainer, which takes seconds."""
+    is_plain = optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments
+    return 2.0 if is_plain else values_per_weight(make_small(optimizer))
 
 
 def _tied(embedding: Any, head: Any) -> float:

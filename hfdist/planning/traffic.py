@@ -14,8 +14,8 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import num_trained
 from hfdist.planning.costs import AxisTraffic, Phase
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.parallel_plans import Plans, make_plans
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
+from hfdist.strategies.tensor.plan import Plan, first_plan
 from hfdist.strategies.traffic import StepSizes, TensorSizes
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
@@ -51,7 +51,9 @@ def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -
     return tuple(sorted(found, key=lambda one: -one.sent_bytes))
 
 
-def step_sizes(model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True) -> StepSizes:
+def step_sizes(
+    model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, is_gpu: bool = True, plan: Plan | None = None
+) -> StepSizes:
     """Measure a model for `traffic`.
 
     Args:
@@ -59,6 +61,7 @@ def step_sizes(model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, i
         train: says the precision, and whether blocks are computed again.
         tensor: `strategy.tensor`.
         is_gpu: whether ranks will have GPUs.
+        plan: for the tensor ranks; None: the first that fits.
 
     Raises:
         ConfigError: the model cannot be divided over so many tensor ranks.
@@ -89,7 +92,7 @@ def step_sizes(model: PreTrainedModel, train: TrainConfig, *, tensor: int = 1, i
         experts=sum(experts.values()),
         num_expert_blocks=len({name.partition(".experts.")[0] for name in experts}),
         chosen_experts=next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), 0),
-        tensor=TensorSizes() if tensor == 1 else _sizes_of_plan(model, _plan(model, tensor), tensor),
+        tensor=TensorSizes() if tensor == 1 else _sizes_of_plan(model, plan or first_plan(model, tensor), tensor),
         weight_bytes=weight.element_size(),
         compute_bytes=min(2, weight.element_size()) if half else weight.element_size(),
         recomputes=train.gradient_checkpointing,
@@ -104,14 +107,8 @@ def _blocks(model: PreTrainedModel) -> Iterable[nn.Module]:
         return []
 
 
-def _plan(model: PreTrainedModel, tensor: int) -> Plans:
-    return make_plans(model, tensor=tensor, expert=1)[0]
-
-
-def _sizes_of_plan(model: PreTrainedModel, plans: Plans, num_ranks: int) -> TensorSizes:
+def _sizes_of_plan(model: PreTrainedModel, plan: Plan, num_ranks: int) -> TensorSizes:
     """Add up what the layers of a plan divide and exchange."""
-    plan = plans.tensor
-    assert plan is not None
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     of_parents: dict[str, list[str]] = defaultdict(list)
     divided: dict[int, int] = {}

@@ -34,10 +34,12 @@ class LossHead:
 
     Args:
         choice: what computes the loss; not `auto` or `full`.
+        chunk_logits: logits that may exist at a time, in chunks; None: by the kind of device.
     """
 
-    def __init__(self, choice: Loss) -> None:
+    def __init__(self, choice: Loss, chunk_logits: int | None = None) -> None:
         self.choice = choice
+        self._chunk_logits = chunk_logits
         self._chunked: dict[torch.device, ChunkedLoss] = {}
         self._is_over = False
 
@@ -72,7 +74,7 @@ class LossHead:
     def _by_chunks(self, rows: Rows) -> torch.Tensor:
         device = rows.hidden.device
         if device not in self._chunked:
-            self._chunked[device] = ChunkedLoss(device)
+            self._chunked[device] = ChunkedLoss(device, chunk_logits=self._chunk_logits)
         return self._chunked[device](rows)
 
 

@@ -105,6 +105,7 @@ class PlanGrader(TrainerCallback):
             held=Held(peak=peaks[worst], parts=held[worst]) if peaks and worst < len(held) else None,
             step_seconds=median(known) if known else None,
             steps=steps,
+            sent_bytes={} if record is None else record.sent_bytes() or {},
             cost=None if record is None else record.cost,
             kwh=None if record is None else record.energy_kwh,
         )

@@ -73,8 +73,8 @@ from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
-from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.logs import set_up_logging
+from hfdist.trainer.reporting.plan_grader import PlanGrader
 from hfdist.trainer.reporting.rank_times import RankTimes
 from hfdist.trainer.reporting.record_writer import RecordWriter
 from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
@@ -181,7 +181,6 @@ class Run:
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
-        self._runtime_bytes = runtime_bytes(self.arguments.device)
 
     def build_model(self) -> None:
         """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
@@ -238,8 +237,9 @@ class Run:
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
+        runtime = runtime_bytes(trainer.engine, arguments.device) if config.report.plan else None
         if self._own_plan is not None:
-            self.plan = take_plan(self._own_plan, runtime_bytes=self._runtime_bytes, max_steps=arguments.max_steps)
+            self.plan = take_plan(self._own_plan, config, runtime_bytes=runtime, max_steps=arguments.max_steps)
         logger.info("%s", describe_run(config, trainer, data=_describe_data(data), plan=self.plan))
         if trainer.is_world_process_zero():
             if data.corpus.has_examples:
@@ -249,9 +249,7 @@ class Run:
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
             trainer.add_callback(
-                PlanGrader(
-                    self.plan, run_dir, trainer.engine, runtime_bytes=self._runtime_bytes, recorder=self._recorder
-                )
+                PlanGrader(self.plan, run_dir, trainer.engine, runtime_bytes=runtime, recorder=self._recorder)
             )
         self.trainer = trainer
 

@@ -24,8 +24,11 @@ from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import first_line
 from hfdist.planning.describe import verdict
-from hfdist.planning.make_plan import hardware_at_hand, make_plan, with_runtime, with_steps
+from hfdist.planning.hardware import find_hardware
+from hfdist.planning.machines import Machines, find_machines
+from hfdist.planning.make_plan import make_plan, with_runtime, with_steps
 from hfdist.planning.plan import Plan
+from hfdist.strategies.base import Engine
 from hfdist.topology import Topology, read_launcher
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 _MOST_SECONDS = 120.0
 """That a run waits for its plan once it is ready itself."""
 _CHUNK_BYTES = 1 << 16
+Made = tuple[Plan, Machines]
 
 
 class OwnPlan:
@@ -42,7 +46,7 @@ class OwnPlan:
         make: gives it; called in the child.
     """
 
-    def __init__(self, make: Callable[[], Plan]) -> None:
+    def __init__(self, make: Callable[[], Made]) -> None:
         self._receiver, sender = os.pipe()
         # Some libraries warn of a fork behind their threads, which do nothing here.
         before = os.environ.get("TOKENIZERS_PARALLELISM")
@@ -54,7 +58,7 @@ class OwnPlan:
         if before is None:
             del os.environ["TOKENIZERS_PARALLELISM"]
 
-    def take(self) -> Plan | str:
+    def take(self) -> Made | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
         chunks, end = [], time.monotonic() + _MOST_SECONDS
         while select.select([self._receiver], [], [], max(end - time.monotonic(), 0.0))[0]:
@@ -72,7 +76,7 @@ class OwnPlan:
         if not chunks:
             return f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
         # Of this process's own child.
-        found: Plan | str = pickle.loads(b"".join(chunks))
+        found: Made | str = pickle.loads(b"".join(chunks))
         return found
 
 
@@ -83,43 +87,57 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     """
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
         return None
-    hardware = hardware_at_hand()
-    local_ranks = read_launcher().local_world_size
-    asked = PlanConfig(processes=topology.world_size, per_machine=local_ranks)
-    return OwnPlan(lambda: make_plan(config, asked, architecture=architecture, hardware=hardware))
+    asked = PlanConfig(per_machine=read_launcher().local_world_size)
+    # The child cannot ask the GPU that this process has asked.
+    hardware = find_hardware() if torch.cuda.is_available() else None
+    processes = topology.world_size
+
+    def make() -> Made:
+        machines = find_machines(config, asked, hardware, processes)
+        return make_plan(config, machines, processes, architecture), machines
+
+    return OwnPlan(make)
 
 
-def take_plan(own: OwnPlan, *, runtime_bytes: int | None, max_steps: int) -> Plan | None:
+def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max_steps: int) -> Plan | None:
     """Take the plan once all else is built, and warn where the run will not fit, or where there is no plan.
 
     Args:
         own: that `begin_plan` has begun.
+        config: of the run.
         runtime_bytes: what this process held before the model was made, which is better than what a plan takes.
         max_steps: of the run.
     """
-    plan = own.take()
-    if isinstance(plan, str):
-        logger.warning("no plan: %s", plan)
+    found = own.take()
+    if isinstance(found, str):
+        logger.warning("no plan: %s", found)
         return None
-    plan = with_steps(plan if runtime_bytes is None else with_runtime(plan, runtime_bytes), max_steps)
+    plan, machines = found
+    plan = plan if runtime_bytes is None else with_runtime(plan, runtime_bytes)
+    plan = with_steps(plan, config, machines, max_steps)
     if not plan.fits:
         hint = "" if plan.advice is None else f"; try {plan.advice}"
         logger.warning("this run %s%s", verdict(plan), hint)
     return plan
 
 
-def runtime_bytes(device: torch.device) -> int | None:
-    """Give what this process holds now; None: what is measured on its device does not hold that, as on a GPU."""
-    return None if device.type == "cuda" else psutil.Process().memory_info().rss
+def runtime_bytes(engine: Engine | None, device: torch.device) -> int | None:
+    """Give what this process holds besides weights; None: what is measured on its device has no part of that.
+
+    Call it once all is built and before the first step, since libraries are imported until then.
+    """
+    if device.type == "cuda" or engine is None:
+        return None
+    return psutil.Process().memory_info().rss - engine.held_bytes(device)["weights"]
 
 
-def _make(make: Callable[[], Plan], sender: int) -> None:
+def _make(make: Callable[[], Made], sender: int) -> None:
     """Make the plan, send it, and end this process without what belongs to its parent."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         try:
-            found: Plan | str = make()
+            found: Made | str = make()
         except Exception as error:
             found = f"{type(error).__name__}: {first_line(error)}"
         rest = pickle.dumps(found)

@@ -1,0 +1,141 @@
+"""By how much real steps take longer than the limits of a device: fitted from timed steps, and kept for later plans.
+
+    step = compute x ideal + memory x ideal + kernels x ideal + link x ideal
+
+where each ideal is what the peak, the bandwidth, the start of operations or the links alone would take in that step, as
+far as nothing hides it. The factors are found in logarithms, so that a step of a millisecond counts like one of a minute,
+and outliers count less. What the steps do not tell apart stays near its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hfdist.config.hardware import Hardware
+
+COMPONENTS = ("compute", "memory", "kernels", "link")
+_PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
+"""Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
+_NOISE = 0.05
+"""That of a measured step."""
+_OUTLIER = 1.5
+"""Residuals of more standard deviations than this count less (Huber)."""
+_ROUNDS = 50
+_LEAST_SPREAD = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """By what the ideal seconds of each component are multiplied."""
+
+    compute: float
+    memory: float
+    kernels: float
+    link: float
+    spread: float
+    """A step lies between its seconds over this, and times this."""
+    num_steps: int = 0
+    """Timed steps behind them; 0: none, they are defaults."""
+
+    def apply(self, ideal: Mapping[str, float]) -> float:
+        """Give the seconds of a step from its components."""
+        return sum(getattr(self, name) * ideal.get(name, 0.0) for name in COMPONENTS)
+
+
+# Not measured by hfdist. Large matrix products of dense models reach about 60 to 70 % of a data sheet's peak, streaming
+# kernels about 75 % of its bandwidth, and NCCL about 80 % of a link's.
+_OF_GPUS = Factors(compute=1.6, memory=1.35, kernels=1.0, link=1.25, spread=1.5)
+# What `measure_cpu` gives was reached.
+_OF_CPUS = Factors(compute=1.15, memory=1.0, kernels=1.0, link=1.0, spread=1.4)
+
+
+def default_factors(hardware: Hardware) -> Factors:
+    """Give the factors of a machine on which no step was timed."""
+    return _OF_CPUS if hardware.is_cpu else _OF_GPUS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStep:
+    """One line of the file of past steps: what a plan said of a run, and what it took."""
+
+    hardware: str
+    layout: str
+    ideal: dict[str, float]
+    """Seconds by component, without factors: `StepParts.ideal`."""
+    step_seconds: float
+    """The median step of the run."""
+    cpu_seconds: float | None = None
+    """Of one rank, all its threads."""
+
+
+def write_step(step: TimedStep, path: Path) -> None:
+    """Add a line to a file; ranks of several runs may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(step)) + "\n")
+
+
+def read_steps(path: Path, hardware: str) -> list[TimedStep]:
+    """Give the steps of one hardware, the oldest first. Lines that are none are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    steps = [step for line in lines if (step := _parse(line)) is not None]
+    return [step for step in steps if step.hardware == hardware]
+
+
+def _parse(line: str) -> TimedStep | None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        known = {field.name: values[field.name] for field in fields(TimedStep) if field.name in values}
+        step = TimedStep(**known)
+        is_right = step.step_seconds > 0 and sum(step.ideal.get(name, 0.0) for name in COMPONENTS) > 0
+    except (ValueError, TypeError, AttributeError):
+        return None
+    return step if is_right else None
+
+
+def calibrate(steps: Iterable[TimedStep], hardware: Hardware) -> Factors:
+    """Fit factors to steps that were timed on this hardware; none: the defaults.
+
+    Least squares of logarithms about the defaults, by Gauss-Newton steps with Huber's weights.
+    """
+    start, timed = default_factors(hardware), list(steps)
+    if not timed:
+        return start
+    ideal = np.array([[step.ideal.get(name, 0.0) for name in COMPONENTS] for step in timed])
+    measured = np.log([step.step_seconds for step in timed])
+    default = np.log([getattr(start, name) for name in COMPONENTS])
+    prior = np.array([_PRIOR[name] for name in COMPONENTS])
+    logs = default.copy()
+    for _ in range(_ROUNDS):
+        seconds = ideal * np.exp(logs)
+        totals = seconds.sum(1)
+        residuals = (measured - np.log(totals)) / _NOISE
+        weights = np.sqrt(np.minimum(1.0, _OUTLIER / np.maximum(np.abs(residuals), 1e-9)))
+        slopes = seconds / totals[:, None] / _NOISE
+        rows = np.vstack([slopes * weights[:, None], np.diag(1 / prior)])
+        wanted = np.concatenate([residuals * weights, (default - logs) / prior])
+        change = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+        logs = logs + np.clip(change, -1.0, 1.0)
+        if np.abs(change).max() < 1e-6:
+            break
+    errors = measured - np.log((ideal * np.exp(logs)).sum(1))
+    return Factors(
+        **dict(zip(COMPONENTS, np.exp(logs).tolist(), strict=True)),
+        spread=_spread(errors.tolist(), start.spread),
+        num_steps=len(timed),
+    )
+
+
+def _spread(errors: Sequence[float], default: float) -> float:
+    """Two standard deviations of what is left, and of few steps the default counts as one more."""
+    squares = [error**2 for error in errors] + [(float(np.log(default)) / 2) ** 2 / len(errors)]
+    return max(_LEAST_SPREAD, float(np.exp(2 * np.sqrt(sum(squares) / len(squares)))))

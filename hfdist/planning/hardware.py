@@ -1,0 +1,126 @@
+"""The hardware of a plan: by name, or the device at hand; a machine without a GPU is measured in about two seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hfdist.config.hardware import CPU, Hardware, Tflops, match_device, read_hardware
+from hfdist.energy.estimates import WATTS_PER_CORE
+from hfdist.testing import run_ranks
+
+_GIB = 2.0**30
+_WIDTHS = (256, 768)
+"""Of the matrices that are multiplied, as of small models; the larger ones where the smaller ones are quick."""
+_COPIED_BYTES = 32 * 2**20
+"""More than caches hold."""
+_SENT_BYTES = 4 * 2**20
+_NUM_SMALL = 100
+"""Operations on a few numbers, forward and backward."""
+_TURN_SECONDS = 0.1
+_MOST_RANKS = 4
+"""That measure at once; more of them share the cores alike."""
+
+
+def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | None = None) -> Hardware:
+    """Give what the ranks of a plan have.
+
+    Args:
+        name: of a file of conf/hardware/, or its path; `cpu`: measure this machine; None: the device at hand.
+        processes: of the run: on a CPU they share the machine.
+        own: the user's own folder of configs.
+
+    Raises:
+        ConfigError: there is no such hardware, or a file that is wrong.
+    """
+    if name is None and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        found = match_device(device.name, own)
+        if found is not None:
+            return replace(found, memory_gib=device.total_memory / _GIB)
+    if name is None or name == CPU:
+        return measure_cpu(processes)
+    return read_hardware(name, own)
+
+
+def measure_cpu(processes: int = 1) -> Hardware:
+    """Measure what each of so many processes on this machine can do at the same time, with one thread each."""
+    num_ranks = min(processes, _MOST_RANKS)
+    of_ranks = run_ranks(_measure, num_ranks, timeout_seconds=60)
+    fp32, bf16, memory, kernel, link, latency = (median(values) for values in zip(*of_ranks, strict=True))
+    num_cores = os.cpu_count() or 1
+    # Ranks were measured by their own CPU seconds, and links by the clock.
+    share = min(1.0, num_cores / processes)
+    of_links = min(1.0, max(num_ranks, num_cores) / processes)
+    return Hardware(
+        name=CPU,
+        memory_gib=psutil.virtual_memory().total / _GIB / processes,
+        tflops=Tflops(fp32=fp32 * share / 1e12, bf16=bf16 * share / 1e12, fp16=bf16 * share / 1e12),
+        memory_gb_per_second=memory * share / 1e9,
+        link_gb_per_second=link * of_links / 1e9,
+        link_latency_us=latency / of_links * 1e6,
+        # Nothing is known of a network.
+        network_gb_per_second=link * of_links / 1e9,
+        network_latency_us=latency / of_links * 1e6,
+        kernel_us=kernel / share * 1e6,
+        devices_per_machine=processes,
+        watts=WATTS_PER_CORE * num_cores / processes,
+    )
+
+
+def _measure() -> tuple[float, float, float, float, float, float]:
+    """On each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation, bytes a
+    second to another rank and seconds of a small message."""
+    peaks = [_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16)]
+    numbers = torch.ones(_COPIED_BYTES // 4)
+    bandwidth = 2 * _COPIED_BYTES / _seconds(lambda: torch.neg(numbers, out=numbers))
+    small = torch.ones(16, requires_grad=True)
+
+    def chain() -> None:
+        value = small
+        for _ in range(_NUM_SMALL):
+            value = value * 1.5
+        value.sum().backward()
+
+    # Forward and backward of each.
+    kernel = _seconds(chain) / (2 * _NUM_SMALL)
+    if dist.get_world_size() == 1:
+        return *peaks, bandwidth, kernel, bandwidth, kernel
+    few, many = torch.ones(16), torch.ones(_SENT_BYTES // 4)
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    # The same number of rounds on all ranks.
+    latency = _seconds(lambda: dist.all_reduce(few), num_rounds=30)
+    link = 2 * share * _SENT_BYTES / _seconds(lambda: dist.all_reduce(many), num_rounds=8)
+    return *peaks, bandwidth, kernel, link, latency / 2
+
+
+def _operations_per_second(kind: torch.dtype) -> float:
+    rate = 0.0
+    for width in _WIDTHS:
+        left, right = torch.ones(width, width, dtype=kind), torch.ones(width, width, dtype=kind)
+        seconds = _seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
+        rate = 2 * width**3 / seconds
+        if seconds > _TURN_SECONDS / 10:
+            break
+    return rate
+
+
+def _seconds(action: Callable[[], object], *, num_rounds: int | None = None) -> float:
+    """Give the median time of an action: in CPU seconds for a turn, or by the clock so many times."""
+    clock = time.process_time if num_rounds is None else time.perf_counter
+    rounds: list[float] = []
+    end = clock() + _TURN_SECONDS
+    while len(rounds) < (num_rounds or 1) or (num_rounds is None and clock() < end):
+        begin = clock()
+        action()
+        rounds.append(clock() - begin)
+    # The first ones warm up.
+    return median(rounds[len(rounds) // 4 :])

@@ -1,0 +1,77 @@
+"""What a run is planned for: its devices, the memory that a process may use, and what past runs say of their speed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from hfdist.atomic_write import write_atomically
+from hfdist.config.hardware import Hardware, Tflops
+from hfdist.config.plan import PlanConfig
+from hfdist.config.run import RunConfig
+from hfdist.data import cache_dir
+from hfdist.planning.calibration import calibrate, read_steps
+from hfdist.planning.hardware import find_hardware, measure_cpu
+from hfdist.planning.host_memory import usable_bytes
+from hfdist.planning.search import Machines
+
+STEPS = "timed_steps.jsonl"
+"""In hfdist's cache folder: a line a run, from which later plans learn."""
+_GIB = 2**30
+# Context, kernels and workspaces of CUDA, and buffers of NCCL. Not measured by hfdist.
+_RUNTIME_OF_GPU = 1.2 * _GIB
+
+__all__ = ["STEPS", "Machines", "find_machines"]
+
+
+def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int) -> Machines:
+    """Say what each process has: as it is asked, as the hardware has it, or what is free here.
+
+    Args:
+        config: of the run.
+        asked: the plan's keys.
+        hardware: that is asked for by name; None: what is at hand.
+        processes: how many there will be.
+    """
+    per_machine = asked.per_machine
+    if hardware is None and asked.hardware is None and torch.cuda.is_available():
+        hardware = find_hardware()
+    found = _cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
+    if per_machine is not None:
+        found = replace(found, devices_per_machine=per_machine)
+    # This process has imported what a run imports.
+    runtime = psutil.Process().memory_info().rss if found.is_cpu else _RUNTIME_OF_GPU
+    if asked.memory_gib is not None:
+        usable = asked.memory_gib * _GIB
+    elif found.is_cpu:
+        usable = usable_bytes(min(processes, found.devices_per_machine))
+    else:
+        usable = found.memory_bytes
+    return Machines(
+        hardware=found,
+        usable_bytes=usable,
+        runtime_bytes=runtime,
+        calibration=calibrate(read_steps(cache_dir(config.data) / STEPS, found.name), found),
+    )
+
+
+def _cpu(folder: Path, processes: int) -> Hardware:
+    """Give what so many processes of this machine have, measured once: past runs count by it."""
+    words = f"{platform.node()} {os.cpu_count()} {processes} {torch.__version__}"
+    path = folder / f"cpu-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        values = json.loads(path.read_bytes())
+        return Hardware(**values | {"tflops": Tflops(**values["tflops"])})
+    measured = measure_cpu(processes)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(measured)).encode(), is_durable=False)
+    return measured

@@ -1,0 +1,157 @@
+"""Makes a plan: the worst rank is traced, a step is timed, and the whole run follows from both."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
+
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.model import Init
+from hfdist.config.run import RunConfig
+from hfdist.data import cache_dir
+from hfdist.energy.estimates import WATTS_PER_CORE
+from hfdist.models import find_architecture, fit_vocabulary
+from hfdist.models.build import make_without_values
+from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.resolve import resolve_model
+from hfdist.models.tokenizer import load_tokenizer
+from hfdist.planning.machines import Machines
+from hfdist.planning.memory import RankTrace, trace_rank
+from hfdist.planning.plan import Plan
+from hfdist.planning.step_time import step_parts
+from hfdist.planning.traffic import step_sizes, traffic
+from hfdist.strategies.base import Strategy
+from hfdist.strategies.select import select_strategy
+from hfdist.strategies.traffic import StepSizes
+
+
+def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
+    """Give the model's config with the vocabulary that the run will have, as far as no data are read for it."""
+    model, folder = config.model, cache_dir(config.data)
+    takes_size = model.init is Init.random and "vocab_size" not in model.config
+    if not takes_size or model.tokenizer.name is None:
+        # A tokenizer must not be fetched for nothing.
+        model = replace(model, tokenizer=replace(model.tokenizer, name=None, revision=None))
+    model = resolve_model(model, cache_dir=folder).model
+    architecture = find_architecture(model, sequence_length=config.data.sequence_length)
+    if model.tokenizer.name is not None:
+        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda: iter(()), cache_dir=folder)
+        fit_vocabulary(architecture, tokenizer, model)
+    elif takes_size:
+        # One that is trained has at most so many tokens.
+        architecture.get_text_config().vocab_size = model.tokenizer.vocab_size
+    return architecture
+
+
+def make_plan(
+    config: RunConfig, machines: Machines, processes: int, architecture: PreTrainedConfig | None = None
+) -> Plan:
+    """Plan a run in the layout of its config. No process group may exist, and nothing of a model is held.
+
+    Args:
+        config: of the run.
+        machines: see `find_machines`.
+        processes: how many there will be.
+        architecture: of the model; None: it is found.
+
+    Raises:
+        ConfigError: as the run itself would, before its first step.
+    """
+    architecture = find_planned_architecture(config) if architecture is None else architecture
+    hardware = machines.hardware
+    topology, batch = plan_run(config, world_size=processes)
+    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
+    traces = _trace(config, architecture, strategy)
+    sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
+    costs = [replace(trace.costs, traffic=sent) for trace in traces]
+    parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.calibration)
+    flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
+    peak = hardware.half_flops
+    memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
+    plan = Plan(
+        layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
+        hardware=hardware.name,
+        processes=processes,
+        memory=memory,
+        usable_bytes=machines.usable_bytes,
+        flops_per_step=flops,
+        time=parts.time,
+        ideal_seconds=parts.ideal,
+        tokens_per_step=batch.tokens_per_step,
+        mfu=None if peak is None or hardware.is_cpu else flops / parts.time.seconds / peak / processes,
+        traffic=sent,
+        max_steps=None,
+        currency=config.cost.currency,
+    )
+    plan = with_runtime(plan, machines.runtime_bytes)
+    plan = replace(plan, binds=_binds(plan))
+    return plan if config.train.epochs is not None else with_steps(plan, config, machines, config.train.max_steps)
+
+
+def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int | None) -> Plan:
+    """Add what the whole run takes."""
+    plan = replace(plan, max_steps=max_steps)
+    if plan.hours is None:
+        return plan
+    cost, hardware = config.cost, machines.hardware
+    # Of a CPU the host is the device that has a price.
+    devices = math.ceil(plan.processes / machines.hardware.devices_per_machine) if hardware.is_cpu else plan.processes
+    price = hardware.price_per_hour if cost.price_per_hour is None else cost.price_per_hour
+    watts = _watts(config, machines, plan.processes)
+    kwh = None if watts is None else watts * plan.hours / 1000
+    parts = [None if price is None else price * devices * plan.hours]
+    parts += [] if cost.price_per_kwh is None else [None if kwh is None else kwh * cost.price_per_kwh]
+    known = [part for part in parts if part is not None]
+    return replace(plan, kwh=kwh, cost=sum(known) if known else None)
+
+
+def with_runtime(plan: Plan, runtime_bytes: float) -> Plan:
+    """Put what a process holds without a model in the place of what a plan takes."""
+    memory, more = plan.memory, runtime_bytes - plan.memory.use.runtime
+    return replace(
+        plan,
+        memory=replace(
+            memory,
+            use=replace(memory.use, runtime=runtime_bytes),
+            low_bytes=memory.low_bytes + more,
+            high_bytes=memory.high_bytes + more,
+        ),
+    )
+
+
+def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:
+    with FakeTensorMode():
+        model = make_without_values(config.model, copy.deepcopy(architecture))
+        sizes = step_sizes(model, config.train, tensor=config.strategy.tensor, is_gpu=is_gpu)
+        return measure_size(model), sizes
+
+
+def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> Sequence[RankTrace]:
+    """Trace the ranks that differ: one of each place in a pipeline."""
+    topology = strategy.topology
+    return [
+        trace_rank(config, architecture, world_size=topology.world_size, rank=rank) for rank in topology.pipelines[0]
+    ]
+
+
+def _binds(plan: Plan) -> str:
+    if not plan.fits:
+        return "memory"
+    return "link" if sum(plan.time.exposed.values()) > plan.time.compute else "compute"
+
+
+def _watts(config: RunConfig, machines: Machines, processes: int) -> float | None:
+    """Give the power of all devices, or of the hosts where they compute themselves."""
+    hardware, cost = machines.hardware, config.cost
+    if hardware.is_cpu:
+        of_host = cost.host_watts or WATTS_PER_CORE * (os.cpu_count() or 1)
+        return of_host * math.ceil(processes / machines.hardware.devices_per_machine)
+    watts = hardware.watts if cost.device_watts is None else cost.device_watts
+    return None if watts is None else watts * processes

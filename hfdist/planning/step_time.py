@@ -1,0 +1,222 @@
+"""Seconds of a step: each phase against the limits of a device, what no computation hides of what travels, and waiting.
+
+    phase       on a GPU the longer of its arithmetic and memory traffic, and of starting its operations; on a CPU all
+    traffic     a ring's or an exchange's, by the slowest link on its way; hidden as far as its layout runs it beside a
+                phase that lasts as long, but never its first or last message. On a CPU nothing hides it: cores do both
+    pipeline    the schedule's own list of actions, with the seconds of each stage; or, where the costs of one rank
+                stand for all, its bubble's formula
+
+Factors (calibration.py) say how far from its limits a device stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hfdist.config.hardware import Hardware
+from hfdist.config.train import Precision, TrainConfig
+from hfdist.planning.calibration import COMPONENTS, Factors, default_factors
+from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTime
+from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
+from hfdist.strategies.base import Strategy
+
+_PIPELINE = "pipeline"
+_IN_BLOCKS = ("tensor", "context", "expert")
+"""Axes whose ranks wait for each other within each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """A step's time, and what it is made of without factors."""
+
+    time: StepTime
+    ideal: dict[str, float]
+    """Seconds of `COMPONENTS` in the step, waiting included: what `TimedStep.ideal` keeps."""
+
+
+def step_time(
+    costs: RankCosts | Sequence[RankCosts],
+    strategy: Strategy,
+    hardware: Hardware,
+    train: TrainConfig,
+    factors: Factors | None = None,
+) -> StepTime:
+    """Give the time of a step.
+
+    Args:
+        costs: of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
+        strategy: of the layout.
+        hardware: of all ranks.
+        train: says the precision, and whether blocks are computed again.
+        factors: None: those of no calibration.
+    """
+    return step_parts(costs, strategy, hardware, train, factors).time
+
+
+def step_parts(
+    costs: RankCosts | Sequence[RankCosts],
+    strategy: Strategy,
+    hardware: Hardware,
+    train: TrainConfig,
+    factors: Factors | None = None,
+) -> StepParts:
+    """Give the time of a step and its components; see `step_time`."""
+    factors = default_factors(hardware) if factors is None else factors
+    every = [costs] if isinstance(costs, RankCosts) else list(costs)
+    whole = _time(every, strategy, _Clock(hardware, train, factors))
+    # Each component alone, as all is linear in the factors but for what is hidden.
+    none = dict.fromkeys(COMPONENTS, 0.0)
+    ideal = {}
+    for name in COMPONENTS:
+        without = _time(every, strategy, _Clock(hardware, train, replace(factors, **none | {name: 1.0})))
+        ideal[name] = without.seconds
+    # What is hidden, or waits, makes the sum differ a little: it is shared out.
+    total = factors.apply(ideal)
+    scale = whole.seconds / total if total > 0 else 1.0
+    return StepParts(time=whole, ideal={name: seconds * scale for name, seconds in ideal.items()})
+
+
+class _Clock:
+    """Turns costs into seconds."""
+
+    def __init__(self, hardware: Hardware, train: TrainConfig, factors: Factors) -> None:
+        self.hardware, self.train, self.factors = hardware, train, factors
+        uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))
+        self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
+
+    def compute(self, costs: OpCosts) -> float:
+        """Seconds of some operations."""
+        factors, hardware = self.factors, self.hardware
+        works = factors.compute * costs.flops / self._peak
+        works += factors.memory * costs.moved_bytes / hardware.bytes_per_second
+        starts = factors.kernels * costs.kernels * hardware.kernel_seconds
+        return works + starts if hardware.is_cpu else max(works, starts)
+
+    def send(self, traffic: AxisTraffic) -> float:
+        """Seconds of what travels along an axis in a step, if nothing else happened."""
+        hardware = self.hardware
+        link, latency = hardware.link(crosses_machines=False)
+        hops = math.ceil(math.log2(traffic.size)) * (2 if traffic.kind == ALL_REDUCE else 1)
+        if traffic.kind == SEND:
+            hops = 1
+        seconds = traffic.sent_bytes / link
+        if traffic.crosses_machines:
+            network, latency = hardware.link(crosses_machines=True)
+            if traffic.kind in (ALL_TO_ALL, SEND):
+                # Each peer gets its own part.
+                far = (traffic.size - traffic.machine_ranks) / max(1, traffic.size - 1)
+                seconds = max(traffic.sent_bytes * (1 - far) / link, traffic.sent_bytes * far / network)
+            else:
+                # Rings leave a machine over the links of all its ranks.
+                seconds = traffic.sent_bytes / min(link, network * traffic.machine_ranks)
+        return self.factors.link * (seconds + traffic.calls * hops * latency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """Seconds of one rank."""
+
+    forwards: list[float]
+    """Of one micro batch in each of its stages."""
+    backwards: list[float]
+    optimizer: float
+    exposed: dict[str, float] = field(default_factory=dict)
+    """By axis, without what is in the blocks of a pipeline, and messages between its stages."""
+    message: float = 0.0
+    """From one stage to the next."""
+
+    def busy(self, num_microbatches: int) -> float:
+        return num_microbatches * (sum(self.forwards) + sum(self.backwards))
+
+
+def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime:
+    num_microbatches = strategy.batch.num_microbatches
+    ranks = [_rank_seconds(costs, num_microbatches, clock) for costs in every]
+    slowest = max(ranks, key=lambda rank: rank.busy(num_microbatches))
+    busy, bubble = slowest.busy(num_microbatches), 0.0
+    # What all wait for at the end.
+    optimizer = max(rank.optimizer for rank in ranks)
+    exposed: dict[str, float] = defaultdict(float)
+    for rank in ranks:
+        for axis, seconds in rank.exposed.items():
+            exposed[axis] = max(exposed[axis], seconds)
+    if strategy.topology.pipeline > 1:
+        bubble, waiting = _pipeline(ranks, strategy, clock, busy)
+        exposed[_PIPELINE] += waiting
+        # These are in the stages' seconds.
+        inside = {axis: exposed.get(axis, 0.0) for axis in _IN_BLOCKS}
+        busy -= sum(inside.values())
+    time = StepTime(compute=busy + optimizer, bubble=bubble, exposed=dict(exposed))
+    spread = clock.factors.spread
+    return replace(time, low=time.seconds / spread, high=time.seconds * spread)
+
+
+def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Rank:
+    forwards = [clock.compute(stage.forward) for stage in costs.stages]
+    backwards = [clock.compute(stage.backward) for stage in costs.stages]
+    room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
+    exposed, message = _exposed(costs.traffic, room, clock)
+    in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
+    if len(costs.stages) and message > 0.0 or any(one.axis == _PIPELINE for one in costs.traffic):
+        # Half in the forward and half in the backward of each stage.
+        each = in_blocks / len(costs.stages) / 2
+        forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
+    return _Rank(
+        forwards=forwards,
+        backwards=backwards,
+        optimizer=clock.compute(costs.optimizer),
+        exposed=exposed,
+        message=message,
+    )
+
+
+def _exposed(
+    traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock
+) -> tuple[dict[str, float], float]:
+    """Give the seconds that are not hidden, by axis, and those of one message between stages."""
+    exposed: dict[str, float] = defaultdict(float)
+    left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}
+    message = 0.0
+    for one in traffic:
+        seconds = clock.send(one)
+        if one.kind == SEND:
+            message = seconds / one.calls
+            continue
+        if one.overlaps is not None and not clock.hardware.is_cpu:
+            place = one.overlaps, one.microbatches
+            hidden = min(left[place], seconds * (1 - one.microbatches / max(one.calls, one.microbatches)))
+            left[place] -= hidden
+            seconds -= hidden
+        exposed[one.axis] += seconds
+    return exposed, message
+
+
+def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float) -> tuple[float, float]:
+    """Give the seconds in which the slowest rank waits for others, and those more for messages."""
+    # It takes time that other layouts save.
+    from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
+
+    config, num_ranks = strategy.config, strategy.topology.pipeline
+    num_microbatches = strategy.batch.num_microbatches
+    per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
+    message = max(rank.message for rank in ranks)
+    if len(ranks) == num_ranks:
+        from hfdist.planning.pipeline_time import simulate
+
+        splits = not clock.train.gradient_checkpointing
+        seconds = [(rank.forwards, rank.backwards) for rank in ranks]
+        on_cpu = clock.hardware.is_cpu
+        alone = simulate(config.schedule, seconds, num_microbatches, splits_backward=splits)
+        whole = simulate(
+            config.schedule, seconds, num_microbatches, message, splits_backward=splits, sender_waits=on_cpu
+        )
+        return max(0.0, alone - busy), max(0.0, whole - alone)
+    idle = bubble_fraction(
+        config.schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches
+    )
+    # Messages of the first and the last micro batch are waited for; on a CPU, which sends itself, all are.
+    waited = 2 * (num_ranks - 1) + (2 * num_microbatches * per_rank if clock.hardware.is_cpu else 0)
+    return busy * idle / (1 - idle), waited * message
