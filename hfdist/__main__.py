@@ -24,6 +24,7 @@ _WORDS = {
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
     "job": "to= cluster= recipe= run= out= cluster. --offline",
+    "plan": "plan. recipe= run= --json --offline",
     "report": "out= port= --live",
 }
 """What may follow a command that has no config."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.errors import ConfigError
 
+IGNORED = -100
+"""Label of a position that is not a target."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:

@@ -45,9 +45,6 @@ DEFAULTS = shipped_folder() / GROUP / "default.yaml"
 def compose_plan(overrides: Sequence[str]) -> PlanConfig:
     """Merge overrides such as `plan.processes=64` over the defaults, and check them; ConfigError: the first mistake."""
     plan: PlanConfig = SECTION.compose(DEFAULTS, overrides)
-    if plan.search and plan.find is not None:
-        what, hint = "one question at a time", "plan.find=processes alone: it searches for each number of processes"
-        raise ConfigError(what, where="plan.search", found="true, with plan.find", hint=hint)
     if plan.find is not None and plan.processes is not None:
         what, hint = "the number of processes is what is to be found", "leave plan.processes out"
         raise ConfigError(what, where="plan.processes", found=plan.processes, allowed="null", hint=hint)

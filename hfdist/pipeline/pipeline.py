@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from hfdist.config.batch import IGNORED
 from hfdist.config.strategy import Schedule
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.routers import COUNTED
 from hfdist.pipeline.schedule import FORWARDS, Instruction, Operation, plan, receive_early

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 from hfdist.planning.costs import AxisTraffic, MemoryUse
 from hfdist.planning.plan import Plan
-from hfdist.report.text import duration, share, short, size
+from hfdist.report.text import count, duration, share, short, size
 
 _SECONDS_PER_HOUR = 3600
 
@@ -21,7 +21,7 @@ def describe_plan(plan: Plan) -> str:
         f"memory of rank {plan.memory.rank}, which holds most, in the {plan.memory.phase.value}",
         *_memory_rows(plan),
         "",
-        f"a step of {plan.tokens_per_step:,} tokens and {plan.flops_per_step:.3g} FLOPs",
+        f"a step of {plan.tokens_per_step:,} tokens and {plan.flops_per_step:.3g} FLOPs, {_basis(plan)}",
         *_time_rows(plan),
     ]
     if plan.traffic:
@@ -65,6 +65,12 @@ def describe_whole_run(plan: Plan) -> str:
     return ", ".join(parts)
 
 
+def _basis(plan: Plan) -> str:
+    if plan.timed_runs:
+        return f"corrected by {count(plan.timed_runs, 'past run')} on such hardware"
+    return "by the limits of the hardware"
+
+
 def _memory_rows(plan: Plan) -> Iterator[str]:
     rows = [(name, size(value), "") for name, value in uses(plan.memory.use)]
     of = (
@@ -85,18 +91,18 @@ def _time_rows(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for one in plan.traffic:
-        exposed = plan.time.exposed.get(one.axis, 0.0)
-        seen = (
-            f"{share(exposed / plan.time.seconds)} of the step waits for it" if exposed > 0 else "no one waits for it"
-        )
-        yield one.axis, size(one.sent_bytes), f"{_where(one)}; {seen}"
+    for axis in dict.fromkeys(one.axis for one in plan.traffic):
+        own = [one for one in plan.traffic if one.axis == axis]
+        exposed = plan.time.exposed.get(axis, 0.0)
+        seen = f"{share(exposed / plan.time.seconds)} of the step waits for it" if exposed > 0 else "no one waits for it"
+        yield axis, size(sum(one.sent_bytes for one in own)), f"{_where(own)}; {seen}"
 
 
-def _where(one: AxisTraffic) -> str:
-    beside = "" if one.overlaps is None else f", beside the {one.overlaps.value}"
-    place = "between machines" if one.crosses_machines else "within a machine"
-    return f"{one.calls:,} calls of {one.size} ranks {place}{beside}"
+def _where(own: Sequence[AxisTraffic]) -> str:
+    place = "between machines" if any(one.crosses_machines for one in own) else "within a machine"
+    phases = dict.fromkeys(one.overlaps.value for one in own if one.overlaps is not None)
+    beside = f", beside the {' and the '.join(sorted(phases, reverse=True))}" if phases else ""
+    return f"{sum(one.calls for one in own):,} calls of {own[0].size} ranks {place}{beside}"
 
 
 def _run_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:

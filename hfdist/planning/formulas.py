@@ -239,4 +239,3 @@ def _stage_costs(model: ModelConstants, layout: Layout, shares: ShareOfParts, lo
             forward += part.forward.of(sequences, tensor, held) * number
             backward += part.backward[mode].of(sequences, tensor, held) * number
     return StageCosts(forward=forward, backward=backward)
-

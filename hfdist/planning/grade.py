@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hfdist.planning.costs import Phase
 from hfdist.planning.describe import uses
 from hfdist.planning.plan import Plan
 
@@ -86,12 +87,20 @@ def _memory(plan: Plan, measured: Measured) -> Iterator[Item]:
     if "runtime" not in held.parts:
         del planned["runtime"]
     yield Item(name=PEAK, unit="bytes", predicted=sum(planned.values()), measured=held.peak)
-    for name in [name for name in planned if name in held.parts]:
-        yield Item(name=name, unit="bytes", predicted=planned[name], measured=held.parts[name])
-    rest = [name for name in planned if name not in held.parts]
-    measured_rest = max(held.peak - sum(held.parts.values()), 0.0)
-    predicted_rest = sum(planned[name] for name in rest)
-    yield Item(name=" and ".join(rest), unit="bytes", predicted=predicted_rest, measured=measured_rest)
+    known = {name: value for name, value in held.parts.items() if name in planned}
+    if plan.memory.phase is Phase.backward:
+        # Some are there by then, and they are counted when all are.
+        known.pop("gradients", None)
+    for name, value in known.items():
+        yield Item(name=name, unit="bytes", predicted=planned[name], measured=value)
+    rest = [name for name in planned if name not in known]
+    measured_rest = max(held.peak - sum(known.values()), 0.0)
+    yield Item(
+        name=" and ".join(rest),
+        unit="bytes",
+        predicted=sum(planned[name] for name in rest),
+        measured=measured_rest,
+    )
 
 
 def _time(plan: Plan, measured: Measured) -> Iterator[Item]:

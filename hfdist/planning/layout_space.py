@@ -84,17 +84,12 @@ class Space:
             ):
                 yield replace(layout, micro_batch_size=micro_batch_size, num_microbatches=number)
 
-    def shardings(self, layout: Layout) -> Iterator[Layout]:
-        """A layout with each way to shard and to offload its state."""
-        for sharding in Sharding:
-            replicates = divisors(layout.data) if sharding is Sharding.fsdp2 else [1]
-            for replicate in replicates:
-                if layout.data // replicate % layout.expert != 0:
-                    continue
-                for offload in Offload:
-                    one = replace(layout, sharding=sharding, replicate=replicate, offload=offload)
-                    if _has_effect(one) and self._is_allowed(one):
-                        yield one
+    def shardings(self, layout: Layout, sharding: Sharding, offload: Offload) -> Iterator[Layout]:
+        """A layout with its state sharded so, with each number of replicas."""
+        for replicate in divisors(layout.data) if sharding is Sharding.fsdp2 else [1]:
+            one = replace(layout, sharding=sharding, replicate=replicate, offload=offload)
+            if one.shard % one.expert == 0 and _has_effect(one) and self._is_allowed(one):
+                yield one
 
     def _is_allowed(self, layout: Layout) -> bool:
         # Checks ask whether a degree is more than one, not how much it is.

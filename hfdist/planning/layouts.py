@@ -84,9 +84,7 @@ class Layout:
         changed: list[str] = []
         for section in ("strategy", "train", "data"):
             before, after = plain(getattr(config, section)), plain(getattr(new, section))
-            changed += [
-                f"{section}.{key}={_written(after[key])}" for key in after if after[key] != before[key]
-            ]
+            changed += [f"{section}.{key}={_written(after[key])}" for key in after if after[key] != before[key]]
         return tuple(changed)
 
     @property

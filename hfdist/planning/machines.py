@@ -19,13 +19,17 @@ from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.data import cache_dir
 from hfdist.planning.calibration import calibrate, read_steps
+from hfdist.planning.evaluate import Machines
 from hfdist.planning.hardware import find_hardware, measure_cpu
 from hfdist.planning.host_memory import usable_bytes
-from hfdist.planning.search import Machines
 
 STEPS = "timed_steps.jsonl"
 """In hfdist's cache folder: a line a run, from which later plans learn."""
+_MOST_STEPS = 50
+"""Of which the last count: machines change."""
 _GIB = 2**30
+# Of the trainer's libraries and the tokenizer, which a plan does not import: measured on Linux.
+_MORE_IN_A_RUN = 96 * 2**20
 # Context, kernels and workspaces of CUDA, and buffers of NCCL. Not measured by hfdist.
 _RUNTIME_OF_GPU = 1.2 * _GIB
 
@@ -47,8 +51,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     found = _cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
     if per_machine is not None:
         found = replace(found, devices_per_machine=per_machine)
-    # This process has imported what a run imports.
-    runtime = psutil.Process().memory_info().rss if found.is_cpu else _RUNTIME_OF_GPU
+    runtime = psutil.Process().memory_info().rss + _MORE_IN_A_RUN if found.is_cpu else _RUNTIME_OF_GPU
     if asked.memory_gib is not None:
         usable = asked.memory_gib * _GIB
     elif found.is_cpu:
@@ -59,7 +62,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
         hardware=found,
         usable_bytes=usable,
         runtime_bytes=runtime,
-        calibration=calibrate(read_steps(cache_dir(config.data) / STEPS, found.name), found),
+        factors=calibrate(read_steps(cache_dir(config.data) / STEPS, found.name)[-_MOST_STEPS:], found),
     )
 
 

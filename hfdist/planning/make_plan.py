@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.planning.machines import Machines
+from hfdist.planning.evaluate import Machines
 from hfdist.planning.memory import RankTrace, trace_rank
 from hfdist.planning.plan import Plan
 from hfdist.planning.step_time import step_parts
@@ -71,7 +72,7 @@ def make_plan(
     traces = _trace(config, architecture, strategy)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
-    parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.calibration)
+    parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
     flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
     peak = hardware.half_flops
     memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
@@ -84,6 +85,7 @@ def make_plan(
         flops_per_step=flops,
         time=parts.time,
         ideal_seconds=parts.ideal,
+        timed_runs=0 if machines.factors is None else machines.factors.num_steps,
         tokens_per_step=batch.tokens_per_step,
         mfu=None if peak is None or hardware.is_cpu else flops / parts.time.seconds / peak / processes,
         traffic=sent,
@@ -136,9 +138,11 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> Sequence[RankTrace]:
     """Trace the ranks that differ: one of each place in a pipeline."""
     topology = strategy.topology
-    return [
-        trace_rank(config, architecture, world_size=topology.world_size, rank=rank) for rank in topology.pipelines[0]
-    ]
+    with warnings.catch_warnings():
+        # What libraries say to developers, once for a plan and once for the run.
+        warnings.simplefilter("ignore")
+        ranks = topology.pipelines[0]
+        return [trace_rank(config, architecture, world_size=topology.world_size, rank=rank) for rank in ranks]
 
 
 def _binds(plan: Plan) -> str:

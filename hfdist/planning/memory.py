@@ -24,10 +24,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
-from hfdist.config.batch import plan_batch
+from hfdist.config.batch import IGNORED, plan_batch
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer

@@ -28,6 +28,8 @@ class Plan:
     max_steps: int | None
     ideal_seconds: dict[str, float] = field(default_factory=dict)
     """Of a step by component, without factors: see `StepParts`."""
+    timed_runs: int = 0
+    """Past runs on such hardware whose steps correct the time."""
     cost: float | None = None
     currency: str = "USD"
     kwh: float | None = None

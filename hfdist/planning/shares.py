@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -25,7 +26,6 @@ def find_shares(
     blocks: Sequence[Block],
     *,
     tensor_plans: Mapping[int, Plan],
-    expert_degrees: Iterable[int],
 ) -> dict[tuple[int, int], ShareOfParts]:
     """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
 
@@ -33,16 +33,15 @@ def find_shares(
         model: whole; on fake tensors, too.
         blocks: one of each kind.
         tensor_plans: by degree, from `find_tensor_plans`.
-        expert_degrees: that are asked for.
     """
     by_tensor: dict[int, Plan | None] = {1: None, **tensor_plans}
-    by_expert = {1: frozenset[str]()} | {degree: _expert_names(model, degree) for degree in expert_degrees if degree > 1}
+    experts = _expert_parameters(model)
+    degrees = _divisors(math.gcd(*experts.values())) if experts else [1]
     return {
         (tensor, expert): _shares(model, blocks, divided)
         for tensor, plan in by_tensor.items()
-        for expert, names in by_expert.items()
-        if expert == 1 or names
-        for divided in (_divided(model, plan, tensor) | dict.fromkeys(names, expert),)
+        for expert in degrees
+        for divided in (_divided(model, plan, tensor) | (dict.fromkeys(experts, expert) if expert > 1 else {}),)
     }
 
 
@@ -56,12 +55,17 @@ def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[in
     return plans
 
 
-def _expert_names(model: PreTrainedModel, degree: int) -> frozenset[str]:
+def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Give the parameters that have all experts of a block, by name, with the number of these; empty: none can be shared."""
     try:
-        plan = make_expert_plan(model, degree)
+        plan = make_expert_plan(model, 1)
     except ConfigError:
-        return frozenset()
-    return frozenset(name for name, style in plan.items() if style == _EXPERTS)
+        return {}
+    return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str, int]:
@@ -69,7 +73,9 @@ def _divided(model: PreTrainedModel, plan: Plan | None, degree: int) -> dict[str
     if plan is None:
         return {}
     modules = dict(model.named_modules())
-    names = {f"{layer}.{own}" for layer, style in plan.layers.items() for own in split_dimensions(modules[layer], style)}
+    names = {
+        f"{layer}.{own}" for layer, style in plan.layers.items() for own in split_dimensions(modules[layer], style)
+    }
     for name, style in plan.rules.items():
         if style.startswith(_DIVIDING):
             names |= {f"{name}.{own}" for own, _ in modules[name].named_parameters()} if name in modules else {name}

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 # Not public; with both, torch's own tests run models without memory.
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,7 +54,6 @@ def measure_constants(
     *,
     is_gpu: bool = True,
     tensor_degrees: Iterable[int] = (),
-    expert_degrees: Iterable[int] = (),
 ) -> ModelConstants:
     """Trace what a model costs, part by part.
 
@@ -63,7 +61,7 @@ def measure_constants(
         config: of the run; its layout does not matter, its precision and sequence length do.
         architecture: from `find_architecture`, with the vocabulary of the tokenizer.
         is_gpu: whether ranks will have GPUs.
-        tensor_degrees, expert_degrees: whose shares of the parameters are asked for.
+        tensor_degrees: whose shares of the parameters are asked for.
 
     Raises:
         ConfigError: as the run itself would on one process, or a model without a list of blocks.
@@ -87,7 +85,7 @@ def measure_constants(
     weight_bytes = float(dtype.itemsize)
     one_of_each = [blocks[measurement.kind_of_block.index(kind)] for kind in range(len(kinds))]
     plans = find_tensor_plans(model, tensor_degrees)
-    shares = find_shares(model, one_of_each, tensor_plans=plans, expert_degrees=expert_degrees)
+    shares = find_shares(model, one_of_each, tensor_plans=plans)
     return ModelConstants(
         kinds=kinds,
         kind_of_block=tuple(measurement.kind_of_block),
@@ -341,7 +339,11 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _kind(block: Block) -> str:
     """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
     modules = [
-        (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))))
+        (
+            name,
+            type(module),
+            sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))),
+        )
         for part in block
         for name, module in part.named_modules()
     ]

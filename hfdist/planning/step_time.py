@@ -53,7 +53,8 @@ def step_time(
         train: says the precision, and whether blocks are computed again.
         factors: None: those of no calibration.
     """
-    return step_parts(costs, strategy, hardware, train, factors).time
+    factors = default_factors(hardware) if factors is None else factors
+    return _time(_listed(costs), strategy, _Clock(hardware, train, factors))
 
 
 def step_parts(
@@ -65,7 +66,7 @@ def step_parts(
 ) -> StepParts:
     """Give the time of a step and its components; see `step_time`."""
     factors = default_factors(hardware) if factors is None else factors
-    every = [costs] if isinstance(costs, RankCosts) else list(costs)
+    every = _listed(costs)
     whole = _time(every, strategy, _Clock(hardware, train, factors))
     # Each component alone, as all is linear in the factors but for what is hidden.
     none = dict.fromkeys(COMPONENTS, 0.0)
@@ -77,6 +78,10 @@ def step_parts(
     total = factors.apply(ideal)
     scale = whole.seconds / total if total > 0 else 1.0
     return StepParts(time=whole, ideal={name: seconds * scale for name, seconds in ideal.items()})
+
+
+def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
+    return [costs] if isinstance(costs, RankCosts) else list(costs)
 
 
 class _Clock:
@@ -160,7 +165,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if len(costs.stages) and message > 0.0 or any(one.axis == _PIPELINE for one in costs.traffic):
+    if (len(costs.stages) and message > 0.0) or any(one.axis == _PIPELINE for one in costs.traffic):
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
@@ -173,9 +178,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     )
 
 
-def _exposed(
-    traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock
-) -> tuple[dict[str, float], float]:
+def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
     """Give the seconds that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
     left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}

@@ -71,7 +71,9 @@ def step_sizes(
     total = sum(p.numel() for p in parameters.values())
     blocks = list(_blocks(model))
     experts = {name: p.numel() for name, p in parameters.items() if ".experts." in name}
-    embedding, head = (getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = (
+        getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
     num_heads = getattr(config, "num_attention_heads", None) or 1
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_keys = getattr(config, "num_key_value_heads", None) or num_heads

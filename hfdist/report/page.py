@@ -22,6 +22,7 @@ _PARTS = (
     plan,
     sections.ranks,
     sections.pipeline,
+    sections.traffic,
     sections.checkpoints,
     sections.events,
     sections.data,

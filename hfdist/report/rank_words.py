@@ -74,14 +74,14 @@ def _for_a_time(stretches: Sequence[Stretch], names: Sequence[str]) -> list[str]
     return texts[:_MOST_NAMED]
 
 
-def data_wait(run: RunFiles) -> float:
-    """Give the share of the step that the mean rank waits for its loader, from 0 to 1."""
+def share_of_step(run: RunFiles, part: str) -> float:
+    """Give the share of the step that the mean rank spends in one of PARTS, from 0 to 1."""
     total = run.ranks.total()
     if total is None:
         return 0.0
-    waits = [value for value in total.means(PARTS[1]) if value is not None]
+    spent = [value for value in total.means(part) if value is not None]
     steps = [value for value in total.means(STEP) if value is not None]
-    return sum(waits) / len(waits) / (sum(steps) / len(steps)) if waits and sum(steps) > 0 else 0.0
+    return sum(spent) / len(spent) / (sum(steps) / len(steps)) if spent and sum(steps) > 0 else 0.0
 
 
 def table(run: RunFiles) -> str:

@@ -9,6 +9,7 @@ from hfdist.report import history, rank_words
 from hfdist.report.curves import HELD_OUT, LOSS
 from hfdist.report.drawing import rank_map, schedule
 from hfdist.report.history import describe_layout, events_of
+from hfdist.report.reading.rank_steps import PARTS
 from hfdist.report.reading.run_files import RunFiles
 from hfdist.report.text import (
     count,
@@ -26,6 +27,7 @@ from hfdist.report.text import (
 
 _SILENT_SECONDS = 180.0
 _MOST_SAVES = 12
+_MOST_AXES = 12
 _MOST_SAMPLES = 8
 _LONGEST_SAMPLE = 800
 _STALL_SHARE = 0.05
@@ -130,7 +132,7 @@ def head(run: RunFiles, *, colour: str = "") -> str:
 def findings(run: RunFiles) -> str:
     """Say what stands out, in words; nothing, if nothing does."""
     slow = rank_words.find_slow(run)
-    texts, wait = [*slow], rank_words.data_wait(run)
+    texts, wait = [*slow], rank_words.share_of_step(run, PARTS[1])
     if wait > _DATA_SHARE:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
     for kind, words in ((Event.skip, "skipped step"), (Event.rollback, "rollback"), (Event.lost_rank, "lost rank")):
@@ -167,6 +169,50 @@ def pipeline(run: RunFiles) -> str:
     """Give the measured schedule of a pipeline."""
     drawn = schedule.draw(run.spans)
     return f"<h2>Pipeline</h2>{drawn}" if drawn else ""
+
+
+def traffic(run: RunFiles) -> str:
+    """Give what a rank sends in a step, by axis of the mesh, beside what was planned."""
+    counted = None if run.record is None else run.record.traffic
+    axes = counted.get("axes") if isinstance(counted, dict) else None
+    if not isinstance(counted, dict) or not isinstance(axes, dict):
+        return ""
+    planned, exposed = _planned_traffic(run.plan)
+    rows = []
+    for axis, found in [*axes.items()][:_MOST_AXES]:
+        sent = number(found.get("sent_bytes")) if isinstance(found, dict) else None
+        if sent is None:
+            continue
+        kinds, calls = found.get("kinds"), number(found.get("calls")) or 0.0
+        shares = {name: value for name, of in kinds.items() if (value := number(of))} if isinstance(kinds, dict) else {}
+        most = sorted(shares.items(), key=lambda item: -item[1])[:3]
+        cells = [size(sent), size(planned[axis]) if axis in planned else "", f"{calls:,.0f}"]
+        cells += [", ".join(f"{escaped(name, 20)} {size(value)}" for name, value in most)]
+        rows.append((axis, [*cells, share(exposed[axis]) if axis in exposed else ""]))
+    if not rows:
+        return ""
+    waits = rank_words.share_of_step(run, PARTS[2])
+    words = f"Counted in step {number(counted.get('step')) or 0.0:,.0f}, for the rank that sends most, as a ring sends."
+    if waits:
+        theory = f"; planned: {share(sum(exposed.values()))}" if exposed else ""
+        words += f" The mean rank waits for others in {share(waits)} of a step{theory}."
+    titles = ("sent in a step", "planned", "calls", "of which", "planned share of the step")
+    return f"<h2>Traffic</h2><p>{words}</p>{wide_table(titles, rows)}"
+
+
+def _planned_traffic(plan: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Give the planned bytes by axis, and the share of the step in which nothing hides them."""
+    planned: dict[str, float] = {}
+    listed, time = plan.get("traffic"), plan.get("time")
+    for one in listed if isinstance(listed, list) else []:
+        sent = number(one.get("sent_bytes")) if isinstance(one, dict) else None
+        if sent is not None:
+            planned[str(one.get("axis"))] = planned.get(str(one.get("axis")), 0.0) + sent
+    if not isinstance(time, dict) or not isinstance(time.get("exposed"), dict):
+        return planned, {}
+    exposed = {str(axis): number(seconds) or 0.0 for axis, seconds in time["exposed"].items()}
+    step = (number(time.get("compute")) or 0.0) + (number(time.get("bubble")) or 0.0) + sum(exposed.values())
+    return planned, {axis: seconds / step for axis, seconds in exposed.items()} if step > 0 else {}
 
 
 def checkpoints(run: RunFiles) -> str:

@@ -25,8 +25,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfdist.collectives import device_of
+from hfdist.config.batch import IGNORED
 from hfdist.config.strategy import ContextMethod
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.architecture import count_heads
 from hfdist.models.probing import keeps_documents_apart, small_model

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
-from hfdist.data.packing.sequence import IGNORED
+from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
 from hfdist.models.probing import keeps_documents_apart
 

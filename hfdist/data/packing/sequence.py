@@ -21,15 +21,13 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch.nn.utils.rnn import pad_sequence
 
+from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data.order.cursor import Place
 from hfdist.data.order.records import Records, join, make_records
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
-
-IGNORED = -100
-"""Label of a position that is not a target."""
 
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")

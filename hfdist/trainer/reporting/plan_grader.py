@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import control_group, gather_json
 from hfdist.errors import first_line
+from hfdist.planning.calibration import TimedStep, write_step
 from hfdist.planning.grade import Held, Measured, grade_to_json, headline
 from hfdist.planning.plan import Plan
 from hfdist.records import GRADE, PLAN, RANKS, RankColumn, RunRecorder, read_lines
@@ -41,6 +42,7 @@ class PlanGrader(TrainerCallback):
         engine: whose bytes are counted.
         runtime_bytes: resident before the model was made; None: peaks do not hold it, as on a GPU.
         recorder: of rank 0.
+        steps: the file from which later plans learn; see `write_step`.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class PlanGrader(TrainerCallback):
         *,
         runtime_bytes: int | None,
         recorder: RunRecorder | None,
+        steps: Path,
     ) -> None:
+        self._steps = steps
         self._plan, self._run_dir, self._engine = plan, run_dir, engine
         self._runtime_bytes, self._recorder = runtime_bytes, recorder
         self._first_step = 0
@@ -88,8 +92,14 @@ class PlanGrader(TrainerCallback):
             measured = self._measure(held, state)
             content = grade_to_json(self._plan, measured)
             _write(self._run_dir / GRADE, content)
+            self._tell_later_plans(self._plan, measured)
             if words := headline(self._plan, measured):
                 logger.info("the plan was, to what is measured: %s", words)
+
+    def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
+        if measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:
+            timed = {"hardware": plan.hardware, "layout": plan.layout, "ideal": plan.ideal_seconds}
+            write_step(TimedStep(**timed, step_seconds=measured.step_seconds), self._steps)
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
         lines = [line for line in read_lines(self._run_dir / RANKS) if line.get("step", 0) > self._first_step]

@@ -57,6 +57,7 @@ from hfdist.models.probing import keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.planning.machines import STEPS
 from hfdist.planning.plan import Plan
 from hfdist.records import METRICS, RANKS, RunRecorder
 from hfdist.records.lines import set_aside
@@ -81,7 +82,7 @@ from hfdist.trainer.reporting.tracker_runs import TRACKERS_FILE
 from hfdist.trainer.reporting.trackers import Trackers, ending_trackers
 from hfdist.trainer.reporting.traffic import Traffic
 from hfdist.trainer.run.end_of_run import finish
-from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, runtime_bytes, take_plan
+from hfdist.trainer.run.own_plan import OwnPlan, begin_plan, naming_lack_of_memory, runtime_bytes, take_plan
 from hfdist.trainer.run.run_lock import RunLock
 from hfdist.trainer.run.summary import describe_run, preview, survey
 from hfdist.trainer.run.training_arguments import build_arguments, check_further_arguments
@@ -249,7 +250,14 @@ class Run:
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
             trainer.add_callback(
-                PlanGrader(self.plan, run_dir, trainer.engine, runtime_bytes=runtime, recorder=self._recorder)
+                PlanGrader(
+                    self.plan,
+                    run_dir,
+                    trainer.engine,
+                    runtime_bytes=runtime,
+                    recorder=self._recorder,
+                    steps=cache_dir(config.data) / STEPS,
+                )
             )
         self.trainer = trainer
 
@@ -260,7 +268,7 @@ class Run:
             PreemptedError: a signal has stopped it, saved.
             BudgetError: it has stopped at a budget, saved, evaluated and exported.
             PeerError: the connection to another rank is lost.
-            ResourceError: the model is trained and saved, but could not be uploaded.
+            ResourceError: there is not enough memory; or the model is trained and saved, but could not be uploaded.
         """
         config, trainer = self.config, self.trainer
         watching = Watch(config.run.dir, config.watch.heartbeat_seconds)
@@ -278,7 +286,8 @@ class Run:
             # Before all other callbacks, because it moves the lines of an earlier start away.
             trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
             trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with naming_lack_of_memory(self.plan):
+                trainer.train(resume_from_checkpoint=checkpoint)
             preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()

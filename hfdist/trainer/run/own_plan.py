@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import select
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.errors import first_line
+from hfdist.errors import ResourceError, first_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.hardware import find_hardware
 from hfdist.planning.machines import Machines, find_machines
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MOST_SECONDS = 120.0
 """That a run waits for its plan once it is ready itself."""
 _CHUNK_BYTES = 1 << 16
+_OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
 Made = tuple[Plan, Machines]
 
 
@@ -129,6 +131,20 @@ def runtime_bytes(engine: Engine | None, device: torch.device) -> int | None:
     if device.type == "cuda" or engine is None:
         return None
     return psutil.Process().memory_info().rss - engine.held_bytes(device)["weights"]
+
+
+@contextmanager
+def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
+    """Turn what torch says where memory ends into an error with the next move; rank 0 knows what was planned."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _OF_HOST.search(str(error)):
+            raise
+        found = None if plan is None else verdict(plan)
+        hint = (plan and plan.advice) or "hfdist plan ... plan.search=true names layouts that fit"
+        what = f"there is not enough memory: {first_line(error)}"
+        raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
 def _make(make: Callable[[], Made], sender: int) -> None:

@@ -37,7 +37,6 @@ def test_the_default_file_lists_each_key_with_its_default_and_a_comment():
         (["plan.processes=0"], "plan.processes", None),
         (["plan.find=memory"], "plan.find (command line)", None),
         (["plan.find=processes", "plan.processes=8"], "plan.processes", "leave plan.processes out"),
-        (["plan.find=processes", "plan.search=true"], "plan.search", None),
         ([GPU, "plan.calibrate=true"], "plan.calibrate", None),
         (["strategy=zero2"], "strategy.data", "plan.processes=2"),
         (["strategy=fsdp2", "strategy.tensor=8", GPU, "plan.processes=12"], "strategy.data", "plan.processes=16"),

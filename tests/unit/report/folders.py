@@ -6,6 +6,13 @@ import math
 EVERY_STRETCH = 5000
 SPIKES = {31_234: 9.5, 77_777: 12.0}
 
+SENT = {
+    "sent_bytes": 3 << 20,
+    "mean_bytes": 3 << 20,
+    "calls": 7,
+    "kinds": {"all-reduce": 2 << 20, "broadcast": 1 << 20},
+}
+
 
 def write_lines(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +53,7 @@ def record(**more):
         "layout": {"shard": 4, "sharding": "none"},
         "hosts": ["node-a", "node-a", "node-b", "node-b"],
         "versions": {"Python": "3.11.7"},
+        "traffic": {"step": 4, "axes": {"data": SENT}},
         "schema": 1,
     } | more
 

@@ -10,7 +10,7 @@ from hfdist.report import curves
 from hfdist.report.drawing.axis import linear, logarithmic
 from hfdist.report.page import page, parts
 from hfdist.report.reading.run_files import RunFiles
-from tests.unit.report.folders import SPIKES, event, rank_line, training_line, write_run
+from tests.unit.report.folders import SENT, SPIKES, event, rank_line, record, training_line, write_run
 
 HOSTILE = '<script>alert("1")</script>\u202e\x00\ud800&amp;\'"><img src=x onerror=alert(1)>'
 SAVES = [event("save", 20 + number, step=10 * number, bytes=2e9, seconds=3, stall_seconds=0.2) for number in (1, 2)]
@@ -110,10 +110,14 @@ def test_texts_of_a_run_are_text_alone(tmp_path):
     assert "&lt;img src=x onerror=alert(1)&gt;" in alone
 
 
+PLANNED = {
+    "traffic": [{"axis": "data", "sent_bytes": 1 << 20}, {"axis": "data", "sent_bytes": 1 << 20}],
+    "time": {"compute": 0.5, "bubble": 0.1, "exposed": {"data": 0.2, "tensor": 0.0}},
+}
 NASTY = (None, True, -1, 1e308, 10**400, float("nan"), "x", [], [None], [{}], {}, {"a": []}, [1e99] * 3, "2026-01-01")
 
 
-@pytest.mark.parametrize("kind", ["record", "metrics", "events", "ranks", "samples", "timeline"])
+@pytest.mark.parametrize("kind", ["record", "traffic", "planned", "metrics", "events", "ranks", "samples", "timeline"])
 def test_no_value_of_a_file_breaks_it(tmp_path, kind):
     whole = {
         "record": [write_run(tmp_path / "whole") / "run.json"],
@@ -122,6 +126,9 @@ def test_no_value_of_a_file_breaks_it(tmp_path, kind):
         | {"bytes": 1, "seconds": 1, "stall_seconds": 1, "layout": {}, "changes": [], "kind": "x", "text": "y"},
         "ranks": rank_line(3),
         "samples": {"step": 1, "prompt": "a", "text": "b"},
+        "traffic": SENT | {"axes": {}, "step": 4},
+        "planned": {"traffic": [PLANNED["traffic"][0]], "time": PLANNED["time"], "axis": "data", "sent_bytes": 1}
+        | PLANNED["time"],
         "timeline": {"ph": "X", "tid": 0, "cat": "forward", "ts": 1.0, "dur": 2.0, "args": {"microbatch": 0}},
     }[kind]
     if kind == "record":
@@ -141,6 +148,12 @@ def test_no_value_of_a_file_breaks_it(tmp_path, kind):
         write_run(folder, **own)
         if kind == "record":
             (folder / "run.json").write_text(json.dumps(broken))
+        if kind == "traffic":
+            traffic = {"axes": {"data": broken, HOSTILE: value}, "step": 4} if key in SENT else broken
+            (folder / "run.json").write_text(json.dumps(record(traffic=traffic)))
+        if kind == "planned":
+            time = {"time": broken} if key in PLANNED["time"] else {}
+            (folder / "plan.json").write_text(json.dumps(broken | {"traffic": [broken, value]} | time))
         if kind == "timeline":
             (folder / "timeline.json").write_text(json.dumps({"traceEvents": [whole, broken]}))
         content = html(folder)
@@ -273,6 +286,17 @@ def test_a_pipeline_has_its_schedule(tmp_path):
     assert "2 ranks, 60.0 ms, 50 % idle" in content
     assert "Busy: rank 0 50 %, rank 1 50 %." in content
     assert content.count("M0 0.08h10v0.84h-10z") == 1
+
+
+def test_what_each_axis_sends_stands_beside_what_was_planned(tmp_path):
+    write_run(tmp_path, ranks=[rank_line(step, slow={1}) for step in range(1, 9)])
+    words = " ".join(text_of(parts([read(tmp_path)])["traffic"]).split())
+    assert "Counted in step 4" in words
+    assert "data 3.0 MiB 7 all-reduce 2.0 MiB, broadcast 1.0 MiB" in words
+    (tmp_path / "plan.json").write_text(json.dumps(PLANNED))
+    words = " ".join(text_of(parts([read(tmp_path)])["traffic"]).split())
+    assert "data 3.0 MiB 2.0 MiB 7 all-reduce 2.0 MiB, broadcast 1.0 MiB 25 %" in words
+    assert re.search(r"waits for others in \d+ % of a step; planned: 25 %", words)
 
 
 def test_energy_says_where_it_comes_from(tmp_path):

@@ -1,0 +1,195 @@
+"""Memory and time of any layout of a run by formulas, and the least that either can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from hfdist.config.batch import BatchPlan
+from hfdist.config.hardware import Hardware
+from hfdist.config.run import RunConfig
+from hfdist.errors import ConfigError
+from hfdist.pipeline.partition import partition
+from hfdist.pipeline.schedule import rank_of_stage
+from hfdist.planning.calibration import Factors
+from hfdist.planning.constants import ModelConstants
+from hfdist.planning.costs import AxisTraffic, PeakMemory, RankCosts, StepTime
+from hfdist.planning.formulas import Load, even_loads, live_stages, loads_of, peak_bytes, peak_use, rank_costs
+from hfdist.planning.layouts import Layout
+from hfdist.planning.step_time import step_time
+from hfdist.planning.traffic import traffic
+from hfdist.strategies.base import ShardFractions, Strategy
+from hfdist.strategies.select import select_strategy
+
+_LOW, _HIGH = 0.85, 1.15
+"""Range of a peak by formula, as shares of it; a trace is nearer."""
+_MODEL_AXES = frozenset({"tensor", "context", "expert", "pipeline"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One layout, with what it needs."""
+
+    layout: Layout
+    config: RunConfig
+    """Of the run in this layout."""
+    overrides: tuple[str, ...]
+    """What must be added to the command of the run that was asked for."""
+    memory: PeakMemory
+    time: StepTime
+    mfu: float | None
+    """None: nothing is known of the hardware's peak."""
+    traffic: tuple[AxisTraffic, ...]
+    is_traced: bool = False
+    """Whether a trace has confirmed the memory; otherwise it is that of formulas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What layouts are planned for."""
+
+    hardware: Hardware
+    usable_bytes: float
+    """Of one device, or of a process's share of the host."""
+    runtime_bytes: float = 0.0
+    """What a process holds without a model."""
+    factors: Factors | None = None
+    """By how much steps take longer than its limits; None: those of no calibration."""
+
+    @property
+    def per_machine(self) -> int:
+        """Ranks that share a machine."""
+        return self.hardware.devices_per_machine
+
+
+class Evaluator:
+    """Memory and time of layouts of one run, by formulas."""
+
+    def __init__(self, config: RunConfig, model: ModelConstants, machines: Machines) -> None:
+        self.config, self.model, self.machines = config, model, machines
+        self._stages: dict[tuple[int, ...], tuple[range, ...]] = {}
+
+    @property
+    def available_bytes(self) -> float:
+        """Beside what a process holds without a model."""
+        return self.machines.usable_bytes - self.machines.runtime_bytes
+
+    def strategy(self, layout: Layout, config: RunConfig | None = None) -> Strategy:
+        """Give the run's own; ConfigError: it refuses the layout."""
+        config = config or layout.apply(self.config)
+        batch = BatchPlan(
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=layout.micro_batch_size,
+            num_microbatches=layout.num_microbatches,
+            data_size=layout.data,
+            sequence_length=self.model.sequence_length,
+        )
+        return select_strategy(config.strategy, config.train, topology=layout.topology, batch=batch)
+
+    def least_bytes(self, layout: Layout) -> float:
+        """Give what a rank holds at the least, however state is sharded."""
+        return peak_bytes(self.model, layout, _least(layout), even_loads(self.model, layout), live_stages(layout, 0))
+
+    def least_seconds(self, layout: Layout, *, with_model_axes: bool = False) -> float:
+        """Give what a step takes at the least: its arithmetic, shared out evenly, and perhaps what the ranks of a
+        replica send each other.
+        """
+        strategy = self.strategy(layout)
+        costs = rank_costs(self.model, layout, _least(layout), even_loads(self.model, layout))
+        if with_model_axes:
+            sent = self._traffic(layout, strategy, [])
+            costs = replace(costs, traffic=tuple(one for one in sent if one.axis in _MODEL_AXES))
+        return self._time(costs, strategy).seconds
+
+    def evaluate(self, layout: Layout, *, most_seconds: float = inf, is_exact: bool = False) -> Candidate | None:
+        """Give memory and time of a layout; None: it does not fit, the run refuses it, or it takes as long as that.
+
+        `is_exact`: with the very blocks that each rank of a pipeline will have, which takes time to find out.
+        """
+        config = layout.apply(self.config)
+        try:
+            strategy = self.strategy(layout, config)
+            loads = self._loads(layout, is_exact=is_exact)
+        except ConfigError:
+            return None
+        memory = self._memory(layout, strategy.fractions, loads)
+        if memory.use.total > self.machines.usable_bytes:
+            return None
+        sent = self._traffic(layout, strategy, loads)
+        # The rank with most to compute sets the pace.
+        costs = max((rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads), key=_flops)
+        time = self._time(replace(costs, traffic=sent), strategy)
+        if time.seconds >= most_seconds:
+            return None
+        return Candidate(
+            layout=layout,
+            config=config,
+            overrides=layout.overrides(self.config),
+            memory=memory,
+            time=time,
+            mfu=self._mfu(layout, time),
+            traffic=sent,
+        )
+
+    def _loads(self, layout: Layout, *, is_exact: bool) -> list[list[Load]]:
+        """The stages of each pipeline rank; PartitionError: fewer blocks than stages."""
+        if layout.pipeline == 1:
+            return [even_loads(self.model, layout)]
+        ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
+        # Even stages are found in a moment, and even ranks of several stages are not.
+        balanced = ranks if is_exact else tuple(range(len(ranks)))
+        if balanced not in self._stages:
+            self._stages[balanced] = partition(self.model.balance, balanced)
+        return [loads_of(self.model, self._stages[balanced], ranks, rank) for rank in range(layout.pipeline)]
+
+    def _memory(self, layout: Layout, fractions: ShardFractions, loads: Sequence[Sequence[Load]]) -> PeakMemory:
+        peaks = [
+            peak_use(self.model, layout, fractions, of_rank, live_stages(layout, rank))
+            for rank, of_rank in enumerate(loads)
+        ]
+        worst = max(range(len(peaks)), key=lambda rank: peaks[rank][1].total)
+        phase, use = peaks[worst]
+        use = replace(use, runtime=self.machines.runtime_bytes)
+        first = layout.processes // layout.pipeline * worst
+        return PeakMemory(rank=first, phase=phase, use=use, low_bytes=use.total * _LOW, high_bytes=use.total * _HIGH)
+
+    def _traffic(self, layout: Layout, strategy: Strategy, loads: Sequence[Sequence[Load]]) -> tuple[AxisTraffic, ...]:
+        sizes = replace(self.model.sizes[layout.tensor], recomputes=layout.recompute is not None)
+        if len(loads) > 1:
+            sizes = replace(sizes, of_worst_stage=max(self._elements(of_rank) for of_rank in loads))
+        return traffic(strategy, sizes, devices_per_machine=self.machines.per_machine)
+
+    def _elements(self, loads: Sequence[Load]) -> int:
+        model = self.model
+        whole = [*model.kinds, model.prologue, model.epilogue]
+        return round(
+            sum(
+                part.parameters * number
+                for load in loads
+                for part, number in zip(whole, (*load.blocks, load.prologue, load.epilogue), strict=True)
+            )
+        )
+
+    def _time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
+        machines = self.machines
+        return step_time(costs, strategy, machines.hardware, self.config.train, machines.factors)
+
+    def _mfu(self, layout: Layout, time: StepTime) -> float | None:
+        peak = self.machines.hardware.half_flops
+        if peak is None:
+            return None
+        tokens = self.config.train.global_batch_size * self.model.sequence_length
+        return self.model.flops_per_token * tokens / (time.seconds * layout.processes * peak)
+
+
+def _flops(costs: RankCosts) -> float:
+    return sum(stage.forward.flops + stage.backward.flops for stage in costs.stages)
+
+
+def _least(layout: Layout) -> ShardFractions:
+    """Less than this a rank holds of no state; a pipeline gathers weights, and keeps gradients, for a whole step."""
+    share = 1.0 / (layout.data * layout.context)
+    if layout.pipeline > 1:
+        return ShardFractions(optimizer=share)
+    return ShardFractions(weights=share, gradients=share, optimizer=share)

@@ -1,0 +1,211 @@
+"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan-memory`.
+
+What a rank really holds is what torch's CPU allocator was asked for, C++ parts such as DDP's buckets among it: its own
+profiler reports each allocation of the real Trainer's steps. The worst rank of each is compared.
+
+python -m tests.distributed.plan_memory docs/plan.md
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.run import RunConfig
+from hfdist.planning.memory import worst_rank
+from hfdist.testing import run_ranks
+from hfdist.trainer.run import prepare_run
+
+BOUND = 0.06
+"""Most that a traced peak may differ from the measured one."""
+
+_FIRST_STEP = 2
+"""The first one makes the optimizer's state, and DDP sorts its buckets anew."""
+
+_COMMON = (
+    "model=tiny",
+    "data.eval_sequences=16",
+    "data.workers=0",
+    "train.max_steps=3",
+    "train.global_batch_size=8",
+    "checkpoint=none",
+    "report=quiet",
+    "watch.heartbeat_seconds=null",
+)
+
+_SIZES = {
+    "activations": ("data.sequence_length=256", "train.micro_batch_size=4", "train.global_batch_size=8"),
+    "state": ("data.sequence_length=64", "train.micro_batch_size=1", "train.global_batch_size=4"),
+}
+"""What most of a peak is: what blocks keep, or weights, gradients and the optimizer's state."""
+
+
+def _fields(width: str, inner: str, blocks: str, heads: str, **more: Any) -> dict[str, dict[str, Any]]:
+    small = {width: 128, inner: 256, blocks: 4, heads: 4}
+    wide = {width: 512, inner: 1024, blocks: 3, heads: 8}
+    return {"activations": small | more, "state": wide | more}
+
+
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2),
+    "qwen2": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2),
+    "qwen3_moe": _fields(
+        "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=32,
+    ),
+    "gpt2": _fields("n_embd", "n_inner", "n_layer", "n_head"),
+    "gpt_neox": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "gemma2": _fields(
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2, head_dim=32
+    ),
+    "phi": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "opt": _fields("hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
+}  # fmt: skip
+"""Families, by what `model.type` calls them, and the fields of the small model of each size."""
+
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "single": (1, ("strategy=single",)),
+    "ddp": (2, ("strategy=ddp",)),
+    "fsdp2": (2, ("strategy=fsdp2",)),
+}
+"""Processes, and the overrides of a layout."""
+
+RECOMPUTE = {False: (), True: ("train.gradient_checkpointing=true",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model in one layout."""
+
+    family: str
+    size: str
+    layout: str
+    recomputes: bool = False
+    more: tuple[str, ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """Of the layout."""
+        return LAYOUTS[self.layout][0]
+
+    def config(self, folder: str) -> RunConfig:
+        """Compose the run."""
+        overrides = [
+            *_COMMON,
+            *_SIZES[self.size],
+            *LAYOUTS[self.layout][1],
+            *RECOMPUTE[self.recomputes],
+            *self.more,
+            f"run.dir={folder}",
+        ]
+        config = compose_config(overrides)
+        # Overrides would add to the fields of another family.
+        config.model.type, config.model.config = self.family, dict(FAMILIES[self.family][self.size])
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Of the worst rank, in bytes."""
+
+    traced: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Share by which the trace is above what was measured."""
+        return self.traced / self.measured - 1
+
+
+def compare(cell: Cell) -> Peaks:
+    """Measure a cell on forked ranks, and trace it in another."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = cell.config(folder)
+        measured = run_ranks(measure_rank, cell.processes, config, group=cell.processes > 1)
+        [traced] = run_ranks(_trace, 1, config, cell.processes, measured[0][1], group=False)
+    return Peaks(traced=traced, measured=max(peak for peak, _ in measured))
+
+
+def _trace(config: RunConfig, processes: int, architecture: Any) -> float:
+    return worst_rank(config, architecture, world_size=processes).peak.use.total
+
+
+class _Marks(TrainerCallback):
+    """Marks the later steps for the profiler."""
+
+    def __init__(self) -> None:
+        self._mark: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before its first micro batch."""
+        if state.global_step + 1 >= _FIRST_STEP:
+            self._mark = record_function("traced step")
+            self._mark.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Behind the optimizer's step."""
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+
+
+def measure_rank(config: RunConfig) -> tuple[int, Any]:
+    """Train, and give the most bytes that this rank's allocator had given out in a later step, and the architecture."""
+    run = prepare_run(config)
+    run.find_model()
+    run.open_data()
+    run.open_folder()
+    run.start_ranks()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+        run.build_model()
+        run.build_trainer()
+        run.trainer.add_callback(_Marks())
+        run.trainer.train()
+    return _most_in_steps(prof), run.architecture
+
+
+def _most_in_steps(prof: Any) -> int:
+    events = prof.profiler.kineto_results.events()
+    spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "traced step"]
+    assert spans
+    changes = sorted((e.start_ns(), place, e.nbytes()) for place, e in enumerate(events) if e.name() == "[memory]")
+    held = most = 0
+    for at, _, added in changes:
+        held += added
+        if any(begin <= at <= end for begin, end in spans):
+            most = max(most, held)
+    return most
+
+
+def main(arguments: Iterable[str]) -> None:
+    """Print cells as they come; see the module."""
+    wanted = list(arguments)
+    for layout in LAYOUTS:
+        for family in FAMILIES:
+            for size in _SIZES:
+                for recomputes in RECOMPUTE:
+                    cell = Cell(family=family, size=size, layout=layout, recomputes=recomputes)
+                    name = f"{family}/{size}/{layout}/{'recompute' if recomputes else 'plain'}"
+                    if wanted and not any(word in name for word in wanted):
+                        continue
+                    begun = time.process_time()
+                    try:
+                        peaks = compare(cell)
+                    except Exception as error:
+                        print(name, "FAILED", str(error)[-1500:])
+                        continue
+                    print(f"{name:45} {peaks.traced/2**20:8.1f} {peaks.measured/2**20:8.1f} {peaks.error:+.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
