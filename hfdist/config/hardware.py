@@ -42,6 +42,7 @@ class Hardware:
     devices: list[str] = field(default_factory=list)
     memory_gib: float = limited(1.0, above=0)
     tflops: Tflops = field(default_factory=Tflops)
+    reached: float = limited(0.62, above=0, at_most=1)
     memory_gb_per_second: float = limited(1.0, above=0)
     link_gb_per_second: float = limited(1.0, above=0)
     link_latency_us: float = limited(10.0, at_least=0)

@@ -78,8 +78,9 @@ def measure_cpu(processes: int = 1) -> Hardware:
 
 def _measure() -> tuple[float, float, float, float, float, float]:
     """On each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation, bytes a
-    second to another rank and seconds of a small message."""
-    peaks = [_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16)]
+    second to another rank and seconds of a small message.
+    """
+    fp32, bf16 = (_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16))
     numbers = torch.ones(_COPIED_BYTES // 4)
     bandwidth = 2 * _COPIED_BYTES / _seconds(lambda: torch.neg(numbers, out=numbers))
     small = torch.ones(16, requires_grad=True)
@@ -93,13 +94,13 @@ def _measure() -> tuple[float, float, float, float, float, float]:
     # Forward and backward of each.
     kernel = _seconds(chain) / (2 * _NUM_SMALL)
     if dist.get_world_size() == 1:
-        return *peaks, bandwidth, kernel, bandwidth, kernel
+        return fp32, bf16, bandwidth, kernel, bandwidth, kernel
     few, many = torch.ones(16), torch.ones(_SENT_BYTES // 4)
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     # The same number of rounds on all ranks.
     latency = _seconds(lambda: dist.all_reduce(few), num_rounds=30)
     link = 2 * share * _SENT_BYTES / _seconds(lambda: dist.all_reduce(many), num_rounds=8)
-    return *peaks, bandwidth, kernel, link, latency / 2
+    return fp32, bf16, bandwidth, kernel, link, latency / 2
 
 
 def _operations_per_second(kind: torch.dtype) -> float:

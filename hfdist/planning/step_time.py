@@ -15,14 +15,19 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfdist.config.hardware import Hardware
-from hfdist.config.train import Precision, TrainConfig
+from hfdist.config.train import Compile, Precision, TrainConfig
+from hfdist.models.blocks import compiles_on_gpus
 from hfdist.planning.calibration import COMPONENTS, Factors, default_factors
 from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTime
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 
+_LEFT_OF_FUSED = 0.67
+"""Of the memory traffic and of the number of operations where blocks are compiled: by published runs."""
+_SLOPE = 1e-6
 _PIPELINE = "pipeline"
 _IN_BLOCKS = ("tensor", "context", "expert")
 """Axes whose ranks wait for each other within each block."""
@@ -54,7 +59,7 @@ def step_time(
         factors: None: those of no calibration.
     """
     factors = default_factors(hardware) if factors is None else factors
-    return _time(_listed(costs), strategy, _Clock(hardware, train, factors))
+    return _time(_listed(costs), strategy, _Clock(hardware, train, strategy, factors))
 
 
 def step_parts(
@@ -67,17 +72,15 @@ def step_parts(
     """Give the time of a step and its components; see `step_time`."""
     factors = default_factors(hardware) if factors is None else factors
     every = _listed(costs)
-    whole = _time(every, strategy, _Clock(hardware, train, factors))
-    # Each component alone, as all is linear in the factors but for what is hidden.
-    none = dict.fromkeys(COMPONENTS, 0.0)
+    whole = _time(every, strategy, _Clock(hardware, train, strategy, factors))
+    # A step takes twice as long where all factors are twice as large: so its slopes by them, times them, add up to it.
     ideal = {}
     for name in COMPONENTS:
-        without = _time(every, strategy, _Clock(hardware, train, replace(factors, **none | {name: 1.0})))
-        ideal[name] = without.seconds
-    # What is hidden, or waits, makes the sum differ a little: it is shared out.
-    total = factors.apply(ideal)
-    scale = whole.seconds / total if total > 0 else 1.0
-    return StepParts(time=whole, ideal={name: seconds * scale for name, seconds in ideal.items()})
+        factor: float = getattr(factors, name)
+        longer: dict[str, Any] = {name: factor * (1 + _SLOPE)}
+        more = _time(every, strategy, _Clock(hardware, train, strategy, replace(factors, **longer)))
+        ideal[name] = max(0.0, (more.seconds - whole.seconds) / (factor * _SLOPE))
+    return StepParts(time=whole, ideal=ideal)
 
 
 def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
@@ -87,8 +90,10 @@ def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
 class _Clock:
     """Turns costs into seconds."""
 
-    def __init__(self, hardware: Hardware, train: TrainConfig, factors: Factors) -> None:
+    def __init__(self, hardware: Hardware, train: TrainConfig, strategy: Strategy, factors: Factors) -> None:
         self.hardware, self.train, self.factors = hardware, train, factors
+        is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.config.degrees, strategy)
+        self._left = _LEFT_OF_FUSED if is_compiled and not hardware.is_cpu else 1.0
         uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))
         self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
 
@@ -96,8 +101,8 @@ class _Clock:
         """Seconds of some operations."""
         factors, hardware = self.factors, self.hardware
         works = factors.compute * costs.flops / self._peak
-        works += factors.memory * costs.moved_bytes / hardware.bytes_per_second
-        starts = factors.kernels * costs.kernels * hardware.kernel_seconds
+        works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
+        starts = factors.kernels * self._left * costs.kernels * hardware.kernel_seconds
         return works + starts if hardware.is_cpu else max(works, starts)
 
     def send(self, traffic: AxisTraffic) -> float:
@@ -165,7 +170,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if (len(costs.stages) and message > 0.0) or any(one.axis == _PIPELINE for one in costs.traffic):
+    if any(one.kind == SEND for one in costs.traffic):
         # Half in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]

@@ -1,4 +1,4 @@
-"""What a rank sends along each axis in a step of any layout: sizes of a model, and each Strategy's own account of it."""
+"""What a rank sends along each axis in a step of any layout: sizes of a model, and what each Strategy makes of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST_SMALL = 100_000
 def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -> tuple[AxisTraffic, ...]:
     """Give what one rank sends in a step, the axis that sends most first.
 
-    Pure arithmetic: a search may call it thousands of times. `sizes` come from `step_sizes`, once for each tensor degree.
+    Pure arithmetic: a search may call it thousands of times. `sizes` come from `step_sizes`, once a tensor degree.
 
     Args:
         strategy: of the layout; neither started nor partitioned.
@@ -71,9 +71,8 @@ def step_sizes(
     total = sum(p.numel() for p in parameters.values())
     blocks = list(_blocks(model))
     experts = {name: p.numel() for name, p in parameters.items() if ".experts." in name}
-    embedding, head = (
-        getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (getattr(module, "weight", None) for module in ends)
     num_heads = getattr(config, "num_attention_heads", None) or 1
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_keys = getattr(config, "num_key_value_heads", None) or num_heads
@@ -152,5 +151,5 @@ def _sizes_of_plan(model: PreTrainedModel, plan: Plan, num_ranks: int) -> Tensor
 
 def _widths(module: nn.Module) -> tuple[int, int]:
     """Give the widths of a linear layer's input and output; Conv1D has them the other way round."""
-    rows, columns = module.weight.shape  # type: ignore[misc, union-attr]
+    rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)

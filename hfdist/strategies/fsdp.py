@@ -78,9 +78,7 @@ class FsdpStrategy(Strategy):
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         # The root is gathered once; blocks again for the backward, unless they are kept.
         again = axes.sizes.blocks / axes.sizes.parameters if self.config.frees_behind_forward else 0.0
-        return axes.shard_weights(
-            again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD
-        )
+        return axes.shard_weights(again=again, microbatches=self.batch.num_microbatches, begins=FORWARD, ends=BACKWARD)
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None) -> None:

@@ -1,10 +1,11 @@
-"""What a rank sends in a step, in closed form from a few sizes: the parts from which each Strategy puts its own together.
+"""What a rank sends in a step, in closed form from a few sizes: the parts that each Strategy puts together.
 
 Axes have the names that `sent_bytes.axis_of` gives to what was measured.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,13 +167,14 @@ class Axes:
         Args:
             again: share of the weights that is gathered again for each backward.
             microbatches: for each of which this is done.
-            begins, ends: phases beside which gathers of the forward and reductions run.
+            begins: the phase beside which the gathers of the forward run.
+            ends: the one beside which reductions run.
         """
         sizes, topology = self.sizes, self.topology
         calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
         exchange = REDUCE_SCATTER if sizes.is_gpu else ALL_TO_ALL
         for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
-            how = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
+            how: dict[str, Any] = {"calls": calls, "of_experts": of_experts, "microbatches": microbatches}
             weights = held * microbatches
             yield from self.reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=begins, **how)
             yield from self.reduce(ALL_GATHER, SHARD, weights * again, is_gradient=False, hidden_by=BACKWARD, **how)
@@ -265,7 +267,7 @@ class Axes:
     def _crossed_boundaries(self) -> int:
         """Messages for each micro batch of the rank that sends most: outputs to the next stage, gradients back."""
         ranks = self._rank_of_stage()
-        crossing = [pair for pair in zip(ranks, ranks[1:], strict=False) if pair[0] != pair[1]]
+        crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
         sent = [rank for pair in crossing for rank in pair]
         return max((sent.count(rank) for rank in set(sent)), default=0)
 

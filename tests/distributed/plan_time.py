@@ -31,7 +31,7 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.models.loss import LossHead
-from hfdist.planning.calibration import Factors, TimedStep, calibrate, default_factors
+from hfdist.planning.calibration import TimedStep, calibrate, default_factors
 from hfdist.planning.hardware import measure_cpu
 from hfdist.planning.memory import trace_rank
 from hfdist.planning.step_time import StepParts, step_parts

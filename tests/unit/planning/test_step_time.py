@@ -1,0 +1,232 @@
+"""Seconds of a step from costs, hardware and traffic: limits, what is hidden, schedules, and fitted factors."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from hfdist.config.batch import plan_batch
+from hfdist.config.hardware import Hardware, Tflops
+from hfdist.config.strategy import ONE_F_ONE_B, Schedule, StrategyConfig
+from hfdist.config.train import Compile, Precision, TrainConfig
+from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
+from hfdist.planning.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
+from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StageCosts
+from hfdist.planning.pipeline_time import simulate
+from hfdist.planning.step_time import step_parts, step_time
+from hfdist.sent_bytes import ALL_REDUCE, SEND
+from hfdist.strategies.select import select_strategy
+from hfdist.topology import Topology
+
+# One TFLOP, and one GB of memory traffic, a second; a link of 0.1 GB.
+GPU = Hardware(
+    name="gpu",
+    tflops=Tflops(fp32=1.0),
+    memory_gb_per_second=1.0,
+    link_gb_per_second=0.1,
+    link_latency_us=0.0,
+    network_gb_per_second=0.01,
+    network_latency_us=0.0,
+    kernel_us=1.0,
+)
+CPU = replace(GPU, name="cpu")
+PLAIN = Factors(compute=1.0, memory=1.0, kernels=1.0, link=1.0, spread=1.5)
+FP32 = TrainConfig(precision=Precision.fp32, compile=Compile.none)
+
+
+def layout(num_microbatches=1, world_size=1, **keys):
+    config = StrategyConfig(**keys)
+    topology = Topology.of(config.degrees, world_size=world_size)
+    batch = plan_batch(
+        global_batch_size=num_microbatches * topology.data,
+        micro_batch_size=1,
+        data_size=topology.data,
+        sequence_length=8,
+        lanes=topology.data,
+    )
+    return select_strategy(config, FP32, topology=topology, batch=batch)
+
+
+def costs(forward=1.0, backward=2.0, *, traffic=(), num_stages=1, kernels=0):
+    """Seconds of arithmetic on a device of a TFLOP a second."""
+    ops = [OpCosts(flops=seconds * 1e12, kernels=kernels) for seconds in (forward, backward)]
+    stage = StageCosts(forward=ops[0], backward=ops[1])
+    return RankCosts(stages=(stage,) * num_stages, optimizer=OpCosts(), traffic=traffic)
+
+
+def sent(seconds, *, calls=10, **more):
+    fields = {"axis": "data", "kind": ALL_REDUCE, "size": 2, "crosses_machines": False} | more
+    return AxisTraffic(sent_bytes=seconds * 1e8, calls=calls, **fields)
+
+
+def seconds(ranks, strategy, hardware=GPU, train=FP32, factors=PLAIN):
+    return step_time(ranks, strategy, hardware, train, factors)
+
+
+def test_a_phase_takes_its_arithmetic_and_its_memory_traffic():
+    ops = OpCosts(flops=3e12, moved_bytes=2e9, kernels=100)
+    rank = RankCosts(stages=(StageCosts(forward=ops, backward=OpCosts()),), optimizer=OpCosts(moved_bytes=5e8))
+    assert seconds(rank, layout(4)).seconds == pytest.approx(4 * 5 + 0.5)
+    slower = replace(PLAIN, compute=2.0, memory=3.0)
+    assert seconds(rank, layout(4), factors=slower).seconds == pytest.approx(4 * 12 + 1.5)
+    half = replace(GPU, tflops=Tflops(fp32=1.0, bf16=4.0))
+    assert seconds(rank, layout(), half, replace(FP32, precision=Precision.bf16)).seconds == pytest.approx(0.75 + 2.5)
+
+
+def test_a_gpu_starts_operations_meanwhile_and_a_cpu_does_not():
+    rank = costs(1.0, 0.0, kernels=10_000_000)
+    assert seconds(rank, layout()).seconds == pytest.approx(10 + 10)
+    assert seconds(rank, layout(), CPU).seconds == pytest.approx(11 + 10)
+    assert seconds(costs(1.0, 2.0, kernels=10), layout()).seconds == pytest.approx(3)
+
+
+def test_compiled_blocks_move_less():
+    ops = OpCosts(moved_bytes=1e9)
+    rank = RankCosts(stages=(StageCosts(forward=ops, backward=OpCosts()),), optimizer=OpCosts())
+    auto = replace(FP32, compile=Compile.auto)
+    assert seconds(rank, layout(), train=auto).seconds == pytest.approx(0.67)
+    # A pipeline's blocks are not compiled by themselves, and neither are those on a CPU.
+    assert seconds(rank, layout(world_size=2, tensor=2), train=auto).seconds == pytest.approx(1.0)
+    assert seconds(rank, layout(), CPU, auto).seconds == pytest.approx(1.0)
+
+
+def test_what_travels_beside_the_last_backward_is_hidden():
+    traffic = (sent(1.5, overlaps=Phase.backward),)
+    strategy = layout(world_size=2)
+    # All but its last message.
+    assert seconds(costs(traffic=traffic), strategy).exposed["data"] == pytest.approx(0.15)
+    assert seconds(costs(traffic=traffic), strategy, CPU).exposed["data"] == pytest.approx(1.5)
+    # More micro batches have more backwards, and gradients travel beside the last one only.
+    traffic = (sent(5.0, overlaps=Phase.backward),)
+    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == pytest.approx(3.0)
+    traffic = (sent(5.0, overlaps=Phase.backward, microbatches=8, calls=80),)
+    assert seconds(costs(traffic=traffic), layout(8, world_size=2)).exposed["data"] == pytest.approx(0.5)
+
+
+def test_what_no_phase_hides_is_waited_for():
+    time = seconds(costs(traffic=(sent(2.0, axis="tensor"), sent(1.0))), layout(world_size=2))
+    assert time.exposed == pytest.approx({"tensor": 2.0, "data": 1.0})
+    assert time.seconds == pytest.approx(6.0)
+    assert (time.low, time.high) == (pytest.approx(4.0), pytest.approx(9.0))
+
+
+def test_a_ring_leaves_a_machine_over_the_links_of_all_its_ranks():
+    def waits(**place):
+        traffic = (sent(1.0, size=16, crosses_machines=True, **place),)
+        return seconds(costs(traffic=traffic), layout(world_size=2)).seconds - 3.0
+
+    assert waits(machine_ranks=1) == pytest.approx(10.0)
+    assert waits(machine_ranks=8) == pytest.approx(1.25)
+    assert waits(machine_ranks=16) == pytest.approx(1.0)
+
+
+def test_messages_cost_their_latency():
+    slow = replace(GPU, link_latency_us=1000.0)
+    few = seconds(costs(traffic=(sent(1.0, calls=1),)), layout(world_size=2), slow).seconds
+    many = seconds(costs(traffic=(sent(1.0, calls=100),)), layout(world_size=2), slow).seconds
+    assert many - few == pytest.approx(99 * 2 * 1e-3)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_equal_stages_take_what_the_formula_of_the_schedule_says(schedule, num_ranks, num_microbatches):
+    per_rank = stages_per_rank(schedule, None)
+    taken = simulate(schedule, [([1.0] * per_rank, [2.0] * per_rank)] * num_ranks, num_microbatches)
+    idle = bubble_fraction(schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches)
+    busy = 3.0 * per_rank * num_microbatches
+    # The first stage of a schedule that splits backwards has all of it at the end.
+    assert busy / taken == pytest.approx(1 - idle, rel=0.08)
+    if schedule in (Schedule.gpipe, ONE_F_ONE_B, Schedule.interleaved_1f1b):
+        assert busy / taken == pytest.approx(1 - idle)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    even = simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 4, 32)
+    uneven = simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 3 + [([2.0], [4.0])], 32)
+    assert even == pytest.approx(3 * 32 + 9)
+    assert uneven == pytest.approx(6 * 32 + 9)
+    assert simulate(ONE_F_ONE_B, [([1.0], [2.0])] * 4, 32, 0.1) > even
+
+
+def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():
+    strategy = layout(8, world_size=2, pipeline=2)
+    traffic = (sent(0.16, axis="pipeline", kind=SEND, calls=16),)
+    rank = costs(traffic=traffic)
+    by_list, by_formula = seconds([rank, rank], strategy), seconds(rank, strategy)
+    assert by_list.compute == pytest.approx(24.0)
+    assert by_list.bubble == pytest.approx(3.0)
+    assert by_formula.seconds == pytest.approx(by_list.seconds, rel=0.01)
+    assert 0 < by_list.exposed["pipeline"] < 0.16
+    # What tensor ranks wait for stretches each stage, and so the bubble.
+    waiting = replace(rank, traffic=(*traffic, sent(2.4, axis="tensor")))
+    stretched = seconds([waiting, waiting], strategy)
+    assert stretched.compute == pytest.approx(24.0)
+    assert stretched.exposed["tensor"] == pytest.approx(2.4)
+    assert stretched.bubble == pytest.approx(3.3)
+
+
+def test_components_with_their_factors_are_the_step():
+    ops = OpCosts(flops=3e12, moved_bytes=2e9, kernels=100)
+    traffic = (sent(1.5, overlaps=Phase.backward), sent(0.5, axis="tensor"))
+    stage = StageCosts(forward=ops, backward=ops)
+    rank = RankCosts(stages=(stage,), optimizer=OpCosts(moved_bytes=1e9), traffic=traffic)
+    factors = Factors(compute=1.6, memory=1.3, kernels=1.0, link=1.2, spread=1.5)
+    for hardware in (GPU, CPU):
+        parts = step_parts(rank, layout(4, world_size=2), hardware, FP32, factors)
+        assert factors.apply(parts.ideal) == pytest.approx(parts.time.seconds)
+        assert parts.time.low < parts.time.seconds < parts.time.high
+
+
+def timed(factors, **ideal):
+    step = {"compute": 0.0, "memory": 0.0, "kernels": 0.0, "link": 0.0} | ideal
+    return TimedStep(hardware="cpu", layout="any", ideal=step, step_seconds=factors.apply(step))
+
+
+def test_factors_are_found_again():
+    true = Factors(compute=2.0, memory=1.5, kernels=1.0, link=3.0, spread=1.0)
+    steps = [
+        timed(true, compute=1.0, memory=0.2),
+        timed(true, compute=0.01, memory=0.08),
+        timed(true, compute=0.5, memory=0.2, link=0.7),
+        timed(true, compute=10.0, memory=2.0, link=1.0),
+    ]
+    found = calibrate(steps, CPU)
+    assert [found.compute, found.memory, found.link] == pytest.approx([2.0, 1.5, 3.0], rel=0.1)
+    assert all(found.apply(step.ideal) == pytest.approx(step.step_seconds, rel=0.02) for step in steps)
+    assert found.spread < default_factors(CPU).spread
+    assert found.num_steps == 4
+    # Of a run that waited for something else.
+    spoilt = [*steps, replace(steps[0], step_seconds=20 * steps[0].step_seconds)]
+    robust = calibrate(spoilt, CPU)
+    assert [robust.compute, robust.memory] == pytest.approx([2.0, 1.5], rel=0.25)
+    assert robust.spread > found.spread
+
+
+def test_what_no_step_tells_stays_near_its_default():
+    assert calibrate([], GPU) == default_factors(GPU)
+    true = replace(default_factors(GPU), compute=3.0)
+    found = calibrate([timed(true, compute=1.0)], GPU)
+    assert found.compute == pytest.approx(3.0, rel=0.02)
+    assert found.link == pytest.approx(default_factors(GPU).link)
+
+
+def test_lines_of_timed_steps(tmp_path):
+    path = tmp_path / "cache" / "steps.jsonl"
+    assert read_steps(path, "cpu") == []
+    step = timed(PLAIN, compute=1.0)
+    write_step(step, path)
+    other = replace(step, hardware="h100_80gb", cpu_seconds=0.5)
+    write_step(other, path)
+    with path.open("a") as file:
+        file.write(
+            '{"hardware": "cpu"}\n[]\nnull\n{"hardware": "cpu", "layout": "", "ideal": {}, "step_seconds": 1}\n{'
+        )
+    assert read_steps(path, "cpu") == [step]
+    assert read_steps(path, "h100_80gb") == [other]
+
+
+def test_all_figures_are_finite_for_a_step_of_nothing():
+    rank = RankCosts(stages=(StageCosts(forward=OpCosts(), backward=OpCosts()),), optimizer=OpCosts())
+    parts = step_parts(rank, layout(), GPU, FP32)
+    assert parts.time.seconds == 0
+    assert all(math.isfinite(value) for value in parts.ideal.values())

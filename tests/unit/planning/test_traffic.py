@@ -1,0 +1,120 @@
+"""What a rank sends, in closed form: by layout, by hardware, and fast enough for a search."""
+
+import time
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hfdist.config.batch import plan_batch
+from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.train import Precision, TrainConfig
+from hfdist.planning.costs import Phase
+from hfdist.planning.traffic import step_sizes, traffic
+from hfdist.strategies.select import select_strategy
+from hfdist.topology import Topology
+
+FIELDS = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+          "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
+
+
+def make_model(kind="llama", **fields):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **FIELDS | fields))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_model()
+
+
+def layout(world_size, *, num_microbatches=2, precision=Precision.fp32, **keys):
+    config, train = StrategyConfig(**keys), TrainConfig(precision=precision)
+    topology = Topology.of(config.degrees, world_size=world_size)
+    batch = plan_batch(
+        global_batch_size=num_microbatches * topology.data,
+        micro_batch_size=1,
+        data_size=topology.data,
+        sequence_length=64,
+        lanes=topology.data,
+    )
+    return select_strategy(config, train, topology=topology, batch=batch)
+
+
+def by_axis(model, strategy, *, per_machine=8, **of_step):
+    train = TrainConfig(**of_step)
+    sizes = step_sizes(model, train, tensor=strategy.topology.tensor, is_gpu=True)
+    sent = traffic(strategy, sizes, devices_per_machine=per_machine)
+    return {axis: sum(one.sent_bytes for one in sent if one.axis == axis) for axis in {one.axis for one in sent}}, sent
+
+
+def test_one_process_sends_nothing(llama):
+    assert by_axis(llama, layout(1))[1] == ()
+
+
+def test_gradients_travel_once_and_shards_with_each_micro_batch(llama):
+    parameters = sum(p.numel() for p in llama.parameters())
+    sent, [one] = by_axis(llama, layout(4))
+    assert sent == {"data": pytest.approx(2 * 3 / 4 * 4 * parameters)}
+    assert one.overlaps is Phase.backward
+    assert one.microbatches == 1
+    twice, fourfold = (
+        by_axis(llama, layout(4, sharding=Sharding.fsdp2, num_microbatches=number))[0]["data"] for number in (2, 4)
+    )
+    assert fourfold == pytest.approx(2 * twice)
+    kept = by_axis(llama, layout(4, sharding=Sharding.fsdp2, reshard=False))[0]["data"]
+    assert kept < 0.75 * twice
+
+
+def test_half_precision_halves_what_deepspeed_sends(llama):
+    full = by_axis(llama, layout(4, sharding=Sharding.zero3))[0]["data"]
+    half = by_axis(llama, layout(4, sharding=Sharding.zero3, precision=Precision.bf16))[0]["data"]
+    assert half == pytest.approx(full / 2)
+
+
+def test_what_blocks_exchange_is_exchanged_again_where_they_are_computed_again(llama):
+    for keys in ({"tensor": 2}, {"context": 2}):
+        [axis] = keys
+        once = by_axis(llama, layout(2, **keys))[0][axis]
+        again = by_axis(llama, layout(2, **keys), gradient_checkpointing=True)[0][axis]
+        assert 1.3 < again / once < 1.55
+
+
+def test_lora_sends_no_gradients_of_what_is_frozen(llama):
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    next(iter(model.parameters())).requires_grad_(True)
+    share = next(iter(model.parameters())).numel() / sum(p.numel() for p in model.parameters())
+    assert by_axis(model, layout(2))[0]["data"] == pytest.approx(share * by_axis(llama, layout(2))[0]["data"], rel=0.01)
+
+
+def test_machines_are_full_of_neighbours(llama):
+    strategy = layout(64, tensor=4, pipeline=2, sharding=Sharding.fsdp2, replicate=2)
+    _, sent = by_axis(llama, strategy)
+    places = {one.axis: (one.size, one.crosses_machines, one.machine_ranks) for one in sent}
+    assert places == {
+        "tensor": (4, False, 4),
+        "shard": (4, True, 2),
+        "replicate": (2, True, 1),
+        "pipeline": (2, True, 1),
+    }
+
+
+def test_experts_are_exchanged_and_their_gradients_stay_with_those_who_have_them():
+    model = make_model("mixtral", intermediate_size=128, num_local_experts=4, num_experts_per_tok=2)
+    sent, _ = by_axis(model, layout(2, expert=2))
+    tokens = 2 * 64
+    assert sent["expert"] == pytest.approx(0.5 * 4 * tokens * 2 * 128 * 4 * 4)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert sent["data"] == pytest.approx(4 * (parameters - experts))
+
+
+def test_a_search_can_call_it_thousands_of_times(llama):
+    sizes = step_sizes(llama, TrainConfig(), tensor=4)
+    begin = time.process_time()
+    for _ in range(300):
+        strategy = layout(1024, tensor=4, pipeline=8, sharding=Sharding.fsdp2, num_microbatches=32)
+        traffic(strategy, sizes, devices_per_machine=8)
+    assert time.process_time() - begin < 0.3
