@@ -22,6 +22,8 @@ class Growth:
 
     fixed: float = 0.0
     """For any number of them: what goes with the weights, as their copies in half precision do."""
+    constant: float = 0.0
+    """For any number of them, on any rank: a chunk of logits."""
     whole: float = 0.0
     """For each sequence, on each tensor rank."""
     divided: float = 0.0
@@ -29,7 +31,7 @@ class Growth:
 
     def of(self, sequences: float, tensor: int = 1, held: float = 1.0) -> float:
         """Give the bytes of so many sequences on one of `tensor` ranks, which holds this share of the weights."""
-        return self.fixed * held + sequences * (self.whole + self.divided / tensor)
+        return self.constant + self.fixed * held + sequences * (self.whole + self.divided / tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

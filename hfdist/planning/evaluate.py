@@ -100,7 +100,7 @@ class Evaluator:
         if with_model_axes:
             sent = self._traffic(layout, strategy, [])
             costs = replace(costs, traffic=tuple(one for one in sent if one.axis in _MODEL_AXES))
-        return self._time(costs, strategy).seconds
+        return self.time(costs, strategy).seconds
 
     def evaluate(self, layout: Layout, *, most_seconds: float = inf, is_exact: bool = False) -> Candidate | None:
         """Give memory and time of a layout; None: it does not fit, the run refuses it, or it takes as long as that.
@@ -119,7 +119,7 @@ class Evaluator:
         sent = self._traffic(layout, strategy, loads)
         # The rank with most to compute sets the pace.
         costs = max((rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads), key=_flops)
-        time = self._time(replace(costs, traffic=sent), strategy)
+        time = self.time(replace(costs, traffic=sent), strategy)
         if time.seconds >= most_seconds:
             return None
         return Candidate(
@@ -128,7 +128,7 @@ class Evaluator:
             overrides=layout.overrides(self.config),
             memory=memory,
             time=time,
-            mfu=self._mfu(layout, time),
+            mfu=self.mfu(layout, time),
             traffic=sent,
         )
 
@@ -171,11 +171,13 @@ class Evaluator:
             )
         )
 
-    def _time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
+    def time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
+        """Give the time of a step of `costs`, with its traffic."""
         machines = self.machines
         return step_time(costs, strategy, machines.hardware, self.config.train, machines.factors)
 
-    def _mfu(self, layout: Layout, time: StepTime) -> float | None:
+    def mfu(self, layout: Layout, time: StepTime) -> float | None:
+        """Give the share of the hardware's peak; None: that is not known."""
         peak = self.machines.hardware.half_flops
         if peak is None:
             return None

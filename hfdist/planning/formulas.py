@@ -120,14 +120,23 @@ def _moments(
     weights, gradients, optimizer = _state(model, layout, fractions, elements, trained)
     gathered, reduced = _buffers(model, layout, shares, elements, trained)
     kept, working, of_head = _activations(model, layout, shares, loads, live)
-    accumulates = layout.num_microbatches > 1
-    before = gradients if accumulates else 0.0
-    yield _Moment(Phase.forward, weights, before, optimizer, kept + of_head, gathered)
+    before = gradients if layout.num_microbatches > 1 else 0.0
+    if _is_ddp(layout):
+        # Its buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
+        before += gradients
+    # Autocast keeps its copies of the weights until the forward ends, also where what made them is computed again.
+    casts = 0.0 if layout.recompute is None else elements * (model.half_bytes or 0.0)
+    yield _Moment(Phase.forward, weights, before, optimizer, kept + casts + of_head, gathered)
     # Gradients of the last blocks come while all activations are still there.
     yield _Moment(Phase.backward, weights, before, optimizer, kept + working, gathered + reduced)
     # At its end all gradients are there, and the activations of a block.
     yield _Moment(Phase.backward, weights, gradients, optimizer, working, gathered + reduced)
     yield _Moment(Phase.optimizer, weights, gradients, optimizer, 0.0, 0.0)
+
+
+def _is_ddp(layout: Layout) -> bool:
+    has_parts = layout.pipeline * layout.tensor * layout.expert > 1
+    return layout.sharding is Sharding.none and layout.data * layout.context > 1 and not has_parts
 
 
 def _held(model: ModelConstants, layout: Layout, shares: ShareOfParts, loads: Sequence[Load]) -> tuple[float, float]:

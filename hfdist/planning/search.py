@@ -20,6 +20,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.pipeline.schedule import stages_per_rank
+from hfdist.planning.confirm import confirm
 from hfdist.planning.constants import MODES, ModelConstants
 from hfdist.planning.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.layout_space import Space, divisors
@@ -44,9 +45,15 @@ class SearchResult:
 
 
 def search(
-    config: RunConfig, architecture: PreTrainedConfig, machines: Machines, *, processes: int, best: int = 10
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    machines: Machines,
+    *,
+    processes: int,
+    best: int = 10,
+    traced: int = 3,
 ) -> SearchResult:
-    """Give the fastest layouts of a run that fit, by formulas.
+    """Give the fastest layouts of a run that fit, the first of them by traces, the others by formulas.
 
     Args:
         config: of the run; its layout, micro batches and activation checkpointing are what is chosen.
@@ -54,12 +61,14 @@ def search(
         machines: where it is to run.
         processes: how many ranks.
         best: how many layouts to give at the most.
+        traced: how many of them to trace; in place of one that does not fit then, the next one.
 
     Raises:
         ConfigError: as the run itself would on one process.
     """
     model = measure(config, architecture, machines, processes=processes)
-    return search_layouts(config, model, machines, processes=processes, best=best)
+    found = search_layouts(config, model, machines, processes=processes, best=best)
+    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, number=traced))
 
 
 def measure(
@@ -182,9 +191,10 @@ def fewest_processes(
     evaluator = Evaluator(config, model, machines)
     for processes in _counts(machines.per_machine):
         if searches:
-            found = search_layouts(config, model, machines, processes=processes, best=1).candidates
+            found = search_layouts(config, model, machines, processes=processes, best=3).candidates
         else:
             found = tuple(filter(None, [_as_asked(evaluator, processes)]))
+        found = confirm(found, architecture, model, machines, number=1)
         if found:
             return found[0]
     raise ResourceError(

@@ -19,6 +19,8 @@ from hfdist.strategies.tensor.plan import Plan, first_plan
 _DIVIDING = ("colwise", "rowwise", "packed")
 """How styles of transformers begin that leave a share of a parameter on a rank."""
 _EXPERTS = "grouped_gemm"
+_PRIMES = (2, 3, 5, 7)
+"""Degrees that are tried: a number of experts that none of them divides is not shared out."""
 
 
 def find_shares(
@@ -57,11 +59,11 @@ def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[in
 
 def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
     """Give the parameters that have all experts of a block, by name, with the number of these; empty: none can be shared."""
-    try:
-        plan = make_expert_plan(model, 1)
-    except ConfigError:
-        return {}
-    return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
+    for degree in _PRIMES:
+        with suppress(ConfigError):
+            plan = make_expert_plan(model, degree)
+            return {name: model.get_parameter(name).shape[0] for name, style in plan.items() if style == _EXPERTS}
+    return {}
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,14 +69,16 @@ def measure_constants(
     length = config.data.sequence_length
     batch = plan_batch(global_batch_size=1, micro_batch_size=1, data_size=1, sequence_length=length, lanes=1)
     strategy = Strategy(Topology(), batch, StrategyConfig())
+    # One for all: tensors of one are strangers to another.
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]):
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors:
             model = make_fake_model(config, architecture, strategy).train()
         loss_head = choose_loss(config, model, strategy)
         if loss_head is not None and is_gpu:
             loss_head = LossHead(loss_head.choice, CHUNK_LOGITS["cuda"])
         shares_tokens = keeps_documents_apart(small_model(model)) is not False
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends
             blocks = measurement.blocks
@@ -188,7 +190,7 @@ class _Measurement:
         epilogue = {number: one.epilogue for number, one in around.items()}
         self.ends = (
             _part(dict(embedding.named_parameters()), prologue, dict.fromkeys(MODES, prologue)),
-            _part(own_head, epilogue, dict.fromkeys(MODES, epilogue)),
+            _with_chunks(_part(own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
         return tuple(parts)
 
@@ -201,7 +203,9 @@ class _Measurement:
 
     def _run_one(self, call: _Call, number: int) -> _Seen:
         trace, wide = self._trace, _WideTensors(self._width, self._config.data.sequence_length, number)
-        inputs = tree_map_only(torch.Tensor, _leaf, call.inputs)
+        inputs = call.inputs
+        # Gradients go to what comes from the block before, and to nothing else.
+        next(_floats(inputs)).requires_grad_()
         base = self.begin()
         with self.autocast(), wide.hooks():
             output = next(_floats(call.module(*inputs[0], **inputs[1])))
@@ -388,6 +392,16 @@ def _part(
             mode: spread({number: found.working for number, found in seen.items()}) for mode, seen in by_mode.items()
         },
     )
+
+
+def _with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
+    """Tell what grows with the head's weights, as their gradient does, from chunks of logits."""
+    of_weights = 0.0 if head is None else float(sum(p.nbytes for p in head.parameters() if p.requires_grad))
+    working = {
+        mode: replace(grown, fixed=min(grown.fixed, of_weights), constant=max(0.0, grown.fixed - of_weights))
+        for mode, grown in epilogue.working.items()
+    }
+    return replace(epilogue, working=working)
 
 
 def _line(values: Mapping[int, float]) -> tuple[float, float]:

@@ -194,7 +194,7 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if FakeTensor in types:
             args = _without_masks(operation, args)
-            output = operation(*args, **kwargs)
+            output = _grouped_product(operation, args, kwargs)
         elif _is_known(operation, args):
             with unset_fake_temporarily():
                 output = operation(*args, **kwargs)
@@ -271,6 +271,14 @@ def _without_masks(operation: Any, args: Any) -> Any:
         else:
             named.append(index)
     return values, named
+
+
+def _grouped_product(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on fake tensors; the products of experts in float32 as in bfloat16, which alone torch knows."""
+    if operation is not _aten._grouped_mm.default or args[0].dtype is not torch.float32:
+        return operation(*args, **kwargs)
+    left, right, *others = args
+    return operation(left.bfloat16(), right.bfloat16(), *others, **kwargs).float()
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -1,0 +1,64 @@
+"""The best layouts of a search, traced: a trace has the last word on whether they fit, and on what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from hfdist.errors import ConfigError
+from hfdist.planning.constants import ModelConstants
+from hfdist.planning.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.memory import trace_rank
+
+
+def confirm(
+    candidates: Sequence[Candidate],
+    architecture: PreTrainedConfig,
+    model: ModelConstants,
+    machines: Machines,
+    *,
+    number: int,
+) -> tuple[Candidate, ...]:
+    """Trace the first layouts until so many fit, and give these, the fastest first, before those that were not traced.
+
+    Of a pipeline the rank that holds most by formula is traced.
+
+    Args:
+        candidates: from a search, the fastest first.
+        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        model: from `measure`.
+        machines: where it is to run.
+        number: how many to trace at the least; of those that do not fit more.
+    """
+    traced: list[Candidate] = []
+    left = list(candidates)
+    while left and len(traced) < number:
+        one = _trace(left.pop(0), architecture, model, machines)
+        if one is not None:
+            traced.append(one)
+    return (*sorted(traced, key=lambda one: one.time.seconds), *left)
+
+
+def _trace(
+    candidate: Candidate, architecture: PreTrainedConfig, model: ModelConstants, machines: Machines
+) -> Candidate | None:
+    """Give it with the memory and time of its trace; None: it does not fit, or the model cannot be run so."""
+    layout = candidate.layout
+    try:
+        trace = trace_rank(candidate.config, architecture, world_size=layout.processes, rank=candidate.memory.rank)
+    except ConfigError:
+        return None
+    added = machines.runtime_bytes - trace.peak.use.runtime
+    memory = replace(
+        trace.peak,
+        use=replace(trace.peak.use, runtime=machines.runtime_bytes),
+        low_bytes=trace.peak.low_bytes + added,
+        high_bytes=trace.peak.high_bytes + added,
+    )
+    if memory.use.total > machines.usable_bytes:
+        return None
+    evaluator = Evaluator(candidate.config, model, machines)
+    time = evaluator.time(replace(trace.costs, traffic=candidate.traffic), evaluator.strategy(layout, candidate.config))
+    return replace(candidate, memory=memory, time=time, mfu=evaluator.mfu(layout, time), is_traced=True)

@@ -1,0 +1,151 @@
+"""Formulas of memory and costs: against traces of the same layouts, and in what the search relies on."""
+
+from dataclasses import replace
+
+import pytest
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.hardware import read_hardware
+from hfdist.config.strategy import Offload, Schedule, Sharding
+from hfdist.config.train import Recompute
+from hfdist.models.architecture import find_architecture
+from hfdist.pipeline.schedule import Operation, plan, rank_of_stage, stages_per_rank
+from hfdist.planning.constants import MODES
+from hfdist.planning.evaluate import Evaluator, Machines
+from hfdist.planning.formulas import even_loads, live_stages, peak_bytes, rank_costs, whole_load
+from hfdist.planning.layouts import Layout
+from hfdist.planning.memory import trace_rank
+from hfdist.planning.search import measure
+from hfdist.strategies.base import ShardFractions
+from tests.unit.planning.models import BLOCK, make_constants
+
+FP32 = (
+    "model=tiny",
+    "data.sequence_length=128",
+    "model.config={hidden_size: 128, intermediate_size: 352, num_hidden_layers: 4, num_attention_heads: 8, "
+    "num_key_value_heads: 4, vocab_size: 1024, max_position_embeddings: 512}",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=2",
+    "data.lanes=16",
+)
+SINGLE = Layout(processes=1)
+
+
+def live_by_actions(schedule, num_ranks, per_rank, num_microbatches):
+    """The most that each rank holds, counted in the schedule's own list of actions."""
+    most = []
+    for instructions in plan(schedule, rank_of_stage(schedule, num_ranks, per_rank), num_microbatches):
+        now = highest = 0
+        for one in instructions:
+            now += one.operation is Operation.forward
+            highest = max(highest, now)
+            now -= one.operation in (Operation.backward, Operation.backward_weight)
+        most.append(highest)
+    return most
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", Schedule)
+def test_live_micro_batches_are_those_of_the_schedules_own_actions(schedule, num_ranks):
+    per_rank = stages_per_rank(schedule, None)
+    for number in (2 * num_ranks, 4 * num_ranks):
+        layout = Layout(
+            processes=num_ranks,
+            pipeline=num_ranks,
+            schedule=schedule,
+            stages_per_rank=per_rank,
+            num_microbatches=number,
+        )
+        found = [live_stages(layout, rank) for rank in range(num_ranks)]
+        assert found == live_by_actions(schedule, num_ranks, per_rank, number)
+
+
+def test_state_is_counted_in_the_bytes_of_adamw():
+    model = make_constants(2)
+    least = peak_bytes(model, SINGLE, ShardFractions(), [whole_load(model)], 1)
+    assert least >= 16 * model.parameters
+    fourth = ShardFractions(weights=0.25, gradients=0.25, optimizer=0.25)
+    layout = Layout(processes=4, data=4, sharding=Sharding.fsdp2)
+    assert peak_bytes(model, layout, fourth, [whole_load(model)], 1) < least
+
+
+def bytes_of(layout):
+    model = make_constants()
+    return peak_bytes(model, layout, ShardFractions(), even_loads(model, layout), live_stages(layout, 0))
+
+
+def test_memory_grows_with_micro_batches_and_falls_with_what_is_computed_again():
+    sizes = [bytes_of(replace(SINGLE, micro_batch_size=size)) for size in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == 4
+    modes = [bytes_of(replace(SINGLE, micro_batch_size=8, recompute=mode)) for mode in MODES]
+    assert modes == sorted(modes, reverse=True)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_memory_falls_with_each_degree(axis):
+    found = [bytes_of(Layout(processes=n, **{axis: n}, micro_batch_size=4, num_microbatches=1)) for n in (1, 2, 4)]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == 3
+
+
+def test_offloaded_state_is_not_on_the_device():
+    model, layout = make_constants(), Layout(processes=8, data=8, num_microbatches=2, sharding=Sharding.fsdp2)
+    share = ShardFractions(weights=1 / 8, gradients=1 / 8, optimizer=1 / 8)
+    here, away = (
+        peak_bytes(model, replace(layout, offload=offload), share, even_loads(model, layout), 1) for offload in Offload
+    )
+    assert here - away == pytest.approx(16 * model.parameters / 8)
+
+
+def test_arithmetic_is_shared_out_and_computed_again():
+    model = make_constants()
+
+    def flops(layout):
+        stages = rank_costs(model, layout, ShardFractions(), even_loads(model, layout)).stages
+        return sum(stage.forward.flops + stage.backward.flops for stage in stages)
+
+    whole = flops(SINGLE)
+    assert whole == pytest.approx(model.flops_per_token * model.sequence_length)
+    for axis in ("tensor", "context", "pipeline"):
+        assert flops(Layout(processes=4, **{axis: 4})) == pytest.approx(whole / 4)
+    again = flops(replace(SINGLE, recompute=Recompute.all))
+    assert again - whole == pytest.approx(16 * 2 * BLOCK * model.sequence_length)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """A config, its architecture, and its constants, on CPUs."""
+    config = compose_config(FP32)
+    architecture = find_architecture(config.model, sequence_length=128)
+    hardware = replace(read_hardware("h100_80gb"), name="cpu")
+    machines = Machines(hardware=hardware, usable_bytes=hardware.memory_bytes)
+    return architecture, measure(config, architecture, machines), machines
+
+
+LAYOUTS = {
+    "strategy=single": 0.02,
+    "strategy=ddp": 0.02,
+    "strategy=fsdp2": 0.12,
+    "strategy=fsdp2 train.gradient_checkpointing=true": 0.15,
+    "strategy=fsdp2 strategy.tensor=2": 0.12,
+    "strategy=fsdp2 strategy.context=2": 0.12,
+}
+
+
+@pytest.mark.parametrize(("overrides", "error"), LAYOUTS.items())
+def test_formulas_come_near_to_a_trace(measured, overrides, error):
+    architecture, model, machines = measured
+    config = compose_config([*FP32, *overrides.split()])
+    processes = 1 if "single" in overrides else 8
+    layout = Layout.of(config, processes, 1)
+    found = Evaluator(config, model, machines).evaluate(layout)
+    trace = trace_rank(config, architecture, world_size=processes, rank=0)
+    wanted = trace.peak.use.total - trace.peak.use.runtime
+    assert found.memory.use.total == pytest.approx(wanted, rel=error)
+    strategy = Evaluator(config, model, machines).strategy(layout)
+    [own] = rank_costs(model, layout, strategy.fractions, even_loads(model, layout)).stages
+    [traced] = trace.costs.stages
+    assert own.forward.flops + own.backward.flops == pytest.approx(
+        traced.forward.flops + traced.backward.flops, rel=0.01
+    )
