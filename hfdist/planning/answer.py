@@ -69,7 +69,7 @@ def _describe(request: PlanRequest, machines: Machines, found: Sequence[Candidat
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_align(row, widths) for row in rows]
     command = " ".join(["hfdist", request.line.recipe, *request.line.recipe_arguments])
-    lines += ["", f"each of them, behind `{command}`:"]
+    lines += ["", f"what each adds to `{command}`:"]
     lines += [f"  {number}  {' '.join(one.overrides) or '(as it is)'}" for number, one in enumerate(found, 1)]
     lines += ["", "`hfdist plan` with such a line traces the layout, and says where its memory and its time go"]
     return "\n".join([head, "", *lines])

@@ -48,8 +48,8 @@ class Factors:
         return sum(getattr(self, name) * ideal.get(name, 0.0) for name in COMPONENTS)
 
 
-# Not measured by hfdist. Streaming kernels reach about 75 % of a data sheet's bandwidth, and NCCL about 80 % of a link's;
-# the share of the peak is the device's own. Five published runs lie within 21 % (tests/unit/planning/test_published.py).
+# Not measured by hfdist. Streaming kernels reach about 75 % of a data sheet's bandwidth, and NCCL about 80 % of a
+# link's; the share of the peak is the device's own. Five published runs lie within 21 % (test_published.py).
 _OF_GPUS = Factors(compute=1.0, memory=1.35, kernels=1.0, link=1.25, spread=1.4)
 # What `measure_cpu` gives was reached.
 _OF_CPUS = Factors(compute=1.15, memory=1.0, kernels=1.0, link=1.0, spread=1.4)

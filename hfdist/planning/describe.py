@@ -94,7 +94,8 @@ def _traffic_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for axis in dict.fromkeys(one.axis for one in plan.traffic):
         own = [one for one in plan.traffic if one.axis == axis]
         exposed = plan.time.exposed.get(axis, 0.0)
-        seen = f"{share(exposed / plan.time.seconds)} of the step waits for it" if exposed > 0 else "no one waits for it"
+        waits = f"{share(exposed / plan.time.seconds)} of the step waits for it"
+        seen = waits if exposed > 0 else "no one waits for it"
         yield axis, size(sum(one.sent_bytes for one in own)), f"{_where(own)}; {seen}"
 
 

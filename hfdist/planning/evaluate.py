@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.hardware import Hardware
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.pipeline.partition import partition
 from hfdist.pipeline.schedule import rank_of_stage
@@ -89,7 +90,13 @@ class Evaluator:
 
     def least_bytes(self, layout: Layout) -> float:
         """Give what a rank holds at the least, however state is sharded."""
-        return peak_bytes(self.model, layout, _least(layout), even_loads(self.model, layout), live_stages(layout, 0))
+        loads, live, least = even_loads(self.model, layout), live_stages(layout, 0), _least(layout)
+        found = peak_bytes(self.model, layout, least, loads, live)
+        if layout.pipeline * layout.tensor * layout.expert * layout.context > 1:
+            return found
+        # DeepSpeed holds its weights in half precision.
+        sharded = replace(layout, sharding=Sharding.zero3)
+        return min(found, peak_bytes(self.model, sharded, least, loads, live))
 
     def least_seconds(self, layout: Layout, *, with_model_axes: bool = False) -> float:
         """Give what a step takes at the least: its arithmetic, shared out evenly, and perhaps what the ranks of a
@@ -98,7 +105,7 @@ class Evaluator:
         strategy = self.strategy(layout)
         costs = rank_costs(self.model, layout, _least(layout), even_loads(self.model, layout))
         if with_model_axes:
-            sent = self._traffic(layout, strategy, [])
+            sent = self._traffic(layout, strategy, {})
             costs = replace(costs, traffic=tuple(one for one in sent if one.axis in _MODEL_AXES))
         return self.time(costs, strategy).seconds
 
@@ -118,7 +125,7 @@ class Evaluator:
             return None
         sent = self._traffic(layout, strategy, loads)
         # The rank with most to compute sets the pace.
-        costs = max((rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads), key=_flops)
+        costs = max((rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads.values()), key=_flops)
         time = self.time(replace(costs, traffic=sent), strategy)
         if time.seconds >= most_seconds:
             return None
@@ -132,32 +139,32 @@ class Evaluator:
             traffic=sent,
         )
 
-    def _loads(self, layout: Layout, *, is_exact: bool) -> list[list[Load]]:
-        """The stages of each pipeline rank; PartitionError: fewer blocks than stages."""
+    def _loads(self, layout: Layout, *, is_exact: bool) -> dict[int, list[Load]]:
+        """The stages of pipeline ranks; PartitionError: fewer blocks than stages."""
         if layout.pipeline == 1:
-            return [even_loads(self.model, layout)]
+            return {0: even_loads(self.model, layout)}
         ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
         # Even stages are found in a moment, and even ranks of several stages are not.
         balanced = ranks if is_exact else tuple(range(len(ranks)))
         if balanced not in self._stages:
             self._stages[balanced] = partition(self.model.balance, balanced)
-        return [loads_of(self.model, self._stages[balanced], ranks, rank) for rank in range(layout.pipeline)]
+        # The first holds most micro batches, the last the head.
+        looked_at = range(layout.pipeline) if is_exact else (0, layout.pipeline - 1)
+        return {rank: loads_of(self.model, self._stages[balanced], ranks, rank) for rank in looked_at}
 
-    def _memory(self, layout: Layout, fractions: ShardFractions, loads: Sequence[Sequence[Load]]) -> PeakMemory:
-        peaks = [
-            peak_use(self.model, layout, fractions, of_rank, live_stages(layout, rank))
-            for rank, of_rank in enumerate(loads)
-        ]
-        worst = max(range(len(peaks)), key=lambda rank: peaks[rank][1].total)
-        phase, use = peaks[worst]
+    def _memory(self, layout: Layout, fractions: ShardFractions, loads: Mapping[int, Sequence[Load]]) -> PeakMemory:
+        live = {rank: live_stages(layout, rank) for rank in loads}
+        held = {rank: peak_bytes(self.model, layout, fractions, own, live[rank]) for rank, own in loads.items()}
+        worst = max(held, key=held.__getitem__)
+        phase, use = peak_use(self.model, layout, fractions, loads[worst], live[worst])
         use = replace(use, runtime=self.machines.runtime_bytes)
         first = layout.processes // layout.pipeline * worst
         return PeakMemory(rank=first, phase=phase, use=use, low_bytes=use.total * _LOW, high_bytes=use.total * _HIGH)
 
-    def _traffic(self, layout: Layout, strategy: Strategy, loads: Sequence[Sequence[Load]]) -> tuple[AxisTraffic, ...]:
+    def _traffic(self, layout: Layout, strategy: Strategy, loads: Mapping[int, Sequence[Load]]) -> tuple[AxisTraffic, ...]:
         sizes = replace(self.model.sizes[layout.tensor], recomputes=layout.recompute is not None)
         if len(loads) > 1:
-            sizes = replace(sizes, of_worst_stage=max(self._elements(of_rank) for of_rank in loads))
+            sizes = replace(sizes, of_worst_stage=max(self._elements(of_rank) for of_rank in loads.values()))
         return traffic(strategy, sizes, devices_per_machine=self.machines.per_machine)
 
     def _elements(self, loads: Sequence[Load]) -> int:

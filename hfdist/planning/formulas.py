@@ -125,13 +125,18 @@ def _moments(
         # Its buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
         before += gradients
     # Autocast keeps its copies of the weights until the forward ends, also where what made them is computed again.
-    casts = 0.0 if layout.recompute is None else elements * (model.half_bytes or 0.0)
+    casts = elements * (model.half_bytes or 0.0) if layout.recompute is not None and not _is_half(model, layout) else 0.0
     yield _Moment(Phase.forward, weights, before, optimizer, kept + casts + of_head, gathered)
     # Gradients of the last blocks come while all activations are still there.
     yield _Moment(Phase.backward, weights, before, optimizer, kept + working, gathered + reduced)
     # At its end all gradients are there, and the activations of a block.
     yield _Moment(Phase.backward, weights, gradients, optimizer, working, gathered + reduced)
     yield _Moment(Phase.optimizer, weights, gradients, optimizer, 0.0, 0.0)
+
+
+def _is_half(model: ModelConstants, layout: Layout) -> bool:
+    """Whether the model's weights are in the type of the arithmetic; then autocast makes no copies of them."""
+    return model.half_bytes is not None and layout.sharding.is_deepspeed and layout.pipeline == 1
 
 
 def _is_ddp(layout: Layout) -> bool:
@@ -164,8 +169,8 @@ def _state(
         # It steps float32 copies, and outside of a pipeline computes with half-precision weights.
         optimizer_bytes += 4.0
         gradient_bytes = 4.0
-        if layout.pipeline == 1 and model.half_bytes is not None:
-            weight_bytes = model.half_bytes
+        if _is_half(model, layout):
+            weight_bytes = model.half_bytes or weight_bytes
     weights = elements * weight_bytes * fractions.weights
     gradients = trained * gradient_bytes * fractions.gradients
     optimizer = trained * optimizer_bytes * fractions.optimizer
@@ -213,7 +218,8 @@ def _activations(
     for load in loads:
         for kind, held, number in zip(model.kinds, shares.kinds, load.blocks, strict=True):
             if number:
-                kept += number * grown(kind.kept[mode], held)
+                # What a block keeps for any number of sequences are copies of its weights.
+                kept += number * grown(kind.kept[mode], 0.0 if _is_half(model, layout) else held)
                 working = max(working, grown(kind.working[mode], held))
         kept += load.prologue * grown(model.prologue.kept[mode], shares.prologue)
         kept += load.epilogue * grown(model.epilogue.kept[mode], shares.epilogue)

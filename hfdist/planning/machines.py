@@ -48,7 +48,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     per_machine = asked.per_machine
     if hardware is None and asked.hardware is None and torch.cuda.is_available():
         hardware = find_hardware()
-    found = _cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
+    found = measured_cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
     if per_machine is not None:
         found = replace(found, devices_per_machine=per_machine)
     runtime = psutil.Process().memory_info().rss + _MORE_IN_A_RUN if found.is_cpu else _RUNTIME_OF_GPU
@@ -66,7 +66,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     )
 
 
-def _cpu(folder: Path, processes: int) -> Hardware:
+def measured_cpu(folder: Path, processes: int) -> Hardware:
     """Give what so many processes of this machine have, measured once: past runs count by it."""
     words = f"{platform.node()} {os.cpu_count()} {processes} {torch.__version__}"
     path = folder / f"cpu-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}.json"

@@ -106,7 +106,7 @@ def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: S
     engine = strategy.build(whole)
     model = engine.model
     prepare_as_trainer(model, config)
-    trace = Trace()
+    trace = Trace(copies_gathered=True)
     trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
     optimizer = make_optimizer(config, engine)
     for parameter in model.parameters():

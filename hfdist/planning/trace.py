@@ -30,6 +30,12 @@ _MOST_REAL = 2**20
 _TRAVELLING = ("fsdp", "c10d")
 """Namespaces of the operations that gather parameters and reduce gradients."""
 _aten = torch.ops.aten
+_GATHER = torch.ops.c10d._allgather_base_.default
+_EXCHANGE = torch.ops.c10d.alltoall_base_.default
+_TOP = _aten.topk.default
+_GROUPED = _aten._grouped_mm.default
+_FILLED = {_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.empty.memory_format}
+_WHOLE = {torch.int64, torch.int32, torch.bool}
 _RANGES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 _ALLOCATING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 
@@ -70,13 +76,18 @@ class Trace(TorchDispatchMode):
     """Enter it around the steps that are to be seen, inside of a FakeTensorMode if the tensors are fake.
 
     Set `phase` before each part of a step; `hold` tells what exists already.
+
+    Args:
+        copies_gathered: whether an all-gather holds what comes once more for a moment, as gloo's does. A fake process
+            group has no such memory.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_gathered: bool = False) -> None:
         super().__init__()
         self.phase = Phase.forward
+        self._copies_gathered = copies_gathered
         self._blocks: dict[int, _Block] = {}
         self._held = dict.fromkeys(KINDS, 0)
         self._total = 0
@@ -192,19 +203,16 @@ class Trace(TorchDispatchMode):
             # A DTensor's own operations come by themselves.
             return NotImplemented
         kwargs = kwargs or {}
-        if FakeTensor in types:
-            args = _without_masks(operation, args)
-            output = _grouped_product(operation, args, kwargs)
-        elif _is_known(operation, args):
-            with unset_fake_temporarily():
-                output = operation(*args, **kwargs)
-        else:
-            output = operation(*args, **kwargs)
+        output = _run(operation, types, args, kwargs)
         outputs = list(_tensors(output))
         namespace = getattr(operation, "namespace", "")
         if namespace in _TRAVELLING:
             given = (*_tensors(args), *_tensors(tuple(kwargs.values())), *outputs)
             self.hold((tensor for tensor in given if self._is_activation(tensor)), BUFFERS)
+            if self._copies_gathered and operation is _GATHER:
+                copy = _Block(0, BUFFERS)
+                self._grow(copy, _nbytes(args[0]))
+                self._grow(copy, -copy.size)
             return output
         for tensor in outputs:
             self._see(tensor)
@@ -221,7 +229,7 @@ class Trace(TorchDispatchMode):
             return
         counter = self._counters[self.phase]
         counter.kernels += 1
-        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet) or _FORMULAS_BY_NAME.get(str(packet))
         if formula is not None:
             counter.flops += formula(*args, **kwargs, out_val=output)
             return
@@ -246,16 +254,49 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _is_known(operation: Any, args: Any) -> bool:
-    """Whether an operation without fake tensors gives a small one of whole numbers, which is computed for real."""
+def _run(operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation: for real, where its tensors are real and small."""
+    if FakeTensor in types:
+        if operation is _GROUPED:
+            return _grouped_product(*args, **kwargs)
+        output = operation(*_without_masks(operation, args), **kwargs)
+        return _even_choices(output, args[0].shape[-1]) if operation is _TOP else output
+    if not _is_known(operation, args, kwargs):
+        return operation(*args, **kwargs)
+    with unset_fake_temporarily():
+        output = operation(*args, **kwargs)
+        if operation is _EXCHANGE and args[0].shape == args[1].shape:
+            # A fake process group brings nothing; all ranks send alike.
+            args[0].copy_(args[1])
+    return output
+
+
+def _is_known(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation without fake tensors makes a small one, so that it can be computed for real."""
     tensors = list(_tensors(args))
     if not tensors:
-        return operation in _RANGES and all(abs(number) <= _MOST_REAL for number in args)
+        if operation in _RANGES:
+            return all(abs(number) <= _MOST_REAL for number in args)
+        return operation in _FILLED and kwargs.get("dtype") in _WHOLE and math.prod(args[0]) <= _MOST_REAL
     try:
         size = math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
     except RuntimeError:
         size = sum(tensor.numel() for tensor in tensors)
     return size <= _MOST_REAL
+
+
+def _grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
+    """As torch's own for fake tensors, which knows bfloat16 only, as a GPU; a CPU takes each type."""
+    groups = [offs.shape[0]] if left.ndim == right.ndim == 2 else [left.shape[0]] if left.ndim == right.ndim else []
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])
+
+
+def _even_choices(output: Any, num_choices: int) -> Any:
+    """Let a router choose all of its experts equally often: how many tokens each gets is the size of what follows."""
+    values, indices = output
+    with unset_fake_temporarily():
+        chosen = torch.arange(indices.numel()).remainder(num_choices).view(indices.shape)
+    return values, chosen
 
 
 def _without_masks(operation: Any, args: Any) -> Any:
@@ -273,14 +314,6 @@ def _without_masks(operation: Any, args: Any) -> Any:
     return values, named
 
 
-def _grouped_product(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on fake tensors; the products of experts in float32 as in bfloat16, which alone torch knows."""
-    if operation is not _aten._grouped_mm.default or args[0].dtype is not torch.float32:
-        return operation(*args, **kwargs)
-    left, right, *others = args
-    return operation(left.bfloat16(), right.bfloat16(), *others, **kwargs).float()
-
-
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
@@ -291,9 +324,11 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: A
 
 def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
     """Rows of the left one are shared out over groups of the right one, or the columns over which both are summed."""
-    if right.ndim == 3:
-        return int(2 * math.prod(left.shape) * right.shape[-1])
     return int(2 * math.prod(left.shape) * right.shape[-1])
+
+
+def _grouped_product_backward_flops(_gradient: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * _grouped_product_flops(left, right)
 
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
@@ -302,3 +337,9 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped_product_flops,
 }
 """Of operations that torch's own table lacks."""
+
+_FORMULAS_BY_NAME: dict[str, Callable[..., int]] = {
+    "transformers.grouped_mm_fallback": _grouped_product_flops,
+    "transformers.grouped_mm_fallback_backward": _grouped_product_backward_flops,
+}
+"""Likewise, of operations that exist only once a model has been imported."""

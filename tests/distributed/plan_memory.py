@@ -8,16 +8,18 @@ python -m tests.distributed.plan_memory docs/plan.md
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
@@ -140,23 +142,35 @@ def _trace(config: RunConfig, processes: int, architecture: Any) -> float:
     return worst_rank(config, architecture, world_size=processes).peak.use.total
 
 
-class _Marks(TrainerCallback):
-    """Marks the later steps for the profiler."""
+class _Profiler(TrainerCallback):
+    """Asks torch's CPU allocator in each later step for the most that it had given out, in all threads."""
 
     def __init__(self) -> None:
-        self._mark: Any = None
+        self.most = 0
+        self._profile: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before its first micro batch."""
         if state.global_step + 1 >= _FIRST_STEP:
-            self._mark = record_function("traced step")
-            self._mark.__enter__()
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+            # Its tables take ten times as long as the step.
+            self._profile.profiler._parse_kineto_results = lambda results: []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Behind the optimizer's step."""
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            tree = self._profile.profiler.kineto_results.experimental_event_tree()
+            self.most = max(self.most, *_totals(tree))
+            self._profile = None
+
+
+def _totals(events: Iterable[Any]) -> Iterator[int]:
+    for event in events:
+        if isinstance(event.extra_fields, torch._C._profiler._ExtraFields_Allocation):
+            yield event.extra_fields.total_allocated
+        yield from _totals(event.children)
 
 
 def measure_rank(config: RunConfig) -> tuple[int, Any]:
@@ -166,25 +180,19 @@ def measure_rank(config: RunConfig) -> tuple[int, Any]:
     run.open_data()
     run.open_folder()
     run.start_ranks()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-        run.build_model()
-        run.build_trainer()
-        run.trainer.add_callback(_Marks())
-        run.trainer.train()
-    return _most_in_steps(prof), run.architecture
+    _count_all_threads()
+    run.build_model()
+    run.build_trainer()
+    profiler = _Profiler()
+    run.trainer.add_callback(profiler)
+    run.trainer.train()
+    return profiler.most, run.architecture
 
 
-def _most_in_steps(prof: Any) -> int:
-    events = prof.profiler.kineto_results.events()
-    spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == "traced step"]
-    assert spans
-    changes = sorted((e.start_ns(), place, e.nbytes()) for place, e in enumerate(events) if e.name() == "[memory]")
-    held = most = 0
-    for at, _, added in changes:
-        held += added
-        if any(begin <= at <= end for begin, end in spans):
-            most = max(most, held)
-    return most
+def _count_all_threads() -> None:
+    """Let the allocator count from now on, what gloo's threads take and give back, too."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def main(arguments: Iterable[str]) -> None:

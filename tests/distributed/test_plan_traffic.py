@@ -60,7 +60,8 @@ CASES = {
     "pipeline, zero1": Case(keys={"pipeline": 2, "sharding": "zero1"}, num_ranks=4),
     "pipeline of 4": Case(keys={"pipeline": 4}, num_ranks=4, microbatches=4),
     "expert, fsdp2": Case(keys=FSDP | {"expert": 2}, sizes=MIXTRAL, num_ranks=4),
-    "3d": Case(keys=FSDP | {"pipeline": 2, "tensor": 2}, num_ranks=8),
+    "pipeline x tensor": Case(keys={"pipeline": 2, "tensor": 2}, num_ranks=4),
+    "fsdp2 x tensor": Case(keys=FSDP | {"tensor": 2}, num_ranks=4),
 }
 
 

@@ -196,14 +196,14 @@ class ZeroEngine(Engine):
 
     def held_bytes(self, device: torch.device) -> dict[str, int]:
         """Of weights, and of what the optimizer steps with its state; gradients lie in buckets of DeepSpeed's own."""
-        zero = self._engine.optimizer
         weights = [getattr(parameter, "ds_tensor", parameter) for parameter in self.model.parameters()]
+        found = {"weights": storage_bytes([*weights, *self.model.buffers()], device)}
+        if self._engine is None:
+            return found
+        zero = self._engine.optimizer
         in_weights = {tensor.untyped_storage().data_ptr() for tensor in weights}
         stepped = [flat for flat in pieces_zero.stepped(zero) if flat.untyped_storage().data_ptr() not in in_weights]
-        return {
-            "weights": storage_bytes([*weights, *self.model.buffers()], device),
-            "optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device),
-        }
+        return found | {"optimizer": storage_bytes([*stepped, *state_tensors(zero.optimizer)], device)}
 
     def extra_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and the state of its loss scale under fp16."""

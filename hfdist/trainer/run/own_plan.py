@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -34,7 +35,7 @@ from hfdist.topology import Topology, read_launcher
 
 logger = logging.getLogger(__name__)
 
-_MOST_SECONDS = 120.0
+_MOST_SECONDS = 60.0
 """That a run waits for its plan once it is ready itself."""
 _CHUNK_BYTES = 1 << 16
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
@@ -153,7 +154,10 @@ def _make(make: Callable[[], Made], sender: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         try:
-            found: Made | str = make()
+            with warnings.catch_warnings():
+                # What libraries say to developers is said by the run itself.
+                warnings.simplefilter("ignore")
+                found: Made | str = make()
         except Exception as error:
             found = f"{type(error).__name__}: {first_line(error)}"
         rest = pickle.dumps(found)

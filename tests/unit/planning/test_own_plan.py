@@ -1,0 +1,61 @@
+"""The plan that a run makes of itself in a forked process: whatever happens there, the run goes on."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from hfdist.config.hardware import Hardware
+from hfdist.errors import ResourceError
+from hfdist.planning.evaluate import Machines
+from hfdist.trainer.run import own_plan
+from hfdist.trainer.run.own_plan import OwnPlan, naming_lack_of_memory
+from tests.unit.planning.plans import PLAN, TOO_LARGE
+
+
+def test_a_plan_comes_back_whole_and_leaves_nothing_here():
+    here = []
+
+    def make():
+        here.append(1)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        return PLAN, Machines(hardware=Hardware(name="cpu"), usable_bytes=1.0)
+
+    plan, machines = OwnPlan(make).take()
+    assert plan == PLAN
+    assert machines.hardware.is_cpu
+    assert here == []
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_plan_that_fails_is_words():
+    assert OwnPlan(lambda: 1 // 0).take() == "ZeroDivisionError: integer division or modulo by zero"
+
+
+def test_a_plan_whose_process_is_killed_is_words():
+    assert "was ended" in OwnPlan(lambda: os.kill(os.getpid(), signal.SIGKILL)).take()
+
+
+def test_a_plan_that_takes_too_long_is_given_up(monkeypatch):
+    monkeypatch.setattr(own_plan, "_MOST_SECONDS", 0.2)
+    begin = time.monotonic()
+    assert "took longer" in OwnPlan(lambda: time.sleep(60)).take()
+    assert time.monotonic() - begin < 10
+
+
+def test_what_torch_says_where_memory_ends_has_the_next_move():
+    with pytest.raises(ResourceError, match="not enough memory") as caught, naming_lack_of_memory(TOO_LARGE):
+        torch.empty(2**50)
+    assert caught.value.hint == TOO_LARGE.advice
+    assert caught.value.found.startswith("does not fit")
+    with pytest.raises(ResourceError), naming_lack_of_memory(None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shape"), naming_lack_of_memory(PLAN):
+        torch.ones(2).view(3)
