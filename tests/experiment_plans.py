@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.table import markdown
 from hfdist.report.text import duration, share, short, size
-from tests.unit.config.shipped import EXPERIMENTS, plan_of, primary_of
+from tests.unit.config.shipped import EXPERIMENTS, plan_of
 
 PRICE = 2.5
 """Of an hour of one GPU, in USD: an example. Those on a CPU have no price."""
@@ -32,12 +32,12 @@ hfdist plan +experiment=demo plan.processes=2
 ```
 
 `+experiment=NAME` adds a whole named run of `conf/experiment/`: model, data, layout, batch, rate. The first lines of
-each file are the commands that start it and plan it, and the paper that its numbers come from. It goes on other machines,
-too: [plan](plan.md) it for them first.
+each file are the commands that start it and plan it, and the paper that its numbers come from. It goes on other
+machines, too: [plan](plan.md) it for them first.
 
 This page is what `make plan` got from the plan in each file. No such run was made for it but those on a CPU: these are
-predictions, and [plan](plan.md#how-right-it-is) says how right such predictions were. *Cost* is at {PRICE:g} USD for an hour
-of a GPU, which is an example. The figures of a CPU are those of the machine that wrote this page.
+predictions, and [plan](plan.md#how-right-it-is) says how right such predictions were. *Cost* is at {PRICE:g} USD for an
+hour of a GPU, which is an example. The figures of a CPU are those of the machine that wrote this page.
 """
 
 
@@ -70,7 +70,7 @@ def page() -> str:
         markdown(["experiment", "planned", "published"], _beside_published(made)),
         "\nThe plan is of hfdist's own kernels and layouts, so that it should be slower than Megatron's.\n",
         "## Commands\n",
-        *(f"* `hfdist {_command(name)}`" for name in EXPERIMENTS),
+        *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in EXPERIMENTS),
     ]
     missing = [f"* `{name}`: {found}" for name, found in plans.items() if isinstance(found, str)]
     if missing:
@@ -114,12 +114,6 @@ def _beside_published(made: dict[str, Any]) -> list[list[str]]:
         for name, words in PUBLISHED.items()
         if (found := made.get(name)) is not None and found["hours"] is not None
     ]
-
-
-def _command(experiment: str) -> str:
-    return (
-        f"{primary_of(experiment)} +experiment={experiment}`, planned by `hfdist plan {shlex.join(plan_of(experiment))}"
-    )
 
 
 if __name__ == "__main__":

@@ -162,6 +162,8 @@ def test_a_command_about_a_run_fits_its_processes(command, words, monkeypatch, t
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_each_experiment_says_its_plan(experiment):
     assert f"+experiment={experiment}" in plan_of(experiment)
+    shown = f"`hfdist plan {shlex.join(plan_of(experiment))}`"
+    assert shown in (DOCS / "experiments.md").read_text(encoding="utf-8"), "make plan writes it"
 
 
 @pytest.mark.parametrize("path", [path for path in TEXTS if path.suffix == ".md"], ids=lambda path: path.name)
