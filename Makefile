@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench zoo parity mesh plan-memory layouts finetuning interruptions faults soak cluster jobs mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench zoo parity mesh layouts finetuning interruptions faults soak cluster jobs plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -43,9 +43,6 @@ zoo: $(READY)  ## Split every causal language model of transformers at its block
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m tests.distributed.parity docs/parity.md
 
-plan-memory: $(READY)  ## Compare traced peaks with measured ones, and write the table of docs/plan.md (about 20 minutes).
-	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md
-
 mesh: $(READY)  ## Compare five families in all layouts of the mesh with one process, and write docs/mesh-parity.md (about 13 minutes).
 	$(BIN)/python -m tests.distributed.mesh_parity docs/mesh-parity.md
 
@@ -79,6 +76,12 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m tests.job_peers $(CURDIR)/build/jobs/bin/python
+
+plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
+	$(BIN)/python -m tests.distributed.plan_memory docs/plan.md
+	$(BIN)/python -m tests.distributed.plan_time docs/plan.md
+	$(BIN)/python -m tests.distributed.plan_search docs/plan.md
+	$(BIN)/python -m tests.experiment_plans docs/experiments.md
 
 mutations: $(READY)  ## Plant twenty mistakes into a copy, one at a time, and see that a test catches each (7 minutes).
 	$(BIN)/python -m tests.mutations

@@ -59,7 +59,7 @@ class Hardware:
     @property
     def is_cpu(self) -> bool:
         """Whether ranks compute on cores, which also send, and do one thing after the other."""
-        return self.name == CPU
+        return self.name == CPU or self.devices == [CPU]
 
     @property
     def memory_bytes(self) -> float:

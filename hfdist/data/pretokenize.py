@@ -11,9 +11,10 @@ import shlex
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.config.data import BadRows, ChatConfig
 from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.tokenfile import (
@@ -186,17 +188,19 @@ class _Job:
         tokens_path, index_path, digests_path = paths_of(self._folder, name_of(number))
         lengths, digests, bad_rows = array("q", [0]), array("Q"), list[int]()
         digest = hashlib.blake2b(digest_size=16)
-        with _new_file(tokens_path) as file:
+
+        def write_tokens(file: BinaryIO) -> None:
             for chunk in chunks:
-                bad_rows += [len(digests) + place for place in chunk.bad]
+                bad_rows.extend(len(digests) + place for place in chunk.bad)
                 lengths.extend(chunk.lengths)
                 digests.extend(chunk.digests)
                 file.write(chunk.tokens.data)
                 digest.update(chunk.tokens.data)
+
+        _write(tokens_path, write_tokens)
         offsets = np.cumsum(np.asarray(lengths), dtype="<i8")
         for path, values in ((index_path, offsets), (digests_path, np.asarray(digests).astype("<u8"))):
-            with _new_file(path) as file:
-                np.save(file, values, allow_pickle=False)
+            _write(path, partial(np.save, arr=values, allow_pickle=False))
             digest.update(values.data)
         origins = _origins(self._files[number])
         record = FileRecord(name_of(number), len(digests), int(offsets[-1]), digest.hexdigest(), origins, bad_rows)
@@ -258,20 +262,14 @@ def _origins(shards: Sequence[_NamedShard]) -> list[OriginShard]:
     return [OriginShard(source, shard.name, shard.identity, list(shard.runs)) for source, shard in shards]
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, which gets its name once it is complete and on the disk."""
-    partial = Path(f"{path}.partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+def _write(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write a file whole; the folder's lock is held, so what a killed process has left of it can go."""
+    remove_unfinished(path)
+    write_atomically(path, content)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    with _new_file(path) as file:
-        file.write(json.dumps(values).encode())
+    _write(path, json.dumps(values).encode())
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +49,10 @@ def examine_rank(request: Request) -> None:
     Raises:
         ResourceError: this rank does not reach the others.
     """
-    from hfdist.doctor.links import JOIN_SECONDS, Rendezvous
+    from hfdist.doctor.links import meet
 
     place = read_launcher()
-    begun = time.monotonic()
-    try:
-        rendezvous = Rendezvous(place)
-    except ResourceError:
-        if place.rank != 0:
-            # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
-            time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
-        raise
+    rendezvous = meet(place)
     if place.rank == 0:
         _lead(request, rendezvous)
     else:

@@ -112,16 +112,15 @@ def check_name(num_hosts: int) -> Finding:
         hint = "a network interface with an address"
     try:
         addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+        text, looped = f"{name} is {', '.join(addresses[:3])}", all(map(is_loopback, addresses))
     except OSError:
-        text = f"{name} has no address, so that gloo takes the loopback; interfaces: {known}"
-        return Finding.of(check, text, error=num_hosts > 1, warning=True, hint=hint)
-    looped = all(map(is_loopback, addresses))
-    text = f"{name} is {', '.join(addresses[:3])}; interfaces: {known}"
+        text, looped = f"{name} has no address, so that gloo takes the loopback", True
     if looped:
-        text = (
-            f"{name} is {', '.join(addresses[:3])}, a loopback, which other machines cannot reach; interfaces: {known}"
-        )
-    return Finding.of(check, text, error=looped and num_hosts > 1, warning=looped, hint=hint)
+        text += ", which other machines cannot reach"
+    if looped and best is not None and num_hosts == 1:
+        text += f"; a run on several machines connects by {best}, or by what leads to the first of them"
+    error = looped and num_hosts > 1
+    return Finding.of(check, f"{text}; interfaces: {known}", error=error, warning=looped and best is None, hint=hint)
 
 
 def count_cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -148,4 +149,5 @@ def _check_place(path: Path) -> None:
         what, hint = "another file is there, which no `hfdist job` has written", f"out={path.stem}-job{path.suffix}"
         raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)
     if not path.absolute().parent.is_dir():
-        raise ConfigError("there is no such folder", where=f"out ({COMMAND_LINE})", found=str(path.parent))
+        hint = f"mkdir -p {shlex.quote(str(path.parent))}, or out={path.name} for this folder"
+        raise ConfigError("there is no such folder", where=f"out ({COMMAND_LINE})", found=str(path.parent), hint=hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: dict[str, Any]) -> Non
     known = _fields(architecture)
     for name, value in fields.items():
         key = f"model.config.{name}"
-        if name not in known:
+        if name not in known and not _reads(architecture, name):
             raise ConfigError(
                 f"{type(architecture).__name__} has no such field",
                 where=key,
@@ -170,6 +171,13 @@ def _naming_fields(fields: dict[str, Any], kind: str | None = None) -> Iterator[
 def _fields(architecture: PreTrainedConfig) -> set[str]:
     names = set(architecture.to_dict()) | set(getattr(type(architecture), "attribute_map", {}))
     return {name for name in names if not name.startswith("_")} - {"model_type", "transformers_version", "dtype"}
+
+
+def _reads(architecture: PreTrainedConfig, name: str) -> bool:
+    """Whether the type's own code reads a field that its config does not declare, as that of Qwen3 MoE `head_dim`."""
+    file = Path(inspect.getfile(type(architecture)))
+    code = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return code.is_file() and f'getattr(config, "{name}"' in code.read_text(encoding="utf-8")
 
 
 def _same_kind(present: Any, value: Any) -> bool:

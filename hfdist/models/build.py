@@ -150,7 +150,9 @@ def initialize_by_name(model: PreTrainedModel, seed: int, layout: Partitioning =
         reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
         # A tied head comes after its embedding and must not draw it again under another name.
         is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
-        if is_tied_alias or is_on_other_stage(module):
+        # What has no parameters itself may have a rule for its children's.
+        holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
+        if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
             continue
         with layout.gathered(reachable, writes=True), _on_cpu_in_float32(reachable), torch.random.fork_rng():
             torch.manual_seed(_key(seed, name))

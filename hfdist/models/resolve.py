@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import transformers
 from filelock import FileLock
@@ -25,6 +24,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hfdist.atomic_write import write_atomically
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models.hub_client import FETCH_FIRST, DamagedError, ask, reading_from_hub
@@ -337,9 +337,7 @@ class _Repository:
         # A cache that many share may be read-only.
         with suppress(OSError):
             ref.parent.mkdir(parents=True, exist_ok=True)
-            temporary = ref.with_name(f"{ref.name}.{uuid4().hex[:8]}.tmp")
-            temporary.write_text(commit, encoding="utf-8")
-            os.replace(temporary, ref)
+            write_atomically(ref, commit.encode())
 
 
 def _verify_files(files: Iterable[Path], notes: Path) -> None:

@@ -31,7 +31,7 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of one run on so many processes. Layouts come as what a rank computes, then as how state is sharded."""
+    """The layouts of one run on so many processes: first what a rank computes, then how state is sharded."""
 
     config: RunConfig
     model: ModelConstants

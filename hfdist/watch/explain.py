@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hfdist.errors import PeerError
 from hfdist.records import RUN_FILE, RunRecord, State, read_run
+from hfdist.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.snapshot import (
     FOLDER,
@@ -388,10 +388,11 @@ def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
     """Find what the watch has left of the last start."""
     folders = [path for path in (run_dir / FOLDER).glob("*") if path.is_dir()]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
-    if newest is None or record is None or not record.started:
+    started = None if record is None else instant(record.started)
+    if newest is None or started is None:
         return newest
     # An earlier start's are of another hang.
-    return newest if newest.stat().st_mtime >= datetime.fromisoformat(record.started).timestamp() else None
+    return newest if newest.stat().st_mtime >= started.timestamp() else None
 
 
 def _read_report(folder: Path) -> str | None:
@@ -405,7 +406,7 @@ def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
     if record is None:
         return f"{run_dir}: {RUN_FILE} is missing or cannot be read"
     code = "" if record.exit_code is None else f" with exit code {record.exit_code}"
-    done = f"{record.step} steps done, {record.processes} ranks"
+    done = f"{record.step} steps done, {record.processes} rank{'s' * (record.processes != 1)}"
     return f"{run_dir}: start {record.start}, {record.state.value}{code}, {done}"
 
 

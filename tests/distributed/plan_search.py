@@ -1,4 +1,4 @@
-"""Is the search's first choice the fastest? Runs every layout of small models: `python -m tests.distributed.plan_search docs/plan.md`.
+"""Is the search's first choice the fastest? `python -m tests.distributed.plan_search docs/plan.md` runs all layouts.
 
 Each layout of the space that can be run trains for a few steps, in turns, so that what else the machine does falls on
 all alike. The table between the marks of the page is written anew.
@@ -29,7 +29,8 @@ BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
 NUM_STEPS, NUM_UNSTEADY, NUM_TURNS = 8, 3, 2
 COMMON = (
     "model=tiny", "train.global_batch_size=8", "train.micro_batch_size=1", "data.lanes=8", "data.workers=0",
-    "data.eval_fraction=0", "checkpoint=none", "report=quiet", "optimizer.warmup_steps=1", f"train.max_steps={NUM_STEPS}",
+    "data.eval_fraction=0", "checkpoint=none", "report=quiet", "optimizer.warmup_steps=1",
+    f"train.max_steps={NUM_STEPS}",
 )  # fmt: skip
 _FIELDS = "num_attention_heads: 4, num_key_value_heads: 4, vocab_size: 2048, max_position_embeddings: 512"
 

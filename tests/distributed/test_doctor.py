@@ -99,6 +99,13 @@ def enter(name, number):
     platform._uname_cache = None
 
 
+def lead_own_name_to_loopback(number, folder):
+    hosts = folder / f"hosts-{number}"
+    hosts.write_text(f"127.0.0.1 localhost node-{number}\n")
+    mount("--bind", hosts, "/etc/hosts")
+    del os.environ["GLOO_SOCKET_IFNAME"]
+
+
 def break_machine(number, folder, runs):
     """Do what goes wrong on real ones."""
     if number == 1:
@@ -107,15 +114,15 @@ def break_machine(number, folder, runs):
         links.time = SimpleNamespace(time=lambda: time.time() + 5, monotonic=time.monotonic)
     elif number == 2:
         mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
+        lead_own_name_to_loopback(number, folder)
+        # With what each launcher says, an interface is chosen.
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
     elif number == 3:
         mount("-t", "tmpfs", "-o", "ro", "tmpfs", runs)
         os.environ["OMP_NUM_THREADS"] = "64"
     elif number == 4:
         mount("-t", "tmpfs", "-o", "size=64k", "tmpfs", runs)
-        hosts = folder / "hosts"
-        hosts.write_text("127.0.0.1 localhost node-4\n")
-        mount("--bind", hosts, "/etc/hosts")
-        del os.environ["GLOO_SOCKET_IFNAME"]
+        lead_own_name_to_loopback(number, folder)
         about = folder / "transformers-4.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0\n")
@@ -189,6 +196,8 @@ def test_each_break_is_named_with_what_to_do(tmp_path, network):
     assert {where[0] for where in bad if where[2] == "node-0"} <= {"memory", "run.dir", "Hub cache"}
     assert {host for check, _, host in bad if check in ("open files", "shared memory", "host name", "versions")} <= {
         "node-1", "node-2", "node-4"}  # fmt: skip
+    (chosen,) = [one for one in findings if one["check"] == "host name" and "node-2" in one["hosts"]]
+    assert (chosen["level"], chosen["text"].partition(";")[0]) == ("ok", "GLOO_SOCKET_IFNAME=eth")
     dead = [one["text"] for one in findings if one["check"] == "gloo links"]
     assert sorted(text.partition(" cannot")[0] for text in dead) == [
         "ranks 0-4 (on node-0 and node-4)", "ranks 1-2 (on node-1 and node-2)", "ranks 1-4 (on node-1 and node-4)",

@@ -1,5 +1,6 @@
 """Every shipped experiment runs two steps with its own layout, precision and schedule, on a shrunk model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.strategy import StrategyConfig
 from hfdist.testing import run_ranks
 from recipes import finetune, pretrain
 from tests.distributed.runs import eval_losses, losses
@@ -19,6 +21,10 @@ SHRUNK = {
     "llama": ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=2",
               "num_key_value_heads=1"),
     "gpt2": ("n_embd=32", "n_layer=2", "n_head=2"),
+    "gpt_neox": ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2", "num_attention_heads=2"),
+    "qwen3_moe": ("hidden_size=32", "intermediate_size=64", "moe_intermediate_size=16", "num_hidden_layers=2",
+                  "num_attention_heads=2", "num_key_value_heads=1", "head_dim=16", "num_experts=4",
+                  "num_experts_per_tok=2"),
 }  # fmt: skip
 
 # What the models are that experiments of fine-tuning name, and the style of their templates.
@@ -37,6 +43,13 @@ def write_model(name: str, folder: Path) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def shrunk_degrees(strategy: StrategyConfig) -> dict[str, int]:
+    """The same axes, of two ranks each; one data rank where there are two axes besides."""
+    axes = ("pipeline", "replicate", "context", "tensor", "expert")
+    small = {axis: 2 for axis in axes if getattr(strategy, axis) > 2}
+    return small | ({"min_data": 1} if strategy.pipeline > 1 and strategy.tensor > 1 else {})
 
 
 def shrunk_tuning(experiment: str, folder: Path):
@@ -60,8 +73,10 @@ def shrunk(experiment: str, folder: Path):
         "model.tokenizer.vocab_size=300",
         "model.tokenizer.train_bytes=100000",
         "optimizer.warmup_steps=1",
+        "optimizer.warmup_tokens=null",
         *SHORT,
         *(f"model.config.{field}" for field in SHRUNK[whole.model.type]),
+        *(f"strategy.{axis}={degree}" for axis, degree in shrunk_degrees(whole.strategy).items()),
     ]
     if "vocab_size" in whole.model.config:
         overrides.append("model.config.vocab_size=300")
@@ -76,12 +91,13 @@ def test_two_steps(experiment, tmp_path, cache_dir, monkeypatch):
     tunes = primary_of(experiment) == "finetune"
     config, whole = (shrunk_tuning if tunes else shrunk)(experiment, tmp_path)
     assert (config.strategy, config.train.precision, config.train.compile, config.adapter) == (
-        whole.strategy,
+        replace(whole.strategy, **shrunk_degrees(whole.strategy)),
         whole.train.precision,
         whole.train.compile,
         whole.adapter,
     )
-    num_processes = max(2, whole.strategy.min_data) if whole.strategy.data is None else whole.strategy.data
+    degrees = config.strategy.degrees
+    num_processes = max(2, degrees.model * degrees.min_data) if degrees.data is None else degrees.data
     main = (finetune if tunes else pretrain).main
     run_ranks(main.__wrapped__, num_processes, config, group=num_processes > 1)
     assert len(losses(tmp_path)) == 2

@@ -7,11 +7,13 @@ import pytest
 import yaml
 
 from hfdist.config.checks.preflight import plan_run
-from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.run import AUTO
+from hfdist.jobs.command import parse_job
+from hfdist.planning.command import parse_request
 from tests.e2e.follow_readme import ELSEWHERE
 from tests.keys import page
-from tests.unit.config.shipped import CONF
+from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
 DOCS = ROOT / "docs"
@@ -130,6 +132,38 @@ def test_a_command_fits_its_processes(launch, recipe, words, monkeypatch, tmp_pa
     topology, batch = plan_run(config, world_size=num_processes)
     assert topology.world_size == num_processes
     assert batch.global_batch_size % topology.data_size == 0
+
+
+ABOUT_RUN = re.compile(r"(?<![\w/])(?<!\$ )hfdist (plan|job) ((?:[^\n`]*\\\n)*[^\n`]*(?:\n#   [^\n]*)*)")
+
+
+def about_runs():
+    """Commands about runs that they do not start, but those that leave something to the reader."""
+    for path in TEXTS:
+        for command, line in ABOUT_RUN.findall(path.read_text(encoding="utf-8")):
+            words = shlex.split(re.sub(r"\\\n|\n#", " ", line), comments=True)
+            if "..." not in line and (command == "plan" or path.suffix == ".yaml") and "=" in line:
+                yield pytest.param(command, words, id=f"{path.relative_to(ROOT)}: {command} {' '.join(words)}")
+
+
+@pytest.mark.parametrize(("command", "words"), list(about_runs()))
+def test_a_command_about_a_run_fits_its_processes(command, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.parquet").touch()
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "config.yaml").write_text(to_yaml(compose_config(["run.name=demo"])))
+    words = [word.replace("/data/text/*.parquet", "texts.parquet") for word in words]
+    if command == "plan":
+        assert parse_request(words).processes or "plan.find=processes" in words
+    else:
+        assert parse_job(words)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_each_experiment_says_its_plan(experiment):
+    assert f"+experiment={experiment}" in plan_of(experiment)
+    shown = f"`hfdist plan {shlex.join(plan_of(experiment))}`"
+    assert shown in (DOCS / "experiments.md").read_text(encoding="utf-8"), "make plan writes it"
 
 
 @pytest.mark.parametrize("path", [path for path in TEXTS if path.suffix == ".md"], ids=lambda path: path.name)

@@ -68,6 +68,18 @@ def test_a_record_that_cannot_be_read_is_said(tmp_path):
     assert explain(tmp_path).run.endswith("run.json is missing or cannot be read")
 
 
+def test_a_time_that_is_none_leaves_the_stacks(tmp_path):
+    stacks = tmp_path / "watch" / "asked-1"
+    stacks.mkdir(parents=True)
+    snapshot(stacks, 0)
+    (tmp_path / "run.json").write_text(
+        '{"schema": 1, "start": 1, "state": "failed", "exit_code": 6, "started": "noon"}'
+    )
+    found = explain(tmp_path)
+    assert found.run.endswith("failed with exit code 6, 0 steps done, 1 rank")
+    assert found.folder == stacks
+
+
 def test_a_request_names_no_other_folder(tmp_path):
     for name in ("../outside", "asked-20260102-030405/..", "report.txt"):
         request(tmp_path, name)

@@ -89,6 +89,10 @@ class TestArchitecture:
         assert caught.value.where == where
         assert hint in str(caught.value)
 
+    def test_a_field_that_only_the_types_code_reads_is_one(self, tokenizer):
+        config = ModelConfig(type="qwen3_moe", config=TINY | {"head_dim": 24})
+        assert load_architecture(config, tokenizer, sequence_length=16).head_dim == 24
+
     def test_an_unknown_type_proposes_the_nearest(self, tokenizer):
         with pytest.raises(ConfigError, match="llama"):
             load_architecture(ModelConfig(type="lama"), tokenizer, sequence_length=16)

@@ -42,12 +42,10 @@ class PeakMemory:
 
     def read(self) -> int:
         """Give it, and begin anew."""
-        if self._device.type == "cuda":
-            peak = _note("GPU", torch.cuda.max_memory_allocated(self._device))
+        kind, peak = _peak_bytes(self._device, self._status)
+        if kind == "GPU":
             torch.cuda.reset_peak_memory_stats(self._device)
-            return peak
-        peak = _note("host", _resident_bytes(self._status))
-        if self._reset is not None:
+        elif self._reset is not None:
             with suppress(OSError):
                 os.pwrite(self._reset.fileno(), b"5", 0)
         return peak
@@ -55,15 +53,18 @@ class PeakMemory:
 
 def largest_peaks(device: torch.device) -> dict[str, int]:
     """Give the most bytes of the process: `host`, and `GPU` if the device is one."""
-    now = {"host": _resident_bytes(None)}
+    kinds = [_peak_bytes(own, None)[0] for own in dict.fromkeys((torch.device("cpu"), device))]
+    return {kind: _largest_bytes[kind] for kind in kinds}
+
+
+def _peak_bytes(device: torch.device, status: BinaryIO | None) -> tuple[str, int]:
+    """Give what is counted, and its most bytes since its count was reset; the largest is kept."""
     if device.type == "cuda":
-        now["GPU"] = torch.cuda.max_memory_allocated(device)
-    return {kind: max(peak, _largest_bytes.get(kind, 0)) for kind, peak in now.items()}
-
-
-def _note(kind: str, peak_bytes: int) -> int:
-    _largest_bytes[kind] = max(peak_bytes, _largest_bytes.get(kind, 0))
-    return peak_bytes
+        kind, peak = "GPU", torch.cuda.max_memory_allocated(device)
+    else:
+        kind, peak = "host", _resident_bytes(status)
+    _largest_bytes[kind] = max(peak, _largest_bytes.get(kind, 0))
+    return kind, peak
 
 
 def _resident_bytes(status: BinaryIO | None) -> int:

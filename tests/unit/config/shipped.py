@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -41,5 +42,13 @@ def primary_for(group: str, option: str) -> str:
 
 def primary_of(experiment: str) -> str:
     """The primary config of the recipe that an experiment names."""
-    (recipe,) = re.findall(r"recipes/(\w+)\.py", (CONF / "experiment" / f"{experiment}.yaml").read_text())
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    (recipe,) = set(re.findall(r"(?:recipes/|recipe=)(\w+)", text))
     return str(recipe)
+
+
+def plan_of(experiment: str) -> list[str]:
+    """The words behind `hfdist plan` in the file of an experiment: its hardware, and how many processes."""
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    (line,) = re.findall(r"^# hfdist plan (.*(?:\n#   .*)*)", text, flags=re.MULTILINE)
+    return shlex.split(line.replace("\n#", " "))

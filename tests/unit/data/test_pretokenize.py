@@ -160,7 +160,7 @@ def test_what_was_killed_goes_on_where_it_stopped(tmp_path):
     run_and_say(tmp_path / "whole")
     assert contents(folder) == contents(tmp_path / "whole")
     assert (folder / "meta.json").read_bytes() == (tmp_path / "whole" / "meta.json").read_bytes()
-    assert not [path.name for path in folder.iterdir() if path.suffix in (".json", ".partial")][1:]
+    assert not [path.name for path in folder.iterdir() if path.suffix in (".json", ".tmp")][1:]
 
 
 def test_a_finished_folder_is_left_alone_and_kept_from_others(copied):

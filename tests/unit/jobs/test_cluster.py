@@ -25,7 +25,7 @@ DEFAULT = (CONF / "cluster" / "default.yaml").read_text(encoding="utf-8")
 
 def refused(*arguments):
     with pytest.raises(ConfigError) as caught:
-        parse_job(["to=slurm", *RUN, *arguments])
+        write_job(*parse_job(["to=slurm", *RUN, *arguments]))
     return caught.value
 
 
@@ -85,6 +85,7 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
         (["launch.processes=4", "cluster.nodes=2"], "launch.processes", None),
         (["--offlin"], "command line", "--offline"),
         (["run=runs/none"], "run (command line)", None),
+        (["out=none/x.sbatch", "cluster.nodes=2"], "out (command line)", "mkdir -p none, or out=x.sbatch"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_written(tmp_path, monkeypatch, arguments, where, hint):

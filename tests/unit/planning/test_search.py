@@ -26,7 +26,7 @@ def machines(gib):
     return Machines(hardware=read_hardware("h100_80gb"), usable_bytes=gib * GIB)
 
 
-def searched(overrides=(), *, processes=16, gib=20.0, best=10):
+def searched(overrides=(), *, processes=8, gib=20.0, best=10):
     return search.search_layouts(
         compose_config([*BASE, *overrides]), MODEL, machines(gib), processes=processes, best=best
     )
@@ -39,7 +39,7 @@ def test_every_line_of_overrides_composes_and_gives_that_layout(asked, gib):
     for one in found:
         config = compose_config([*BASE, asked, *one.overrides])
         assert config == one.config
-        topology, batch = plan_run(config, world_size=16)
+        topology, batch = plan_run(config, world_size=8)
         assert topology.degrees["tensor"] == one.layout.tensor
         assert (topology.data, batch.num_microbatches) == (one.layout.data, one.layout.num_microbatches)
         # It has checks of its own.
@@ -60,7 +60,7 @@ def test_no_faster_layout_is_missed(gib):
 
 
 def test_less_memory_is_never_faster():
-    best = [searched(gib=gib, best=1).candidates[0].time.seconds for gib in (3.0, 6.0, 20.0, 60.0)]
+    best = [searched(gib=gib, best=1).candidates[0].time.seconds for gib in (3.0, 60.0)]
     assert best == sorted(best, reverse=True)
     assert best[0] > best[-1]
 
