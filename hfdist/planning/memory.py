@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import plan_batch
 from hfdist.config.data import Packing
@@ -40,6 +40,9 @@ from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
+
+if TYPE_CHECKING:
+    from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
 """Of a peak, as shares of the traced one. On a CPU, what traces and measured peaks differ by (docs/plan.md). A GPU's
@@ -86,7 +89,11 @@ def trace_rank(
     )
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     with fake_ranks(topology), fake_tensors(strategy):
-        return _trace_engine(config, architecture, strategy, device_type)
+        if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
+            trace, state = _trace_zero(config, architecture, cast(Any, strategy), device_type)
+        else:
+            trace, state = _trace_engine(config, architecture, strategy, device_type)
+    return _to_rank_trace(config, topology, trace, state, device_type)
 
 
 @contextmanager
@@ -99,7 +106,9 @@ def fake_ranks(topology: Topology) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        # DeepSpeed has ended its own.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -111,11 +120,39 @@ def fake_tensors(strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device_type: str) -> RankTrace:
+def _find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
+    loss_head = choose_loss(config, model, strategy)
+    return None if loss_head is None else LossHead(loss_head.choice, CHUNK_LOGITS[device_type])
+
+
+def _trace_zero(
+    config: RunConfig, architecture: PreTrainedConfig, strategy: ZeroStrategy, device_type: str
+) -> tuple[Trace, MemoryUse]:
+    # DeepSpeed takes a second to import, which other layouts save.
+    from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors, trace_deepspeed
+
+    trace = Trace(copies_gathered=device_type == "cpu")
+    with deepspeed_on_fake_tensors(strategy.topology.rank, strategy.topology.world_size):
+        whole = make_fake_model(config, architecture, strategy)
+        loss_head = _find_loss_head(config, whole, strategy, device_type)
+        engine = strategy.build(whole)
+        state = trace_deepspeed(
+            config,
+            strategy,
+            engine,
+            loss_head=loss_head,
+            batch=make_batch(config),
+            make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
+            trace=trace,
+        )
+    return trace, state
+
+
+def _trace_engine(
+    config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device_type: str
+) -> tuple[Trace, MemoryUse]:
     whole = make_fake_model(config, architecture, strategy)
-    loss_head = choose_loss(config, whole, strategy)
-    if loss_head is not None:
-        loss_head = LossHead(loss_head.choice, CHUNK_LOGITS[device_type])
+    loss_head = _find_loss_head(config, whole, strategy, device_type)
     engine = strategy.build(whole)
     model = engine.model
     prepare_as_trainer(model, config)
@@ -134,6 +171,12 @@ def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: S
         state = trace.held
         trace.forget_peak()
         run_step(config, engine, optimizer, loss_head, trace)
+    return trace, state
+
+
+def _to_rank_trace(
+    config: RunConfig, topology: Topology, trace: Trace, state: MemoryUse, device_type: str
+) -> RankTrace:
     peaks = {phase: trace.peak_of(phase) for phase in Phase}
     if device_type == "cuda" and config.strategy.offload is Offload.cpu:
         # All but what is gathered stays on the host.
@@ -141,12 +184,12 @@ def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: S
         peaks, state = {phase: replace(use, **on_host) for phase, use in peaks.items()}, replace(state, **on_host)
     phase = max(peaks, key=lambda phase: peaks[phase].total)
     low, high = (share * peaks[phase].total for share in _RANGES[device_type])
-    peak = PeakMemory(rank=strategy.topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
+    peak = PeakMemory(rank=topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
     stage = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
     return RankTrace(peak=peak, costs=RankCosts(stages=(stage,), optimizer=trace.costs(Phase.optimizer)), state=state)
 
 
-def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu") -> Any:
+def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu", *, sets_up: bool = True) -> Any:
     """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
     model = engine.model
     kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
@@ -161,7 +204,8 @@ def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu") 
         decay = config.optimizer.weight_decay
         groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
         optimizer = kind(groups, **settings)
-    engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
+    if sets_up:
+        engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
     for group in optimizer.param_groups:
         if device_type == "cuda" and not group.get("fused") and group.get("foreach", True) is None:
             # torch's own choice there: all parameters of a group at once, which takes memory.

@@ -128,11 +128,23 @@ class Trace(TorchDispatchMode):
         counter = self._counters[phase]
         return OpCosts(flops=counter.flops, moved_bytes=counter.moved_bytes, kernels=counter.kernels)
 
+    def hold_rest(self, kind: str) -> None:
+        """Count as `kind` from now on all that nobody has named."""
+        for block in self._blocks.values():
+            if block.kind == ACTIVATIONS:
+                self._held[ACTIVATIONS] -= block.size
+                self._held[kind] += block.size
+                block.kind = kind
+
     def forget_peak(self) -> None:
         """Begin anew with what is held now."""
         self._peaks.clear()
-        self._counters = {phase: _Counter() for phase in Phase}
+        self.forget_costs()
         self._note_peak()
+
+    def forget_costs(self) -> None:
+        """Count the costs of operations anew."""
+        self._counters = {phase: _Counter() for phase in Phase}
 
     # ---- storages ----
 
@@ -144,6 +156,9 @@ class Trace(TorchDispatchMode):
             return None
         key, size = storage._cdata, storage.nbytes()
         block = self._blocks.get(key)
+        if block is None and tensor.device.type == "meta":
+            # A shape without memory.
+            return None
         if block is None:
             block = self._blocks[key] = _Block(0, ACTIVATIONS)
             block.reference = _StorageReference(storage, self._freed)

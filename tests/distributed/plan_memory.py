@@ -80,6 +80,9 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
     "ddp": (2, ("strategy=ddp",)),
+    "zero1": (2, ("strategy=zero1",)),
+    "zero2": (2, ("strategy=zero2",)),
+    "zero3": (2, ("strategy=zero3",)),
     "fsdp2": (2, ("strategy=fsdp2",)),
 }
 """Processes, and the overrides of a layout."""

@@ -38,7 +38,7 @@ class ZeroStrategy(Strategy):
         super().__init__(topology, batch, strategy)
         self.stage = STAGE[strategy.sharding]
         self.partitions_in_constructor = self.stage == 3
-        self._deepspeed = generate(strategy, train, batch)
+        self.deepspeed_config = generate(strategy, train, batch)
         self._train = train
         share = 1.0 / topology.data_size
         self.fractions = ShardFractions(
@@ -47,7 +47,7 @@ class ZeroStrategy(Strategy):
 
     def training_arguments(self) -> dict[str, object]:
         """Add the DeepSpeed config. Under ZeRO-3, models made after it are partitioned while they are made."""
-        return super().training_arguments() | {"deepspeed": self._deepspeed}
+        return super().training_arguments() | {"deepspeed": self.deepspeed_config}
 
     def agreed_arguments(self) -> dict[str, object]:
         """Give those for which DeepSpeed has keys of its own."""
@@ -73,7 +73,7 @@ class ZeroStrategy(Strategy):
         small = axes.sizes.small
         large = held - small
         # What it may keep between a forward and its backward.
-        again = max(0.0, large - self._deepspeed["zero_optimization"].get("stage3_max_live_parameters", 1e9))
+        again = max(0.0, large - self.deepspeed_config["zero_optimization"].get("stage3_max_live_parameters", 1e9))
         how: dict[str, Any] = {"calls": num_blocks * num_microbatches, "microbatches": num_microbatches}
         of_step = num_microbatches * large, num_microbatches * again
         yield from axes.reduce(ALL_GATHER, DATA, of_step[0], is_gradient=False, hidden_by=FORWARD, **how)

@@ -1,0 +1,165 @@
+"""A step of DeepSpeed's own engine on fake tensors, as one rank of a process group of which no other rank exists.
+
+So each bucket and each flat buffer is seen when DeepSpeed holds it. Where DeepSpeed asks a fake tensor for a value (a
+norm, whether something overflowed), it gets a harmless one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import utils
+from torch import nn
+
+# Not public; see memory.py.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfdist.config.batch import IGNORED
+from hfdist.config.run import RunConfig
+from hfdist.config.train import Precision
+from hfdist.models.loss import LossHead
+from hfdist.planning.costs import MemoryUse, Phase
+from hfdist.planning.fake_model import prepare_as_trainer
+from hfdist.planning.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.strategies.base import Engine
+from hfdist.strategies.deepspeed import pieces_zero
+from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
+from hfdist.strategies.held import state_tensors
+
+_aten = torch.ops.aten
+_MICROBATCHES = 2
+"""Enough for gradients that wait while another micro batch is computed."""
+
+
+class _Values(TorchDispatchMode):
+    """Gives what DeepSpeed asks a fake tensor for: a norm of 1, no overflow, and equal values everywhere."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 0
+        if operation is _aten.equal.default and FakeTensor in types:
+            return True
+        return operation(*args, **(kwargs or {}))
+
+
+class _Addresses(TorchFunctionMode):
+    """Gives an aligned address for what has none."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return 0
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deepspeed_on_fake_tensors(rank: int, world_size: int) -> Iterator[None]:
+    """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
+    places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
+    alike = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
+    # float16 is for GPUs, and a plan may be of one. Nothing fake can be pinned.
+    able = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with (
+        patch.dict(os.environ, places),
+        patch.multiple(utils, **alike),
+        patch.multiple(get_accelerator(), **able),
+        # There is one device, and torch cannot replace fake parameters that are referred to.
+        patch.object(nn.Module, "to", lambda module, *_, **__: module),
+        _Values(),
+        _Addresses(),
+    ):
+        start_deepspeed()
+        try:
+            yield
+        finally:
+            # Behind torch's own, DeepSpeed would keep its groups for the next plan, or the run.
+            deepspeed.comm.destroy_process_group()
+
+
+def trace_deepspeed(
+    config: RunConfig,
+    strategy: ZeroStrategy,
+    engine: Engine,
+    *,
+    loss_head: LossHead | None,
+    batch: dict[str, torch.Tensor],
+    make_optimizer: Any,
+    trace: Trace,
+) -> MemoryUse:
+    """Trace a later step of a ZeRO engine; call it in `deepspeed_on_fake_tensors`.
+
+    Args:
+        config: of the run.
+        strategy: whose config DeepSpeed reads.
+        engine: from `strategy.build`.
+        loss_head: of the run.
+        batch: one micro batch.
+        make_optimizer: gives the optimizer of the engine's model.
+        trace: is given what the step holds and costs.
+
+    Returns:
+        What the rank holds between steps.
+    """
+    model = engine.model
+    # DeepSpeed casts the weights themselves.
+    as_it_is = dataclasses.replace(config.train, precision=Precision.fp32)
+    prepare_as_trainer(model, dataclasses.replace(config, train=as_it_is))
+    optimizer = make_optimizer()
+    with trace:
+        trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
+        prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config)
+        engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
+        # The first makes the optimizer's state.
+        for _ in range(2):
+            _name_what_is_held(engine, prepared, trace)
+            state = trace.held
+            trace.forget_peak()
+            _run_step(strategy, prepared, batch, loss_head, trace)
+    return state
+
+
+def _name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
+    """Tell the trace what lies where between steps."""
+    weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
+    zero = prepared.optimizer
+    trace.hold_rest(BUFFERS)
+    trace.hold((*pieces_zero.stepped(zero), *state_tensors(zero.optimizer)), OPTIMIZER)
+    trace.hold((*weights, *engine.model.buffers()), WEIGHTS)
+
+
+def _run_step(
+    strategy: ZeroStrategy, prepared: Any, batch: dict[str, torch.Tensor], loss_head: LossHead | None, trace: Trace
+) -> None:
+    """Run a step as accelerate does; of many micro batches, the first and the last."""
+    num_items = (batch["labels"][:, 1:] != IGNORED).sum()
+    num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)
+    for microbatch in range(num_microbatches):
+        is_last = microbatch == num_microbatches - 1
+        if is_last:
+            trace.forget_costs()
+        trace.phase = Phase.forward
+        with nullcontext() if loss_head is None else loss_head.deferring(prepared.module):
+            loss = prepared(**batch, num_items_in_batch=num_items).loss
+        trace.phase = Phase.backward
+        prepared.set_gradient_accumulation_boundary(is_last)
+        prepared.backward(loss)
+        del loss
+        if is_last:
+            trace.phase = Phase.optimizer
+            prepared.step()
+    trace.phase = Phase.forward
