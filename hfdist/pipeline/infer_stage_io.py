@@ -66,7 +66,7 @@ def infer_stage_io(
             rank_of_stage,
             group,
             device,
-            header=planned.header,
+            planned=planned,
             stages=split.stages,
             shape=(_PROBE_SEQUENCES, _PROBE_TOKENS),
         )

@@ -1,4 +1,4 @@
-"""A pipeline of which one rank exists, in a plan (hfdist/planning): what would come from others has the form of a block's.
+"""A pipeline of which one rank exists, in a plan (hfdist/planning): what would come from others has a block's form.
 
 A plan assumes that hidden states alone travel, as `Carry` calls them.
 """
@@ -22,13 +22,15 @@ class PlannedPipeline:
     """Of what the first block hands on; its tensors have the shape [sequences, tokens, width]."""
     recorder: Recorder
     """Is told of each action."""
+    receives_early: bool
+    """As of the channel of the run."""
 
 
 class PlannedChannel(P2PChannel):
     """Gives stages what ranks would send that do not exist, and drops what goes to them.
 
     Args:
-        header: see `PlannedPipeline`.
+        planned: what is known instead.
         stages: the blocks of every stage.
         shape: sequences and tokens of a micro batch on this rank.
     """
@@ -39,17 +41,18 @@ class PlannedChannel(P2PChannel):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        header: Header,
+        planned: PlannedPipeline,
         stages: tuple[range, ...],
         shape: tuple[int, int],
     ) -> None:
         super().__init__(rank_of_stage, group, device)
+        self.receives_early = planned.receives_early
         self._stages = stages
         leaves = (
             replace(leaf, shape=(*shape, *leaf.shape[2:])) if isinstance(leaf, TensorMeta) else leaf
-            for leaf in header.leaves
+            for leaf in planned.header.leaves
         )
-        self._header = Header(header.spec, tuple(leaves))
+        self._header = Header(planned.header.spec, tuple(leaves))
 
     def send(self, stage: int, activations: Activations | None) -> None:
         """Hand over on this rank."""
@@ -61,7 +64,9 @@ class PlannedChannel(P2PChannel):
         if self.rank_of_stage[stage - 1] == self._own_rank:
             return super().receive(stage)
         metas = self._header.metas
-        tensors = (torch.empty(m.shape, dtype=m.dtype, device=self.device).requires_grad_(m.requires_grad) for m in metas)
+        tensors = (
+            torch.empty(m.shape, dtype=m.dtype, device=self.device).requires_grad_(m.requires_grad) for m in metas
+        )
         packed = self._header.pack(tuple(tensors))
         last_block = self._stages[stage - 1].stop - 1
         return Activations({f"{last_block}.{at.split('.')[1]}": value for at, value in packed.outputs.items()})

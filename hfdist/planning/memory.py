@@ -169,7 +169,7 @@ def _trace_pipeline(
     trace = Trace(copies_gathered=device_type == "cpu")
     left_out = num_microbatches - strategy.batch.num_microbatches if config.strategy.schedule is Schedule.gpipe else 0
     recorder = PipelineTrace(trace, strategy.topology, left_out)
-    look = plan_pipeline(config, strategy, recorder, make_batch(config))
+    look = plan_pipeline(config, strategy, recorder, make_batch(config), on_cpu=device_type == "cpu")
     _, state = _trace_engine(config, architecture, strategy, device_type, trace, look, recorder)
     return trace, state, recorder.stages()
 

@@ -22,7 +22,6 @@ from hfdist.config.strategy import Schedule
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.loss import LossHead
 from hfdist.pipeline.planned import PlannedPipeline
 from hfdist.pipeline.schedule import Operation, check_microbatches, plan, rank_of_stage, stages_per_rank
 from hfdist.pipeline.stage_io import CARRIES, Header, unpack
@@ -78,20 +77,23 @@ def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches:
 def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[set[tuple[int, ...]]]:
     """Give for each rank how many micro batches of each of its stages it holds when it holds most.
 
-    A micro batch counts until all its gradients are there. Of several moments with as many, all are listed.
+    A micro batch counts until all its gradients are there. Behind them stands of each stage whether it has gradients by
+    then. Of several moments with as many micro batches, all are listed.
     """
     found = []
     for own in plan(schedule, ranks, num_microbatches):
         held: dict[int, int] = dict.fromkeys(sorted({one.stage for one in own}), 0)
-        moments = set()
+        has_gradients = dict.fromkeys(held, 0)
+        moments: dict[tuple[int, ...], int] = {}
         for one in own:
             if one.operation is Operation.forward:
                 held[one.stage] += 1
-                moments.add(tuple(held.values()))
+                moments[*held.values(), *has_gradients.values()] = sum(held.values())
             elif one.operation in (Operation.backward, Operation.backward_weight):
                 held[one.stage] -= 1
-        most = max(map(sum, moments))
-        found.append({moment for moment in moments if sum(moment) == most})
+                has_gradients[one.stage] = 1
+        most = max(moments.values())
+        found.append({moment for moment, number in moments.items() if number == most})
     return found
 
 
@@ -169,13 +171,13 @@ def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Head
 
 
 def plan_pipeline(
-    config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, batch: Batch
+    config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, batch: Batch, *, on_cpu: bool
 ) -> Callable[[PreTrainedModel], None]:
     """Give what looks at the whole model, and lets the strategy build without other ranks."""
 
     def look(model: PreTrainedModel) -> None:
         # The strategy refuses a model of one block.
         if len(find_block_parts(model)) > 1:
-            strategy.planned = PlannedPipeline(find_header(model, config, batch), recorder)
+            strategy.planned = PlannedPipeline(find_header(model, config, batch), recorder, receives_early=on_cpu)
 
     return look

@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
 
-_FOUR = ("train.micro_batch_size=1", "train.global_batch_size=4")
+_FOUR = ("train.micro_batch_size=2", "train.global_batch_size=8")
 """Micro batches, of which schedules hold different numbers."""
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {

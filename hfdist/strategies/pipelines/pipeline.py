@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +21,7 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
-from hfdist.pipeline.partition import choose_stages
+from hfdist.pipeline.partition import choose_stages, kind_of_block
 from hfdist.pipeline.pipeline import Pipeline, split_batch
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
@@ -119,7 +119,7 @@ class PipelineEngine(Engine):
             strategy.rank_of_stage,
             group,
             self._device,
-            header=strategy.planned.header,
+            planned=strategy.planned,
             stages=self._split.stages,
             shape=(strategy.batch.micro_batch_size, strategy.batch.sequence_length // strategy.topology.context),
         )
@@ -289,6 +289,17 @@ class PipelineStrategy(Strategy):
                 num_microbatches=num_microbatches,
             ),
         )
+
+    def kinds_of_places(self, model: PreTrainedModel) -> list[Hashable]:
+        """Tell the ranks of a pipeline apart that compute different things: equal for those that run equal stages."""
+        blocks = find_block_parts(model)
+        stages = choose_stages(model, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
+        last = len(stages) - 1
+        kinds: list[list[Hashable]] = [[] for _ in range(self.topology.pipeline)]
+        for stage, (own, place) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
+            parts = (part for index in own for part in blocks[index])
+            kinds[place].append((stage == 0, stage == last, *map(kind_of_block, parts)))
+        return [tuple(own) for own in kinds]
 
     def partition(self, model: nn.Module) -> None:
         """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
