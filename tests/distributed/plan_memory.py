@@ -9,6 +9,7 @@ python -m tests.distributed.plan_memory docs/plan.md
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import sys
 import tempfile
@@ -78,7 +79,7 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
 
 _FOUR = ("train.micro_batch_size=4", "train.global_batch_size=16")
-"""Micro batches, of which schedules hold different numbers. Each has a sequence of several documents, so a mask."""
+"""Micro batches, of which schedules hold different numbers. See `_short_documents`."""
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
@@ -117,12 +118,24 @@ class Cell:
             *_SIZES[self.size],
             *LAYOUTS[self.layout][1],
             *RECOMPUTE[self.recomputes],
-            f"run.dir={folder}",
+            *_short_documents(Path(folder)),
+            f"run.dir={folder}/run",
         ]
         config = compose_config(overrides)
         # Overrides would add to the fields of another family.
         config.model.type, config.model.config = self.family, dict(FAMILIES[self.family][self.size])
         return config
+
+
+def _short_documents(folder: Path) -> tuple[str, ...]:
+    """Write data of which each micro batch holds several documents, and so a mask, as a plan assumes.
+
+    gpipe holds all micro batches of a step, so that one without would be seen.
+    """
+    rows = [json.dumps({"text": f"The square of {n} is {n * n}, and its cube is {n**3}."}) for n in range(5_000)]
+    path = folder / "short.jsonl"
+    path.write_text("\n".join(rows), encoding="utf-8")
+    return "data=files", f"data.sources.files.path={path}"
 
 
 @dataclass(frozen=True, kw_only=True)
