@@ -7,6 +7,7 @@ norm, whether something overflowed), it gets a harmless one.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import utils
+from deepspeed.runtime.zero import stage3, utils
 from torch import nn
 
 # Not public; see memory.py.
@@ -55,33 +56,43 @@ class _Values(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-class _Addresses(TorchFunctionMode):
-    """Gives an aligned address for what has none."""
+class _Calls(TorchFunctionMode):
+    """Gives an aligned address for what has none, and tells the trace which tensors are DeepSpeed's buckets."""
+
+    def __init__(self, trace: Trace, bucket_numel: int) -> None:
+        super().__init__()
+        self._trace, self._bucket_numel = trace, bucket_numel
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return 0
-        return function(*args, **(kwargs or {}))
+        given = function(*args, **(kwargs or {}))
+        if function is torch.empty and args[:1] == (self._bucket_numel,):
+            self._trace.hold([given], BUFFERS)
+        return given
 
 
 @contextmanager
-def deepspeed_on_fake_tensors(rank: int, world_size: int) -> Iterator[None]:
+def deepspeed_on_fake_tensors(strategy: ZeroStrategy, trace: Trace) -> Iterator[None]:
     """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
+    rank, world_size = strategy.topology.rank, strategy.topology.world_size
+    bucket_numel = strategy.deepspeed_config["zero_optimization"]["reduce_bucket_size"]
     places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
-    alike = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
+    alike: Any = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
     # float16 is for GPUs, and a plan may be of one. Nothing fake can be pinned.
-    able = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
+    able: Any = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with (
         patch.dict(os.environ, places),
         patch.multiple(utils, **alike),
         patch.multiple(get_accelerator(), **able),
+        patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter),
         # There is one device, and torch cannot replace fake parameters that are referred to.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         _Values(),
-        _Addresses(),
+        _Calls(trace, bucket_numel),
     ):
         start_deepspeed()
         try:
@@ -89,6 +100,19 @@ def deepspeed_on_fake_tensors(rank: int, world_size: int) -> Iterator[None]:
         finally:
             # Behind torch's own, DeepSpeed would keep its groups for the next plan, or the run.
             deepspeed.comm.destroy_process_group()
+
+
+def _reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """Hold what DeepSpeed's own holds; that cuts each gradient once for each rank, of which there may be thousands."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shares = [math.ceil(tensor.numel() / size) for tensor in tensors]
+    is_even = len(tensors) == 1 and tensors[0].numel() % size == 0
+    flat = tensors[0].view(-1) if is_even else tensors[0].new_empty(size * sum(shares))
+    flat.div_(size)
+    own = flat.chunk(size)[rank]
+    dist.reduce_scatter_tensor(own, flat, group=group)
+    lengths = [min(share, max(0, tensor.numel() - rank * share)) for share, tensor in zip(shares, tensors, strict=True)]
+    return [part[:length] for part, length in zip(own.split(shares), lengths, strict=True)]
 
 
 def trace_deepspeed(
