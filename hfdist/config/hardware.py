@@ -49,6 +49,7 @@ class Hardware:
     network_gb_per_second: float = limited(1.0, above=0)
     network_latency_us: float = limited(25.0, at_least=0)
     kernel_us: float = limited(6.0, at_least=0)
+    host_gb_per_second: float = limited(20.0, above=0)
     devices_per_machine: int = limited(8, at_least=1)
     watts: float | None = limited(None, above=0)
     price_per_hour: float | None = limited(None, at_least=0)
@@ -58,7 +59,7 @@ class Hardware:
     @property
     def is_cpu(self) -> bool:
         """Whether ranks compute on cores, which also send, and do one thing after the other."""
-        return self.name == CPU
+        return self.name == CPU or self.devices == [CPU]
 
     @property
     def memory_bytes(self) -> float:
@@ -86,6 +87,11 @@ class Hardware:
     def bytes_per_second(self) -> float:
         """Read from and written to the memory of a device."""
         return self.memory_gb_per_second * _GIGA
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Read from and written to the memory of the host, by each device's process at the same time."""
+        return self.host_gb_per_second * _GIGA
 
     @property
     def kernel_seconds(self) -> float:

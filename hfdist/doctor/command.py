@@ -8,11 +8,9 @@ from pathlib import Path
 
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.cli.command import go_offline
-from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO
 from hfdist.doctor.examine import Request, check_alone, examine_rank, report
-from hfdist.errors import ConfigError
-from hfdist.topology import read_launcher
+from hfdist.doctor.processes import read_number, read_processes
 
 _HELP = """\
 Examine a machine, or several, before a job: versions, GPUs, memory, limits, folders, the Hub, and each link between two
@@ -62,38 +60,12 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
         ConfigError: an unknown key, or a wrong value.
     """
     values = read_arguments(arguments, _KEYS)
-    place = read_launcher()
-    processes = _number(values, "processes", AUTO) if values.get("processes", AUTO) != AUTO else None
-    if place.world_size > 1 and processes not in (None, 1, place.world_size):
-        found = f"{processes}, and {place.world_size} of the launcher"
-        what, hint = "the launcher has started another number of processes", f"processes={AUTO}"
-        raise ConfigError(what, where="processes", found=found, hint=hint)
-    if place.world_size == 1 and processes != 1:
-        processes = _choose(processes)
+    processes, is_launched = read_processes(values)
     request = Request(
         run_dir=Path(values.get("run.dir", "runs")),
-        processes=processes or 1,
-        pair_seconds=float(_number(values, "pair_seconds", "10")),
+        processes=processes,
+        pair_seconds=float(read_number(values, "pair_seconds", "10")),
         as_json=read_flag(values, "json"),
         is_offline=read_flag(values, "offline"),
     )
-    return request, place.world_size > 1
-
-
-def _choose(asked: int | None) -> int:
-    from hfdist.launch import count_gpus
-
-    gpus = count_gpus()
-    if asked is not None and 0 < gpus < asked:
-        raise ConfigError("each rank needs a GPU of its own", where="processes", found=f"{asked}, with {gpus}",
-                          hint=f"processes={AUTO}")  # fmt: skip
-    # A single GPU has no link to try. Without one, two ranks show whether processes of this machine reach each other.
-    return asked or gpus or 2
-
-
-def _number(values: dict[str, str], name: str, default: str) -> int:
-    text = values.get(name, default)
-    if not text.isdecimal() or int(text) < 1:
-        where, allowed = f"{name} ({COMMAND_LINE})", f"a whole number >= 1, as in {name}=2"
-        raise ConfigError("no such value", where=where, found=text, allowed=allowed)
-    return int(text)
+    return request, is_launched

@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,21 +49,14 @@ def examine_rank(request: Request) -> None:
     Raises:
         ResourceError: this rank does not reach the others.
     """
-    from hfdist.doctor.links import JOIN_SECONDS, Rendezvous
+    from hfdist.doctor.links import meet
     from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
 
     place = read_launcher()
     if VARIABLE not in os.environ:
         # As each run does, so that the links are tried that a run will have.
         choose_gloo_interface()
-    begun = time.monotonic()
-    try:
-        rendezvous = Rendezvous(place)
-    except ResourceError:
-        if place.rank != 0:
-            # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
-            time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
-        raise
+    rendezvous = meet(place)
     if place.rank == 0:
         _lead(request, rendezvous)
     else:

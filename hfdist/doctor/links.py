@@ -92,6 +92,18 @@ class Rendezvous:
                 _end_group(backend)
 
 
+def meet(place: LauncherPlace) -> Rendezvous:
+    """Join the other ranks; ResourceError: this rank does not reach them."""
+    begun = time.monotonic()
+    try:
+        return Rendezvous(place)
+    except ResourceError:
+        if place.rank != 0:
+            # A launcher ends all ranks as soon as one has failed: rank 0 first says who is missing.
+            time.sleep(max(0.0, JOIN_SECONDS + 10 - (time.monotonic() - begun)))
+        raise
+
+
 def try_pairs(
     rendezvous: Rendezvous,
     backend: str,
@@ -163,10 +175,10 @@ def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
             _measure(pair)
     except Exception as error:
         # Whatever a backend raises: that is the finding.
-        pair.error = _what_failed(error)
+        pair.error = what_failed(error)
 
 
-def _what_failed(error: Exception) -> str:
+def what_failed(error: Exception) -> str:
     """Give a backend's words without the place in its source, where it fails."""
     return printable(re.sub(r"\[/[^\]]*\] ?", "", first_line(error)), 160)
 
@@ -245,7 +257,7 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
                 factor = 2 * (len(ranks) - 1) / len(ranks)
                 own.all_reduce_gbs[str(mib)] = factor * tensor.numel() * tensor.element_size() / best / 1e9
     except Exception as error:
-        return _what_failed(error)
+        return what_failed(error)
     return own.all_reduce_gbs
 
 

@@ -117,7 +117,8 @@ class Routers:
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
         # Nothing here differs between layers; otherwise torch.compile would compile each block separately.
         if self.is_watching:
-            module.hfdist_output = output
+            # A graph would hold what a block that is computed again in the backward keeps, to the backward's end.
+            module.hfdist_output = output if self.loss.coefficient else _detached(output)
 
     def take(self) -> list[Routing]:
         """Give what routers have kept, and free it."""
@@ -141,6 +142,12 @@ class Routers:
         most = max(self.loss.top_k, logits.shape[-1] - 1)
         choices = next((value for value in whole if value.ndim == 2 and value.shape[1] <= most), None)
         return Routing(layer, logits, choices) if choices is not None or self.loss.top_k else None
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(map(_detached, output))
+    return output.detach() if isinstance(output, torch.Tensor) else output
 
 
 def find_routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

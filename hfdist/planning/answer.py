@@ -8,11 +8,11 @@ from typing import Any
 
 from hfdist.planning.advice import advise
 from hfdist.planning.calibrate_here import run_steps
-from hfdist.planning.command import PlanRequest
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.evaluate import Candidate, Machines
 from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
+from hfdist.planning.request import PlanRequest
 from hfdist.planning.search import fewest_processes, search
 from hfdist.report.text import duration, share, short, size
 
@@ -64,7 +64,7 @@ def _describe(request: PlanRequest, machines: Machines, found: Sequence[Candidat
     head = f"the best layouts on {processes} x {hardware}, {usable} each; memory and time by formulas"
     if request.processes is None:
         head = f"the fewest that fit: {processes} x {hardware}, {usable} each"
-    rows = [("", "a step", "tokens a second", "MFU", "memory", "layout")]
+    rows: list[tuple[str, ...]] = [("", "a step", "tokens a second", "MFU", "memory", "layout")]
     rows += [(f"{number}", *_row(one, request)) for number, one in enumerate(found, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_align(row, widths) for row in rows]

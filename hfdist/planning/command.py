@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hfdist.config.checks.preflight import check_model_paths, plan_run
-from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
+from hfdist.config.cli.about_run import MEANINGS, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.hardware import CPU, Hardware, read_hardware
-from hfdist.config.plan import DEFAULTS, GROUP, SECTION, PlanConfig, compose_plan
+from hfdist.config.plan import DEFAULTS, GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.planning.request import PlanRequest
 from hfdist.topology import read_launcher
 
 JSON_FLAG = "--json"
@@ -37,20 +37,6 @@ of the run's config, as `hfdist pretrain` takes them. Data are not read, and no 
 
 Exit codes: 0 it fits, {code} it does not, 2 a mistake in the config.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What is to be planned."""
-
-    line: LineAboutRun
-    config: RunConfig
-    plan: PlanConfig
-    hardware: Hardware | None
-    """That is named; None: what is at hand."""
-    processes: int | None
-    """None: they are to be found."""
-    as_json: bool = False
 
 
 def parse_request(arguments: Sequence[str]) -> PlanRequest:

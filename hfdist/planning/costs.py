@@ -1,4 +1,4 @@
-"""What a step of one rank holds, computes and sends: the values that traces and formulas give, and that time is made of."""
+"""What a step of one rank holds, computes and sends: what traces and formulas give, and what time is made of."""
 
 from __future__ import annotations
 

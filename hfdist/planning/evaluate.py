@@ -125,7 +125,9 @@ class Evaluator:
             return None
         sent = self._traffic(layout, strategy, loads)
         # The rank with most to compute sets the pace.
-        costs = max((rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads.values()), key=_flops)
+        costs = max(
+            (rank_costs(self.model, layout, strategy.fractions, of_rank) for of_rank in loads.values()), key=_flops
+        )
         time = self.time(replace(costs, traffic=sent), strategy)
         if time.seconds >= most_seconds:
             return None
@@ -161,7 +163,9 @@ class Evaluator:
         first = layout.processes // layout.pipeline * worst
         return PeakMemory(rank=first, phase=phase, use=use, low_bytes=use.total * _LOW, high_bytes=use.total * _HIGH)
 
-    def _traffic(self, layout: Layout, strategy: Strategy, loads: Mapping[int, Sequence[Load]]) -> tuple[AxisTraffic, ...]:
+    def _traffic(
+        self, layout: Layout, strategy: Strategy, loads: Mapping[int, Sequence[Load]]
+    ) -> tuple[AxisTraffic, ...]:
         sizes = replace(self.model.sizes[layout.tensor], recomputes=layout.recompute is not None)
         if len(loads) > 1:
             sizes = replace(sizes, of_worst_stage=max(self._elements(of_rank) for of_rank in loads.values()))

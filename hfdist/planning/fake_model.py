@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.run import RunConfig
@@ -32,32 +33,40 @@ def make_fake_model(config: RunConfig, architecture: PreTrainedConfig, strategy:
         ConfigError: as the run itself would.
     """
     trained = TrainableParameters.of(config)
-    # A constructor may write to it.
-    model = make_without_values(config.model, copy.deepcopy(architecture))
-    trained.choose(model, seed=config.train.seed, layout=strategy)
+    # Not fake from the start: an adapter swaps tensors, which fake ones refuse.
+    with unset_fake_temporarily(), torch.device("meta"):
+        # A constructor may write to the architecture.
+        model = make_without_values(config.model, copy.deepcopy(architecture))
+        trained.choose(model, seed=config.train.seed, layout=strategy)
+    _move_to_cpu(model)
     leave_out_router_loss(model)
     strategy.partition(model)
     return model
+
+
+def _move_to_cpu(model: nn.Module) -> None:
+    """Put tensors of the CPU in the place of those of `meta`; one that has two names stays one."""
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    here: torch.Tensor = torch.empty_like(tensor, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    # With the old one, whose number else another may have.
+                    moved[id(tensor)] = nn.Parameter(here, tensor.requires_grad) if is_parameter else here, tensor
+                own[name] = moved[id(tensor)][0]
 
 
 def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
     """Checkpoint and autocast as the Trainer and accelerate do once the engine is built; in place."""
     train = config.train
     if train.gradient_checkpointing:
-        checkpoint_blocks(_base(model), train.recompute, offloads=train.activation_offload)
+        checkpoint_blocks(cast(PreTrainedModel, model), train.recompute, offloads=train.activation_offload)
     if train.precision is not Precision.fp32:
         dtype = torch.float16 if train.precision is Precision.fp16 else torch.bfloat16
-        forward: Any = model.forward
-        cast = torch.autocast("cpu", dtype)(getattr(forward, "__func__", forward))
-        bound = MethodType(cast, model) if hasattr(forward, "__func__") else cast
-        model.forward = (
-            MethodType(convert_outputs_to_fp32(bound.__func__), model)
-            if hasattr(forward, "__func__")
-            else convert_outputs_to_fp32(cast)
-        )
+        autocast: Any = torch.autocast("cpu", dtype)
+        model.forward = MethodType(convert_outputs_to_fp32(autocast(type(model).forward)), model)
     model.train()
-
-
-def _base(model: nn.Module) -> PreTrainedModel:
-    assert isinstance(model, PreTrainedModel)
-    return model

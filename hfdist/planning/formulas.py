@@ -1,8 +1,8 @@
 """Memory and costs of a rank in any layout, in closed form from the constants of the model.
 
 The formulas rank layouts; the best few are traced. They fall when any degree, any sharding or recomputation grows, and
-grow with micro batches, so that a part of the search can be left out whole. Bytes that a pipeline's rank holds are those
-of its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
+grow with micro batches, so that a part of the search can be left out whole. Bytes that a pipeline's rank holds are those of
+its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _moments(
     """The moments at which a step may hold most."""
     shares = model.shares[layout.tensor, layout.expert]
     elements, trained = _held(model, layout, shares, loads)
-    weights, gradients, optimizer = _state(model, layout, fractions, elements, trained)
+    weights, gradients, optimizer = _state(
+        model, layout, fractions, *_held(model, layout, _state_shares(model, layout), loads)
+    )
     gathered, reduced = _buffers(model, layout, shares, elements, trained)
     kept, working, of_head = _activations(model, layout, shares, loads, live)
     before = gradients if layout.num_microbatches > 1 else 0.0
@@ -125,13 +127,21 @@ def _moments(
         # Its buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
         before += gradients
     # Autocast keeps its copies of the weights until the forward ends, also where what made them is computed again.
-    casts = elements * (model.half_bytes or 0.0) if layout.recompute is not None and not _is_half(model, layout) else 0.0
+    casts = (
+        elements * (model.half_bytes or 0.0) if layout.recompute is not None and not _is_half(model, layout) else 0.0
+    )
     yield _Moment(Phase.forward, weights, before, optimizer, kept + casts + of_head, gathered)
     # Gradients of the last blocks come while all activations are still there.
     yield _Moment(Phase.backward, weights, before, optimizer, kept + working, gathered + reduced)
     # At its end all gradients are there, and the activations of a block.
     yield _Moment(Phase.backward, weights, gradients, optimizer, working, gathered + reduced)
     yield _Moment(Phase.optimizer, weights, gradients, optimizer, 0.0, 0.0)
+
+
+def _state_shares(model: ModelConstants, layout: Layout) -> ShareOfParts:
+    """Shares of the parameters that are sharded: FSDP2 shards experts the less, the more ranks share them out."""
+    expert = 1 if layout.sharding is Sharding.fsdp2 else layout.expert
+    return model.shares[layout.tensor, expert]
 
 
 def _is_half(model: ModelConstants, layout: Layout) -> bool:
@@ -234,7 +244,7 @@ def _activations(
 def rank_costs(model: ModelConstants, layout: Layout, fractions: ShardFractions, loads: Sequence[Load]) -> RankCosts:
     """Give what a rank computes in a step, without its traffic."""
     shares = model.shares[layout.tensor, layout.expert]
-    _, trained = _held(model, layout, shares, loads)
+    _, trained = _held(model, layout, _state_shares(model, layout), loads)
     stepped = trained * fractions.optimizer
     # Each number is read and written once, gradients are read.
     moved = stepped * (2 * (model.optimizer_bytes + model.weight_bytes) + model.gradient_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 from hfdist.config.checks.values import check_config
@@ -13,7 +14,7 @@ from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.registry import check_optimizer
 from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
-from hfdist.planning.constants import ModelConstants
+from hfdist.planning.constants import MODES, ModelConstants
 from hfdist.planning.layouts import Layout
 
 _MOST_STAGES_PER_RANK = 4
@@ -30,7 +31,7 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of one run on so many processes. Layouts come as what a rank computes, then as how state is sharded."""
+    """The layouts of one run on so many processes: first what a rank computes, then how state is sharded."""
 
     config: RunConfig
     model: ModelConstants
@@ -90,6 +91,14 @@ class Space:
             one = replace(layout, sharding=sharding, replicate=replicate, offload=offload)
             if one.shard % one.expert == 0 and _has_effect(one) and self._is_allowed(one):
                 yield one
+
+    def layouts(self) -> Iterator[Layout]:
+        """All layouts without offloading, whether they fit or not."""
+        for grid in self.grids():
+            for scheduled, mode in product(self.schedules(grid), MODES):
+                for layout in self.steps(replace(scheduled, recompute=mode)):
+                    for sharding in Sharding:
+                        yield from self.shardings(layout, sharding, Offload.none)
 
     def _is_allowed(self, layout: Layout) -> bool:
         # Checks ask whether a degree is more than one, not how much it is.

@@ -1,4 +1,4 @@
-"""One layout of a run as a value: its degrees, what is sharded, and how a step is divided; and the overrides that ask for it."""
+"""One layout of a run as a value: degrees, sharding and division of a step; and the overrides that ask for it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def find_planned_architecture(config: RunConfig) -> PreTrainedConfig:
     model = resolve_model(model, cache_dir=folder).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
     if model.tokenizer.name is not None:
-        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda: iter(()), cache_dir=folder)
+        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=folder)
         fit_vocabulary(architecture, tokenizer, model)
     elif takes_size:
         # One that is trained has at most so many tokens.
@@ -69,7 +69,7 @@ def make_plan(
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
-    traces = _trace(config, architecture, strategy)
+    traces = _trace(config, architecture, strategy, "cpu" if hardware.is_cpu else "cuda")
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
     parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
@@ -135,14 +135,17 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         return measure_size(model), sizes
 
 
-def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> Sequence[RankTrace]:
+def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:
     """Trace the ranks that differ: one of each place in a pipeline."""
     topology = strategy.topology
     with warnings.catch_warnings():
         # What libraries say to developers, once for a plan and once for the run.
         warnings.simplefilter("ignore")
         ranks = topology.pipelines[0]
-        return [trace_rank(config, architecture, world_size=topology.world_size, rank=rank) for rank in ranks]
+        return [
+            trace_rank(config, architecture, world_size=topology.world_size, rank=rank, device_type=device)
+            for rank in ranks
+        ]
 
 
 def _binds(plan: Plan) -> str:

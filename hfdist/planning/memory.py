@@ -10,7 +10,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,10 +24,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig
 
-from hfdist.config.batch import IGNORED, plan_batch
+from hfdist.config.batch import plan_batch
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Offload
+from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.loss import LossHead, choose_loss
+from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
 from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
@@ -38,8 +41,9 @@ from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 
-LOW, HIGH = 0.95, 1.06
-"""Range of a peak on a CPU, as shares of the traced one: what traces and measured peaks differ by (docs/plan.md)."""
+_RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
+"""Of a peak, as shares of the traced one. On a CPU, what traces and measured peaks differ by (docs/plan.md). A GPU's
+allocator rounds sizes up and keeps pieces that fit nothing; and its kernels have workspaces of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,21 @@ class RankTrace:
     """What it holds between steps."""
 
 
-def trace_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, rank: int) -> RankTrace:
+def trace_rank(
+    config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, rank: int, device_type: str = "cpu"
+) -> RankTrace:
     """Trace a step of one rank. No process group may exist; none is left behind.
+
+    Tensors of the CPU stand for those of a GPU. So sdpa is the flash attention of the CPU, which keeps what that of a
+    GPU keeps, but with a mask a GPU pads the mask; autocast widens more operations on a GPU, such as a layer norm; and
+    what is compiled there is traced as it is written. Activations that wait in host memory count as on the device.
 
     Args:
         config: of the run.
         architecture: from `find_architecture`, with the vocabulary of the tokenizer.
         world_size: processes of the run.
         rank: the one to look at.
+        device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
         ConfigError: as the run itself would, before its first step.
@@ -75,7 +86,7 @@ def trace_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size:
     )
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     with fake_ranks(topology), fake_tensors(strategy):
-        return _trace_engine(config, architecture, strategy)
+        return _trace_engine(config, architecture, strategy, device_type)
 
 
 @contextmanager
@@ -100,15 +111,17 @@ def fake_tensors(strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> RankTrace:
+def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device_type: str) -> RankTrace:
     whole = make_fake_model(config, architecture, strategy)
     loss_head = choose_loss(config, whole, strategy)
+    if loss_head is not None:
+        loss_head = LossHead(loss_head.choice, CHUNK_LOGITS[device_type])
     engine = strategy.build(whole)
     model = engine.model
     prepare_as_trainer(model, config)
-    trace = Trace(copies_gathered=True)
+    trace = Trace(copies_gathered=device_type == "cpu")
     trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
-    optimizer = make_optimizer(config, engine)
+    optimizer = make_optimizer(config, engine, device_type)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))
@@ -121,19 +134,19 @@ def _trace_engine(config: RunConfig, architecture: PreTrainedConfig, strategy: S
         state = trace.held
         trace.forget_peak()
         run_step(config, engine, optimizer, loss_head, trace)
-    moment, stage = trace.peak, StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
-    peak = PeakMemory(
-        rank=strategy.topology.rank,
-        phase=moment.phase,
-        use=moment.use,
-        low_bytes=LOW * moment.use.total,
-        high_bytes=HIGH * moment.use.total,
-    )
-    costs = RankCosts(stages=(stage,), optimizer=trace.costs(Phase.optimizer))
-    return RankTrace(peak=peak, costs=costs, state=state)
+    peaks = {phase: trace.peak_of(phase) for phase in Phase}
+    if device_type == "cuda" and config.strategy.offload is Offload.cpu:
+        # All but what is gathered stays on the host.
+        on_host: dict[str, Any] = {"weights": 0, "gradients": 0, "optimizer": 0}
+        peaks, state = {phase: replace(use, **on_host) for phase, use in peaks.items()}, replace(state, **on_host)
+    phase = max(peaks, key=lambda phase: peaks[phase].total)
+    low, high = (share * peaks[phase].total for share in _RANGES[device_type])
+    peak = PeakMemory(rank=strategy.topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
+    stage = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
+    return RankTrace(peak=peak, costs=RankCosts(stages=(stage,), optimizer=trace.costs(Phase.optimizer)), state=state)
 
 
-def make_optimizer(config: RunConfig, engine: Engine) -> Any:
+def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu") -> Any:
     """Make the optimizer as the Trainer does: weight decay on matrices only, and a group for each mesh of DTensors."""
     model = engine.model
     kind, settings = find_optimizer(config.optimizer, warmup_steps=0)
@@ -149,6 +162,10 @@ def make_optimizer(config: RunConfig, engine: Engine) -> Any:
         groups = [{"params": own, "weight_decay": decay * decays} for (decays, _), own in alike.items()]
         optimizer = kind(groups, **settings)
     engine.setup(model, SimpleNamespace(optimizer=optimizer), None)
+    for group in optimizer.param_groups:
+        if device_type == "cuda" and not group.get("fused") and group.get("foreach", True) is None:
+            # torch's own choice there: all parameters of a group at once, which takes memory.
+            group["foreach"] = True
     return optimizer
 
 
@@ -224,7 +241,9 @@ def make_batch(config: RunConfig) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
 
 
-def worst_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size: int) -> RankTrace:
+def worst_rank(
+    config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, device_type: str = "cpu"
+) -> RankTrace:
     """Trace the rank that holds most. Ranks differ by their stage of a pipeline; of equals the first holds most.
 
     FSDP2's and a vocabulary's first rank has the largest share, and the ranks of other axes hold alike.
@@ -232,9 +251,11 @@ def worst_rank(config: RunConfig, architecture: PreTrainedConfig, *, world_size:
     Raises:
         ConfigError: as of `trace_rank`.
     """
-    layout = Topology.of(config.strategy.degrees, world_size=world_size)
-    places = [Topology.of(config.strategy.degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
+    degrees = config.strategy.degrees
+    places = [Topology.of(degrees, world_size=world_size, rank=rank) for rank in range(world_size)]
     firsts = {place.pipeline_rank: place.rank for place in reversed(places)}
-    assert len(firsts) == layout.pipeline
-    traces = [trace_rank(config, architecture, world_size=world_size, rank=rank) for rank in sorted(firsts.values())]
+    traces = [
+        trace_rank(config, architecture, world_size=world_size, rank=rank, device_type=device_type)
+        for rank in firsts.values()
+    ]
     return max(traces, key=lambda one: one.peak.use.total)

@@ -1,9 +1,9 @@
 """The best layouts of a run on so many processes, of all that its own checks allow, and the fewest processes that fit.
 
-The search goes from what a rank computes to how state is sharded. Two bounds cut it short. Of memory: micro batches only
-need more as they grow, so that behind the first that does not fit no larger one is looked at, and nothing at all of
-degrees whose least layout does not fit. Of time: layouts are looked at in the order of the seconds that they take at the
-least, until that is more than the worst of the best ones takes.
+The search goes from what a rank computes to how state is sharded. Two bounds cut it short. Of memory: micro batches
+only need more as they grow, so that none is looked at behind the first that does not fit in any sharding. Of time:
+layouts are looked at in the order of the seconds that they take at the least, until that is more than the worst of the
+best ones takes.
 """
 
 from __future__ import annotations
@@ -180,8 +180,7 @@ def fewest_processes(
         config: of the run.
         architecture: from `find_architecture`, with the vocabulary of the tokenizer.
         machines: where it is to run.
-        searches: whether any layout will do, and the fastest is given; else the layout that `config` asks for, with more
-            data ranks.
+        searches: whether any layout will do, and the fastest is given; else that of `config`, with more data ranks.
 
     Raises:
         ConfigError: as the run itself would on one process.

@@ -1,4 +1,4 @@
-"""Which share of each part of a model a rank has by tensor and expert degree, from the plans that layouts themselves follow."""
+"""Which share of each part of a model a rank has by tensor and expert degree, from the plans that runs follow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_tensor_plans(model: PreTrainedModel, degrees: Iterable[int]) -> dict[in
 
 
 def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Give the parameters that have all experts of a block, by name, with the number of these; empty: none can be shared."""
+    """Give the parameters that hold all experts of a block, by name, with their number; empty: none can be shared."""
     for degree in _PRIMES:
         with suppress(ConfigError):
             plan = make_expert_plan(model, degree)

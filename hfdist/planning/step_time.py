@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfdist.config.hardware import Hardware
+from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
 from hfdist.planning.calibration import COMPONENTS, Factors, default_factors
@@ -94,6 +95,7 @@ class _Clock:
         self.hardware, self.train, self.factors = hardware, train, factors
         is_compiled = train.compile is Compile.model or compiles_on_gpus(train, strategy.config.degrees, strategy)
         self._left = _LEFT_OF_FUSED if is_compiled and not hardware.is_cpu else 1.0
+        self._offloads = strategy.config.offload is Offload.cpu and not hardware.is_cpu
         uses_tf32 = train.precision is Precision.fp32 and bool(train.arguments.get("tf32"))
         self._peak = hardware.peak_flops(train.precision, uses_tf32=uses_tf32)
 
@@ -104,6 +106,12 @@ class _Clock:
         works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
         starts = factors.kernels * self._left * costs.kernels * hardware.kernel_seconds
         return works + starts if hardware.is_cpu else max(works, starts)
+
+    def step(self, costs: OpCosts) -> float:
+        """Seconds of the optimizer's step; where its state is offloaded, the host's memory sets the pace."""
+        if self._offloads:
+            return self.factors.memory * costs.moved_bytes / self.hardware.host_bytes_per_second
+        return self.compute(costs)
 
     def send(self, traffic: AxisTraffic) -> float:
         """Seconds of what travels along an axis in a step, if nothing else happened."""
@@ -177,7 +185,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     return _Rank(
         forwards=forwards,
         backwards=backwards,
-        optimizer=clock.compute(costs.optimizer),
+        optimizer=clock.step(costs.optimizer),
         exposed=exposed,
         message=message,
     )

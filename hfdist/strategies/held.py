@@ -10,7 +10,7 @@ from hfdist.strategies.gradients import local_tensor
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Give the bytes that tensors, or this rank's shards of them, take on a kind of device; freed storages hold none."""
+    """Give the bytes that tensors, or this rank's shards of them, take on a kind of device."""
     storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return sum({one.data_ptr(): one.nbytes() for one in storages if one.device.type == device.type}.values())
 

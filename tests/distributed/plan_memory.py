@@ -1,4 +1,4 @@
-"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan-memory`.
+"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan`.
 
 What a rank really holds is what torch's CPU allocator was asked for, C++ parts such as DDP's buckets among it: its own
 profiler reports each allocation of the real Trainer's steps. The worst rank of each is compared.
@@ -9,10 +9,10 @@ python -m tests.distributed.plan_memory docs/plan.md
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from hfdist.config.run import RunConfig
 from hfdist.planning.memory import worst_rank
 from hfdist.testing import run_ranks
 from hfdist.trainer.run import prepare_run
+
+logger = logging.getLogger(__name__)
 
 BOUND = 0.06
 """Most that a traced peak may differ from the measured one."""
@@ -58,19 +60,19 @@ def _fields(width: str, inner: str, blocks: str, heads: str, **more: Any) -> dic
     return {"activations": small | more, "state": wide | more}
 
 
+_USUAL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
-    "llama": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2),
-    "qwen2": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2),
+    "llama": _fields(*_USUAL, num_key_value_heads=2),
+    "qwen2": _fields(*_USUAL, num_key_value_heads=2),
     "qwen3_moe": _fields(
         "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=32,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
     ),
     "gpt2": _fields("n_embd", "n_inner", "n_layer", "n_head"),
-    "gpt_neox": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    "gemma2": _fields(
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", num_key_value_heads=2, head_dim=32
-    ),
-    "phi": _fields("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "gpt_neox": _fields(*_USUAL),
+    "gemma2": _fields(*_USUAL, num_key_value_heads=2, head_dim=32),
+    "phi": _fields(*_USUAL),
     "opt": _fields("hidden_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
 }  # fmt: skip
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
@@ -93,7 +95,6 @@ class Cell:
     size: str
     layout: str
     recomputes: bool = False
-    more: tuple[str, ...] = ()
 
     @property
     def processes(self) -> int:
@@ -107,7 +108,6 @@ class Cell:
             *_SIZES[self.size],
             *LAYOUTS[self.layout][1],
             *RECOMPUTE[self.recomputes],
-            *self.more,
             f"run.dir={folder}",
         ]
         config = compose_config(overrides)
@@ -195,25 +195,57 @@ def _count_all_threads() -> None:
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
-def main(arguments: Iterable[str]) -> None:
-    """Print cells as they come; see the module."""
-    wanted = list(arguments)
-    for layout in LAYOUTS:
-        for family in FAMILIES:
-            for size in _SIZES:
-                for recomputes in RECOMPUTE:
-                    cell = Cell(family=family, size=size, layout=layout, recomputes=recomputes)
-                    name = f"{family}/{size}/{layout}/{'recompute' if recomputes else 'plain'}"
-                    if wanted and not any(word in name for word in wanted):
-                        continue
-                    begun = time.process_time()
-                    try:
-                        peaks = compare(cell)
-                    except Exception as error:
-                        print(name, "FAILED", str(error)[-1500:])
-                        continue
-                    print(f"{name:45} {peaks.traced/2**20:8.1f} {peaks.measured/2**20:8.1f} {peaks.error:+.1%}", flush=True)
+BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
+"""Between them the table stands in a page."""
+
+
+def cells() -> list[Cell]:
+    """All that the table shows."""
+    return [
+        Cell(family=family, size=size, layout=layout, recomputes=recomputes)
+        for layout in LAYOUTS
+        for family in FAMILIES
+        for size in _SIZES
+        for recomputes in RECOMPUTE
+    ]
+
+
+def make_table(found: Mapping[Cell, Peaks]) -> str:
+    """Give the table in Markdown: a row a family and size, a column a layout, with and without recomputing."""
+    columns = list(dict.fromkeys((cell.layout, cell.recomputes) for cell in found))
+    rows = list(dict.fromkeys((cell.family, cell.size) for cell in found))
+    heads = [f"{layout}, recompute" if recomputes else layout for layout, recomputes in columns]
+    lines = [["model", "mostly", *heads], ["---"] * 2 + ["---:"] * len(columns)]
+    for family, size in rows:
+        own = [Cell(family=family, size=size, layout=layout, recomputes=more) for layout, more in columns]
+        lines.append([family, size, *(_describe(found[cell]) if cell in found else "" for cell in own)])
+    worst = max(found.values(), key=lambda peaks: abs(peaks.error))
+    head = f"{len(found)} steps; the largest error is {worst.error:+.1%}. In MiB: the traced peak, and its error."
+    return "\n".join([head, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _describe(peaks: Peaks) -> str:
+    return f"{peaks.traced / 2**20:,.1f} ({peaks.error:+.1%})"
+
+
+def write_table(page: Path, found: Mapping[Cell, Peaks]) -> None:
+    """Put the table between the marks of a page."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    assert behind, f"{page} has no marks {BEGIN} and {END}"
+    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{behind}", encoding="utf-8")
+
+
+def main(page: Path) -> None:
+    """Measure and trace all, and write the table into the page."""
+    found = {}
+    for cell in cells():
+        found[cell] = compare(cell)
+        logger.info("%s %s %s %s: %s", cell.family, cell.size, cell.layout, cell.recomputes, _describe(found[cell]))
+    write_table(page, found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(Path(sys.argv[1]))

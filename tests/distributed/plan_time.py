@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds, and counts ranks as it finds them
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -111,7 +112,12 @@ def main() -> None:
 def measure(names: Sequence[str], *, by_cpu: bool) -> list[Row]:
     """Plan and run each layout."""
     hardware = {n: find_hardware(n, by_cpu=by_cpu) for n in sorted({CASES[name].num_ranks for name in names})}
-    parts = {name: predict(CASES[name], hardware[CASES[name].num_ranks]) for name in names}
+    # In a process that ends: a trace leaves its mark on the ranks that are forked behind it.
+    parts = {
+        name: run_ranks(predict, 1, CASES[name], hardware[CASES[name].num_ranks], group=False)[0] for name in names
+    }
+    if by_cpu:
+        parts = {name: without_waiting(of_layout) for name, of_layout in parts.items()}
     timed = {name: run(CASES[name], by_cpu=by_cpu) for name in names}
     steps = {
         name: TimedStep(hardware="cpu", layout=name, ideal=parts[name].ideal, step_seconds=timed[name])
@@ -132,6 +138,12 @@ def measure(names: Sequence[str], *, by_cpu: bool) -> list[Row]:
             )
         )
     return rows
+
+
+def without_waiting(parts: StepParts) -> StepParts:
+    """Leave out the bubble of a pipeline, in which a rank computes nothing."""
+    share = 1 - parts.time.bubble / parts.time.seconds
+    return replace(parts, ideal={name: seconds * share for name, seconds in parts.ideal.items()})
 
 
 def find_hardware(num_ranks: int, *, by_cpu: bool) -> Hardware:

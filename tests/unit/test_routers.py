@@ -1,10 +1,11 @@
 """Whose loss over routers is known, by small models of the types."""
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.errors import ConfigError
-from hfdist.models.routers import adds_router_loss, check_router_loss, find_routers
+from hfdist.models.routers import Routers, adds_router_loss, check_router_loss, find_routers
 
 FIELDS = {"output_router_logits": True, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64,
           "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -33,3 +34,15 @@ def test_another_definition_is_refused(kind, fields, reason):
         check_router_loss(make(kind, **fields))
     assert reason in str(refused.value)
     assert "try:     model.config.output_router_logits=false" in str(refused.value)
+
+
+@pytest.mark.parametrize("adds_loss", [False, True])
+def test_routers_keep_a_graph_only_for_a_loss(adds_loss):
+    # It would hold the activations of blocks that are computed again.
+    model = make("qwen3_moe", output_router_logits=adds_loss)
+    routers = Routers(model)
+    routers.is_watching = True
+    model(input_ids=torch.zeros((1, 4), dtype=torch.int64))
+    routings = routers.take()
+    assert len(routings) == routers.num_layers > 0
+    assert all(routing.logits.requires_grad is adds_loss for routing in routings)

@@ -98,8 +98,13 @@ class PlanGrader(TrainerCallback):
 
     def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
         if measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:
-            timed = {"hardware": plan.hardware, "layout": plan.layout, "ideal": plan.ideal_seconds}
-            write_step(TimedStep(**timed, step_seconds=measured.step_seconds), self._steps)
+            step = TimedStep(
+                hardware=plan.hardware,
+                layout=plan.layout,
+                ideal=plan.ideal_seconds,
+                step_seconds=measured.step_seconds,
+            )
+            write_step(step, self._steps)
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
         lines = [line for line in read_lines(self._run_dir / RANKS) if line.get("step", 0) > self._first_step]

@@ -249,6 +249,7 @@ class Run:
                 logger.info("%s", text)
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
+            assert trainer.engine is not None
             trainer.add_callback(
                 PlanGrader(
                     self.plan,

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from hfdist.config.batch import plan_batch
 from hfdist.config.hardware import read_hardware
-from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.planning.costs import OpCosts, RankCosts, StageCosts
 from hfdist.planning.step_time import step_time
 from hfdist.planning.traffic import traffic
-from hfdist.strategies.select import select_strategy
 from hfdist.strategies.traffic import StepSizes
-from hfdist.topology import Topology
+from tests.unit.planning.layouts import make_layout
 
 WITHIN = 0.21
 
@@ -61,17 +59,10 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} {run.device} {run.is_compiled}")
 def test_a_published_run_takes_about_what_a_plan_says(run):
-    config = StrategyConfig(sharding=Sharding.fsdp2)
     train = TrainConfig(precision=Precision.bf16, compile=Compile.blocks if run.is_compiled else Compile.none)
-    topology = Topology.of(config.degrees, world_size=run.devices)
-    batch = plan_batch(
-        global_batch_size=run.sequences * run.devices,
-        micro_batch_size=run.sequences,
-        data_size=run.devices,
-        sequence_length=run.sequence_length,
-        lanes=run.devices,
-    )
-    strategy, hardware = select_strategy(config, train, topology=topology, batch=batch), read_hardware(run.device)
+    per_micro_batch = {"micro_batch_size": run.sequences, "sequence_length": run.sequence_length}
+    strategy = make_layout(run.devices, train, sharding=Sharding.fsdp2, **per_micro_batch)
+    hardware = read_hardware(run.device)
     sizes = StepSizes(
         parameters=int(run.parameters), blocks=int(run.parameters), num_blocks=run.blocks, hidden=1, queries=1, keys=1,
         head_size=1,

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from hfdist.config.batch import plan_batch
 from hfdist.config.hardware import Hardware, Tflops
-from hfdist.config.strategy import ONE_F_ONE_B, Schedule, StrategyConfig
+from hfdist.config.strategy import ONE_F_ONE_B, Offload, Schedule, Sharding
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
 from hfdist.planning.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
@@ -15,8 +14,7 @@ from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StageC
 from hfdist.planning.pipeline_time import simulate
 from hfdist.planning.step_time import step_parts, step_time
 from hfdist.sent_bytes import ALL_REDUCE, SEND
-from hfdist.strategies.select import select_strategy
-from hfdist.topology import Topology
+from tests.unit.planning.layouts import make_layout
 
 # One TFLOP, and one GB of memory traffic, a second; a link of 0.1 GB.
 GPU = Hardware(
@@ -35,16 +33,7 @@ FP32 = TrainConfig(precision=Precision.fp32, compile=Compile.none)
 
 
 def layout(num_microbatches=1, world_size=1, **keys):
-    config = StrategyConfig(**keys)
-    topology = Topology.of(config.degrees, world_size=world_size)
-    batch = plan_batch(
-        global_batch_size=num_microbatches * topology.data,
-        micro_batch_size=1,
-        data_size=topology.data,
-        sequence_length=8,
-        lanes=topology.data,
-    )
-    return select_strategy(config, FP32, topology=topology, batch=batch)
+    return make_layout(world_size, FP32, num_microbatches=num_microbatches, **keys)
 
 
 def costs(forward=1.0, backward=2.0, *, traffic=(), num_stages=1, kernels=0):
@@ -78,6 +67,15 @@ def test_a_gpu_starts_operations_meanwhile_and_a_cpu_does_not():
     assert seconds(rank, layout()).seconds == pytest.approx(10 + 10)
     assert seconds(rank, layout(), CPU).seconds == pytest.approx(11 + 10)
     assert seconds(costs(1.0, 2.0, kernels=10), layout()).seconds == pytest.approx(3)
+
+
+def test_an_offloaded_optimizer_waits_for_the_memory_of_the_host():
+    rank = replace(costs(), optimizer=OpCosts(moved_bytes=4e9))
+    plain = seconds(rank, layout(world_size=2, sharding=Sharding.zero1), GPU)
+    offloaded = seconds(
+        rank, layout(world_size=2, sharding=Sharding.zero1, offload=Offload.cpu), replace(GPU, host_gb_per_second=0.5)
+    )
+    assert offloaded.seconds - plain.seconds == pytest.approx(8 - 4)
 
 
 def test_compiled_blocks_move_less():

@@ -6,13 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfdist.config.batch import plan_batch
-from hfdist.config.strategy import Sharding, StrategyConfig
+from hfdist.config.strategy import Sharding
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.planning.costs import Phase
 from hfdist.planning.traffic import step_sizes, traffic
-from hfdist.strategies.select import select_strategy
-from hfdist.topology import Topology
+from tests.unit.planning.layouts import make_layout
 
 FIELDS = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
           "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}  # fmt: skip
@@ -29,16 +27,7 @@ def llama():
 
 
 def layout(world_size, *, num_microbatches=2, precision=Precision.fp32, **keys):
-    config, train = StrategyConfig(**keys), TrainConfig(precision=precision)
-    topology = Topology.of(config.degrees, world_size=world_size)
-    batch = plan_batch(
-        global_batch_size=num_microbatches * topology.data,
-        micro_batch_size=1,
-        data_size=topology.data,
-        sequence_length=64,
-        lanes=topology.data,
-    )
-    return select_strategy(config, train, topology=topology, batch=batch)
+    return make_layout(world_size, TrainConfig(precision=precision), num_microbatches=num_microbatches, **keys)
 
 
 def by_axis(model, strategy, *, per_machine=8, **of_step):

@@ -1,0 +1,156 @@
+"""What was measured of collectives, as NCCL's own tests define it: as a table, as JSON, as a link. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all-reduce", "reduce-scatter", "all-gather", "all-to-all"
+BROADCAST, POINT_TO_POINT = "broadcast", "point to point"
+KINDS = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST, POINT_TO_POINT)
+ALL, IN_MACHINE, BETWEEN = "all ranks", "in a machine", "between machines"
+LEAST_LINK_BYTES = 1 << 20
+"""Of the largest tensor: smaller ones tell nothing of a link's speed."""
+_UNITS = (("GiB", 30), ("MiB", 20), ("KiB", 10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One collective of one size in one group of ranks."""
+
+    group: str
+    """ALL, IN_MACHINE or BETWEEN."""
+    kind: str
+    num_ranks: int
+    """Of the group; of several machines with groups of their own, those of the slowest."""
+    size_bytes: int
+    """Of the tensor that is reduced, sent or exchanged; of a gather or a scatter, of all shares together."""
+    seconds: float
+    """Of a call: the median over rounds, of the slowest rank."""
+    low_seconds: float
+    high_seconds: float
+    """The quickest and the slowest round."""
+    cpu_seconds: float
+    """Of a call: the CPU time of one rank with all its threads, on average over ranks."""
+    runs_as: str = ""
+    """The backend's own name of what it does, where it tells."""
+
+    @property
+    def algorithm_gbs(self) -> float:
+        """10^9 bytes a second: the size over the time."""
+        return self.size_bytes / self.seconds / 1e9
+
+    @property
+    def bus_gbs(self) -> float:
+        """10^9 bytes a second that each rank's link carries in a ring, whatever the number of ranks."""
+        share = (self.num_ranks - 1) / self.num_ranks
+        factor = {ALL_REDUCE: 2 * share, BROADCAST: 1.0, POINT_TO_POINT: 1.0}.get(self.kind, share)
+        return factor * self.algorithm_gbs
+
+    def to_json(self) -> dict[str, Any]:
+        """Give it as JSON values."""
+        return asdict(self) | {"algorithm_gbs": self.algorithm_gbs, "bus_gbs": self.bus_gbs}
+
+
+class Link(NamedTuple):
+    """What a plan needs of a link."""
+
+    gbs: float
+    """10^9 bytes a second that one rank sends."""
+    latency_seconds: float
+    """Of one message."""
+
+
+def slowest(figures: Sequence[Figure]) -> list[Figure]:
+    """Join the figures of several ranks, and of several machines: the slowest time, and the mean CPU time."""
+    by_place: dict[tuple[str, str, int], list[Figure]] = {}
+    for one in figures:
+        by_place.setdefault((one.group, one.kind, one.size_bytes), []).append(one)
+    found = []
+    for same in by_place.values():
+        worst = max(same, key=lambda one: one.seconds)
+        cpu_seconds = sum(one.cpu_seconds for one in same) / len(same)
+        found.append(Figure(**asdict(worst) | {"cpu_seconds": cpu_seconds}))
+    order = {ALL: 0, IN_MACHINE: 1, BETWEEN: 2}
+    return sorted(found, key=lambda one: (order[one.group], KINDS.index(one.kind), one.size_bytes))
+
+
+def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
+    """Give the link that the all-reduces of a group show; None: there are none of two sizes, or they are small.
+
+    A call takes a time of its own and one for each byte: the line through all sizes, which counts errors in percent. A
+    ring's bytes are those that the bus carries, and a small call is two trees of messages, as planning has it.
+    """
+    own = [one for one in figures if one.group == group and one.kind == ALL_REDUCE]
+    # Not quite the size that was asked for, where it is divided over ranks.
+    if len({one.size_bytes for one in own}) < 2 or max(one.size_bytes for one in own) < LEAST_LINK_BYTES / 2:
+        return None
+    start, per_byte = _line([(float(one.size_bytes), one.seconds) for one in own])
+    num_ranks = own[0].num_ranks
+    hops = 2 * math.ceil(math.log2(num_ranks))
+    sent_share = 2 * (num_ranks - 1) / num_ranks
+    return Link(gbs=sent_share / per_byte / 1e9, latency_seconds=start / hops)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Give the start and the slope of the line with the least squares of errors relative to y; neither is below 0."""
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    of_x, of_y = (sum(w * point[axis] for w, point in zip(weights, points, strict=True)) for axis in (0, 1))
+    of_xx, of_xy = (sum(w * p[0] * p[axis] for w, p in zip(weights, points, strict=True)) for axis in (0, 1))
+    slope = (total * of_xy - of_x * of_y) / (total * of_xx - of_x**2)
+    start = (of_y - slope * of_x) / total
+    if start < 0:
+        return 0.0, of_xy / of_xx
+    if slope <= 0:
+        # Noise: the largest size alone.
+        x, y = max(points)
+        return 0.0, y / x
+    return start, slope
+
+
+def table(figures: Sequence[Figure]) -> Iterator[str]:
+    """Give the lines of a table for each group."""
+    titles = ["", "size", "time", "algorithm GB/s", "bus GB/s", "CPU", "runs as"]
+    for group in dict.fromkeys(one.group for one in figures):
+        own = [one for one in figures if one.group == group]
+        rows = [titles, *map(_row, own)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        yield f"{group}: {own[0].num_ranks} ranks"
+        for first, *middle, last in rows:
+            cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
+            yield "  ".join([first.ljust(widths[0]), *cells, last]).rstrip()
+        yield ""
+
+
+def _row(one: Figure) -> list[str]:
+    seconds, cpu_seconds = describe_seconds(one.seconds), describe_seconds(one.cpu_seconds)
+    speeds = (f"{one.algorithm_gbs:.3f}", f"{one.bus_gbs:.3f}")
+    return [one.kind, describe_size(one.size_bytes), seconds, *speeds, cpu_seconds, one.runs_as]
+
+
+def describe_size(num_bytes: int) -> str:
+    """Give bytes such as `64 MiB`."""
+    for unit, power in _UNITS:
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+def read_size(text: str) -> int | None:
+    """Read bytes such as `64MiB` or `1024`; None: it is no size."""
+    for unit, power in _UNITS:
+        if text.lower().endswith(unit.lower()):
+            number = text[: -len(unit)].strip()
+            return int(number) << power if number.isdecimal() else None
+    return int(text) if text.isdecimal() else None
+
+
+def describe_seconds(seconds: float) -> str:
+    """Give a duration with three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

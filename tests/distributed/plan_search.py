@@ -1,0 +1,147 @@
+"""Is the search's first choice the fastest? `python -m tests.distributed.plan_search docs/plan.md` runs all layouts.
+
+Each layout of the space that can be run trains for a few steps, in turns, so that what else the machine does falls on
+all alike. The table between the marks of the page is written anew.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.strategy import Offload
+from hfdist.models.architecture import find_architecture
+from hfdist.planning.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.hardware import measure_cpu
+from hfdist.planning.layout_space import Space
+from hfdist.planning.search import measure
+from hfdist.records import METRICS, read_lines
+from hfdist.testing import run_ranks
+from recipes.pretrain import main
+
+BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
+NUM_STEPS, NUM_UNSTEADY, NUM_TURNS = 8, 3, 2
+COMMON = (
+    "model=tiny", "train.global_batch_size=8", "train.micro_batch_size=1", "data.lanes=8", "data.workers=0",
+    "data.eval_fraction=0", "checkpoint=none", "report=quiet", "optimizer.warmup_steps=1",
+    f"train.max_steps={NUM_STEPS}",
+)  # fmt: skip
+_FIELDS = "num_attention_heads: 4, num_key_value_heads: 4, vocab_size: 2048, max_position_embeddings: 512"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on so many ranks."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+
+
+def _llama(width: int, inner: int, blocks: int, length: int) -> tuple[str, ...]:
+    fields = f"hidden_size: {width}, intermediate_size: {inner}, num_hidden_layers: {blocks}, {_FIELDS}"
+    return f"model.config={{{fields}}}", f"data.sequence_length={length}"
+
+
+CASES = (
+    Case("wide, 2 ranks", 2, _llama(256, 704, 2, 128)),
+    Case("deep, 2 ranks", 2, _llama(128, 352, 8, 64)),
+    Case("long, 4 ranks", 4, _llama(128, 352, 4, 256)),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the search chose, beside what was fastest."""
+
+    case: Case
+    chosen: Candidate
+    num_run: int
+    chosen_seconds: float
+    best_seconds: float
+    best: str
+
+    @property
+    def loss(self) -> float:
+        """By what share a step of the choice takes longer than one of the fastest."""
+        return self.chosen_seconds / self.best_seconds - 1
+
+
+def prove(case: Case, *, most: int | None = None, num_turns: int = NUM_TURNS) -> Outcome:
+    """Run all layouts of a case, or the `most` fastest by the search and as many that are spread over the others."""
+    config = compose_config([*COMMON, *case.overrides])
+    hardware = measure_cpu(case.ranks)
+    machines = Machines(hardware=hardware, usable_bytes=hardware.memory_bytes)
+    architecture = find_architecture(config.model, sequence_length=config.data.sequence_length)
+    model = measure(config, architecture, machines, processes=case.ranks)
+    evaluator = Evaluator(config, model, machines)
+    layouts = Space(config, model, case.ranks, machines.per_machine).layouts()
+    fitting = [one for layout in layouts if (one := evaluator.evaluate(layout, is_exact=True)) is not None]
+    ranked = sorted(fitting, key=lambda one: one.time.seconds)
+    if most is not None and len(ranked) > 2 * most:
+        ranked = ranked[:most] + ranked[most :: max(1, len(ranked) // most)]
+    seconds = _run_in_turns(case, ranked, num_turns)
+    # What refuses to run is no choice.
+    runs = {number: median(times) for number, times in seconds.items()}
+    first, best = min(runs), min(runs, key=runs.__getitem__)
+    return Outcome(
+        case, ranked[first], len(runs), runs[first], runs[best], " ".join(ranked[best].overrides) or "as asked"
+    )
+
+
+def _run_in_turns(case: Case, candidates: Sequence[Candidate], num_turns: int) -> dict[int, list[float]]:
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for turn in range(num_turns):
+        for number, one in enumerate(candidates):
+            with tempfile.TemporaryDirectory() as folder:
+                seconds[number] += _step_seconds(case, one, Path(folder) / str(turn))
+    return {number: times for number, times in seconds.items() if times}
+
+
+def _step_seconds(case: Case, candidate: Candidate, folder: Path) -> list[float]:
+    """Seconds of steady steps; none: the run refused the layout."""
+    assert candidate.layout.offload is Offload.none
+    config = compose_config([*COMMON, *case.overrides, *candidate.overrides, f"run.dir={folder}"])
+    try:
+        run_ranks(main.__wrapped__, case.ranks, config, group=case.ranks > 1)
+    except RuntimeError:
+        return []
+    lines = [line["step_seconds"] for line in read_lines(folder / METRICS) if "step_seconds" in line]
+    return lines[NUM_UNSTEADY:]
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """The rows of the page."""
+    lines = ["| model | layouts run | the search's choice | its step | fastest | its step | choice is slower by |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for one in outcomes:
+        chosen = " ".join(one.chosen.overrides) or "as asked"
+        cells = [
+            one.case.name,
+            str(one.num_run),
+            f"`{chosen}`",
+            f"{1000 * one.chosen_seconds:.0f} ms",
+            f"`{one.best}`",
+            f"{1000 * one.best_seconds:.0f} ms",
+            f"{100 * one.loss:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(page: Path, text: str) -> None:
+    """Put a text between the marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    limit = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    write(Path(sys.argv[1]), table([prove(case, most=limit) for case in CASES]))

@@ -1,0 +1,129 @@
+"""The search: all that it gives can be run, nothing better is missed, and it takes seconds."""
+
+import time
+
+import pytest
+
+from hfdist.config.checks.preflight import plan_run
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.hardware import read_hardware
+from hfdist.config.strategy import Offload
+from hfdist.errors import ResourceError
+from hfdist.planning import search
+from hfdist.planning.evaluate import Evaluator, Machines
+from hfdist.planning.layout_space import Space, divisors
+from hfdist.planning.layouts import Layout
+from hfdist.strategies.select import select_strategy
+from tests.unit.planning.models import make_constants
+
+GIB = 2**30
+BASE = ("model=tiny", "data.sequence_length=1024", "train.global_batch_size=64", "train.precision=fp32")
+MODEL = make_constants()
+
+
+def machines(gib):
+    """Of eight devices each, with so much memory."""
+    return Machines(hardware=read_hardware("h100_80gb"), usable_bytes=gib * GIB)
+
+
+def searched(overrides=(), *, processes=8, gib=20.0, best=10):
+    return search.search_layouts(
+        compose_config([*BASE, *overrides]), MODEL, machines(gib), processes=processes, best=best
+    )
+
+
+@pytest.mark.parametrize(("asked", "gib"), [("strategy=single", 3.0), ("strategy=hsdp", 20.0)])
+def test_every_line_of_overrides_composes_and_gives_that_layout(asked, gib):
+    found = searched([asked], gib=gib, best=6).candidates
+    assert len(found) == 6
+    for one in found:
+        config = compose_config([*BASE, asked, *one.overrides])
+        assert config == one.config
+        topology, batch = plan_run(config, world_size=8)
+        assert topology.degrees["tensor"] == one.layout.tensor
+        assert (topology.data, batch.num_microbatches) == (one.layout.data, one.layout.num_microbatches)
+        # It has checks of its own.
+        select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+
+
+@pytest.mark.parametrize("gib", [1.2, 60.0])
+def test_no_faster_layout_is_missed(gib):
+    config, where, model = compose_config([*BASE, "train.global_batch_size=8"]), machines(gib), make_constants(4)
+    evaluator = Evaluator(config, model, where)
+    layouts = list(Space(config, model, 4, where.per_machine).layouts())
+    every = [one for layout in layouts if (one := evaluator.evaluate(layout, is_exact=True)) is not None]
+    found = search.search_layouts(config, model, where, processes=4)
+    assert len(layouts) > 500
+    assert found.candidates[0].time.seconds == min(one.time.seconds for one in every)
+    assert found.num_evaluated < len(layouts) / 2
+    assert all(one.memory.use.total <= where.usable_bytes for one in found.candidates)
+
+
+def test_less_memory_is_never_faster():
+    best = [searched(gib=gib, best=1).candidates[0].time.seconds for gib in (3.0, 60.0)]
+    assert best == sorted(best, reverse=True)
+    assert best[0] > best[-1]
+
+
+def test_offloads_only_what_does_not_fit_otherwise():
+    assert all(one.layout.offload is Offload.none for one in searched(gib=3.0).candidates)
+    tight = searched(processes=2, gib=1.9).candidates
+    assert tight
+    assert all(one.layout.offload is Offload.cpu for one in tight)
+
+
+def test_nothing_fits_into_nothing():
+    assert searched(gib=0.1).candidates == ()
+
+
+def test_deepspeeds_own_keys_leave_deepspeeds_layouts():
+    keys = ["strategy=zero2", "+strategy.deepspeed.zero_optimization.reduce_bucket_size=1000000"]
+    found = searched(keys).candidates
+    assert found
+    assert all(one.layout.sharding.is_deepspeed for one in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [("model.attention=flash_attention_2 train.micro_batch_size=1", 1), ("", 2)]
+)
+def test_flash_attention_has_micro_batches_of_one(overrides, expected):
+    found = searched(overrides.split(), gib=60.0).candidates
+    assert max(one.layout.micro_batch_size for one in found) >= expected
+    if overrides:
+        assert {one.layout.micro_batch_size for one in found} == {1}
+
+
+def test_a_thousand_devices_are_searched_in_seconds():
+    begin = time.process_time()
+    found = searched(["train.global_batch_size=1024", "data.lanes=1024"], processes=1024, gib=0.8)
+    assert found.num_pruned > 100
+    assert time.process_time() - begin < 10
+
+
+def test_fewest_processes_are_the_first_that_fit(monkeypatch):
+    monkeypatch.setattr(search, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(search, "confirm", lambda found, *_, **__: found)
+    config = compose_config([*BASE, "strategy=fsdp2", "train.micro_batch_size=1"])
+
+    def fewest(gib, *, searches=False):
+        return search.fewest_processes(config, None, machines(gib), searches=searches).layout.processes
+
+    counts = [fewest(gib) for gib in (60.0, 4.0, 2.8)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert all(fewest(gib, searches=True) <= count for gib, count in zip((60.0, 4.0, 2.8), counts, strict=True))
+    with pytest.raises(ResourceError, match="no number of processes"):
+        fewest(0.1)
+
+
+def test_counts_are_shares_of_a_machine_or_whole_machines():
+    counts = [count for count in search._counts(8) if count <= 256]
+    assert counts == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_an_asked_layout_is_read_from_its_config():
+    config = compose_config([*BASE, "strategy=pipeline", "strategy.schedule=zbv", "train.micro_batch_size=2"])
+    layout = Layout.of(config, 8, 2)
+    assert (layout.data, layout.pipeline, layout.stages_per_rank, layout.num_microbatches) == (4, 2, 2, 8)
+    assert layout.apply(config).strategy.pipeline == 2

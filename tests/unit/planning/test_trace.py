@@ -1,0 +1,160 @@
+"""What a step holds, operation by operation: on fake tensors as on real ones, and in any layout."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.models import find_architecture
+from hfdist.planning.costs import Phase
+from hfdist.planning.memory import trace_rank, worst_rank
+from hfdist.planning.trace import GRADIENTS, WEIGHTS, Trace
+from tests.unit.tiny import llama
+
+MIB = 2**20
+
+
+def step(model, trace):
+    """Run one, and give the peaks of its phases."""
+    trace.hold(model.parameters(), WEIGHTS)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([p.grad], GRADIENTS))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with trace:
+        ids = torch.zeros((2, 32), dtype=torch.int64)
+        loss = model(input_ids=ids, labels=ids, position_ids=torch.arange(32).repeat(2, 1)).loss
+        trace.phase = Phase.backward
+        loss.backward()
+        trace.phase = Phase.optimizer
+        optimizer.step()
+    return [trace.peak_of(phase) for phase in Phase], [trace.costs(phase) for phase in Phase]
+
+
+def test_fake_tensors_hold_and_cost_what_real_ones_do():
+    real = step(llama(), Trace())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert step(llama(), Trace()) == real
+
+
+def test_a_storage_counts_until_nothing_refers_to_it():
+    trace = Trace()
+    with trace:
+        kept = torch.zeros(MIB // 4)
+        view = kept[:10]
+        gone = torch.zeros(2 * MIB // 4)
+        del gone, kept
+        assert trace.held.total == MIB
+        del view
+        assert trace.held.total == 0
+    assert trace.peak.use.activations == 3 * MIB
+
+
+def test_a_storage_that_is_resized_counts_as_a_buffer():
+    trace = Trace()
+    resize = torch.UntypedStorage.resize_
+    with trace:
+        gathered = torch.zeros(MIB // 4)
+        gathered.untyped_storage().resize_(0)
+        assert trace.held.total == 0
+        gathered.untyped_storage().resize_(MIB)
+        assert trace.held.buffers == MIB
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def test_products_are_counted_as_flops_and_the_rest_as_bytes():
+    trace = Trace()
+    with FakeTensorMode(), trace:
+        left, right = torch.empty(8, 16), torch.empty(16, 4)
+        product = left @ right
+        product.view(-1)
+        product.add(1)
+    costs = trace.costs(Phase.forward)
+    assert (costs.flops, costs.moved_bytes, costs.kernels) == (2 * 8 * 16 * 4, 2 * product.nbytes, 2)
+
+
+def test_rows_chosen_by_a_known_mask_have_a_number():
+    labels = torch.tensor([1, -100, 2])
+    with FakeTensorMode(allow_non_fake_inputs=True), Trace():
+        assert torch.empty(3, 4)[labels != -100].shape == (2, 4)
+
+
+def test_what_is_used_of_torch_is_there():
+    assert list(inspect.signature(unset_fake_temporarily).parameters) == []
+    assert "allow_non_fake_inputs" in inspect.signature(FakeTensorMode.__init__).parameters
+    assert inspect.isclass(FakeStore)
+
+
+SMALL = (
+    "model=tiny",
+    "model.config.vocab_size=256",
+    "data.sequence_length=64",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=8",
+)
+
+
+def trace(*overrides, world_size=1, rank=0):
+    config = compose_config([*SMALL, *overrides])
+    architecture = find_architecture(config.model, sequence_length=64)
+    return trace_rank(config, architecture, world_size=world_size, rank=rank)
+
+
+def test_state_is_what_formulas_say():
+    alone = trace().state
+    assert alone.optimizer == pytest.approx(2 * alone.weights, rel=0.01)
+    assert alone.gradients == pytest.approx(alone.weights, rel=0.01)
+    sharded = trace("strategy=fsdp2", world_size=8).state
+    assert sharded.weights == pytest.approx(alone.weights / 8, rel=0.05)
+    assert sharded.optimizer == pytest.approx(alone.optimizer / 8, rel=0.05)
+    # One micro batch a rank: between steps there are none.
+    assert sharded.gradients == 0
+
+
+def test_recomputing_holds_less():
+    plain, less = trace().peak.use, trace("train.gradient_checkpointing=true").peak.use
+    assert less.activations < 0.8 * plain.activations
+    assert less.weights == plain.weights
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["strategy=ddp"], 2),
+        (["strategy=hsdp"], 4),
+        (["strategy.tensor=2"], 2),
+        (["strategy.context=4"], 4),
+        (["adapter=lora", "adapter.merge=false"], 1),
+        (["strategy=ddp", "train.precision=bf16"], 2),
+    ],
+)
+def test_no_layout_leaves_a_process_group_behind(overrides, world_size):
+    assert trace(*overrides, world_size=world_size, rank=world_size - 1).peak.use.total > 0
+    assert not dist.is_initialized()
+
+
+def test_a_real_group_can_follow(tmp_path):
+    trace("strategy=fsdp2", world_size=4)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        assert value.item() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_experts_that_ranks_share():
+    experts = ["model.type=qwen3_moe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2"]
+    alone = trace(*experts).state
+    shared = trace(*experts, "strategy=moe", world_size=2).state
+    assert shared.weights == pytest.approx(alone.weights / 2, rel=0.05)
+
+
+def test_the_worst_rank_is_looked_for_among_those_that_differ():
+    config = compose_config([*SMALL, "strategy=fsdp2"])
+    architecture = find_architecture(config.model, sequence_length=64)
+    assert worst_rank(config, architecture, world_size=8).peak.rank == 0

@@ -1,0 +1,145 @@
+"""What `hfdist bandwidth` makes of times: NCCL's definitions, the link of a plan, the table; and its command line."""
+
+import sys
+from itertools import pairwise
+
+import pytest
+
+from hfdist.config.hardware import read_hardware
+from hfdist.doctor.bandwidth.command import main
+from hfdist.doctor.bandwidth.figures import (
+    ALL,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BETWEEN,
+    IN_MACHINE,
+    KINDS,
+    Figure,
+    Link,
+    describe_seconds,
+    describe_size,
+    fit_link,
+    read_size,
+    slowest,
+    table,
+)
+from hfdist.doctor.bandwidth.hardware_file import write_hardware
+from hfdist.doctor.bandwidth.measure import groups_of
+from hfdist.doctor.bandwidth.picture import draw
+
+
+def figure(kind=ALL_REDUCE, size=1 << 20, seconds=1e-3, **more):
+    known = {"group": IN_MACHINE, "num_ranks": 4, "low_seconds": seconds, "high_seconds": seconds, "cpu_seconds": 0.0}
+    return Figure(kind=kind, size_bytes=size, seconds=seconds, **known | more)
+
+
+def test_bandwidths_are_those_of_nccls_tests():
+    # 10^9 bytes in a second, 4 ranks: doc/PERFORMANCE.md of nccl-tests.
+    factors = (2 * 3 / 4, 3 / 4, 3 / 4, 3 / 4, 1, 1)
+    for kind, factor in zip(KINDS, factors, strict=True):
+        one = figure(kind, 10**9, 1.0)
+        assert (one.algorithm_gbs, one.bus_gbs) == pytest.approx((1.0, factor)), kind
+
+
+@pytest.mark.parametrize(("num_ranks", "hops"), [(2, 2), (4, 4), (6, 6), (8, 6)])
+def test_the_link_is_found_again_in_what_it_would_take(num_ranks, hops):
+    gbs, latency = 12.5, 20e-6
+    sent = 2 * (num_ranks - 1) / num_ranks
+    figures = [
+        figure(size=size, seconds=hops * latency + sent * size / (gbs * 1e9), num_ranks=num_ranks)
+        for size in (1 << 10, 1 << 16, 1 << 22, 1 << 26)
+    ]
+    noise = [figure(ALL_TO_ALL, 1 << 10, 5.0), figure(size=1 << 12, seconds=9.0, group=ALL)]
+    assert fit_link([*figures, *noise], IN_MACHINE) == pytest.approx(Link(gbs, latency))
+    assert fit_link(figures[:1], IN_MACHINE) is None
+    assert fit_link(figures[:2], IN_MACHINE) is None, "small ones say nothing"
+
+
+@pytest.mark.parametrize("seconds", [(1e-3, 1e-3), (1e-3, 9e-4), (1e-9, 1.0)])
+def test_noise_gives_no_link_below_zero(seconds):
+    link = fit_link([figure(size=s, seconds=t) for s, t in zip((1 << 10, 1 << 26), seconds, strict=True)], IN_MACHINE)
+    assert link.gbs > 0
+    assert link.latency_seconds >= 0
+
+
+def test_the_slowest_rank_and_machine_count():
+    quick, slow = figure(seconds=1e-3, cpu_seconds=2e-3), figure(seconds=3e-3, cpu_seconds=4e-3)
+    between = figure(seconds=9e-3, group=BETWEEN)
+    assert slowest([between, quick, slow]) == [figure(seconds=3e-3, cpu_seconds=3e-3), between]
+
+
+def test_groups_are_of_all_within_and_between_machines():
+    assert groups_of({0: "a", 1: "a", 2: "a"}) == [(IN_MACHINE, [0, 1, 2])]
+    assert groups_of({0: "a", 1: "b", 2: "c"}) == [(BETWEEN, [0, 1, 2])]
+    assert groups_of({0: "a", 1: "a", 2: "b", 3: "b", 4: "c"}) == [
+        (ALL, [0, 1, 2, 3, 4]), (IN_MACHINE, [0, 1]), (IN_MACHINE, [2, 3]), (BETWEEN, [0, 2, 4])]  # fmt: skip
+
+
+def test_columns_of_the_table_stand_below_each_other():
+    figures = [figure(kind, size) for kind in KINDS for size in (1 << 10, 1 << 26)]
+    lines = list(table(slowest([*figures, figure(group=BETWEEN, num_ranks=2, runs_as="gloo:all_reduce")])))
+    assert lines[0] == "in a machine: 4 ranks"
+    assert lines[2] == "all-reduce       1 KiB  1 ms           0.001     0.002  0 us"
+    assert lines[3].index("64 MiB") + len("64 MiB") == lines[2].index("1 KiB") + len("1 KiB")
+    assert lines[-2].endswith("gloo:all_reduce")
+
+
+def test_sizes_and_times_in_words():
+    texts = ("1 KiB", "64 MiB", "1.5 GiB", "12 B")
+    assert [describe_size(size) for size in (1 << 10, 1 << 26, 3 << 29, 12)] == [*texts]
+    assert [read_size(text) for text in ("1KiB", "64mib", "2 GiB", "77", "1.5MiB", "MiB", "x", "-1")] == [
+        1 << 10, 1 << 26, 1 << 31, 77, None, None, None, None]  # fmt: skip
+    assert [describe_seconds(value) for value in (2.5, 0.0421, 83e-6)] == ["2.5 s", "42.1 ms", "83 us"]
+
+
+def test_a_plan_reads_the_file_with_the_measured_links(tmp_path):
+    path = tmp_path / "deep" / "own.yaml"
+    links = {IN_MACHINE: Link(201.5, 7e-6), BETWEEN: Link(11.25, 31e-6)}
+    write_hardware(path, "h100_80gb", links, processes=8, is_cpu=False)
+    found, known = read_hardware(str(path)), read_hardware("h100_80gb")
+    assert found.link(crosses_machines=False) == pytest.approx((201.5e9, 7e-6))
+    assert found.link(crosses_machines=True) == pytest.approx((11.25e9, 31e-6))
+    assert (found.tflops, found.memory_gib, found.devices) == (known.tflops, known.memory_gib, known.devices)
+    assert not found.is_cpu
+    write_hardware(path, "h100_80gb", {}, processes=2, is_cpu=True)
+    assert read_hardware(str(path)).is_cpu
+    assert read_hardware(str(path)).network_gb_per_second == known.network_gb_per_second
+
+
+def test_the_picture_has_each_collective(tmp_path):
+    draw([figure(kind, size) for kind in KINDS for size in (1 << 10, 1 << 26)], tmp_path / "own.svg")
+    assert "<svg" in (tmp_path / "own.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["proceses=2"], ("proceses", "processes=2")),
+        (["processes=1"], ("nobody to send to", "processes=2")),
+        (["largest=64MB"], ("64MB", "64MiB")),
+        (["largest=12"], ("12", "1KiB")),
+        (["out=own.json"], ("own.json", "out=own.yaml")),
+        (["picture=own.bmp"], ("own.bmp", "picture=own.svg")),
+        (["out=own.yaml", "largest=16KiB"], ("16KiB", "largest=1MiB")),
+        (["hardware=h100_80gb"], ("no file", "out=h100_80gb_measured.yaml")),
+        (["hardware=h100", "out=own.yaml"], ("h100", "h100_")),
+        (["call_seconds=0"], ("call_seconds", "call_seconds=2")),
+    ],
+)
+def test_a_mistake_is_said_before_ranks_are_started(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hfdist bandwidth", *arguments])
+    monkeypatch.setattr("hfdist.config.cli.process_end.RANK_0_PRINTS_SECONDS", 0)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+
+
+def test_sizes_grow_to_the_largest():
+    from hfdist.doctor.bandwidth.collectives import sizes_up_to
+
+    sizes = sizes_up_to(64 << 20)
+    assert sizes == [1 << 10, 1 << 14, 1 << 18, 1 << 22, 64 << 20]
+    assert sizes_up_to(1 << 10) == [1 << 10]
+    assert all(a < b for a, b in pairwise(sizes_up_to(3 << 20)))
