@@ -50,12 +50,8 @@ def examine_rank(request: Request) -> None:
         ResourceError: this rank does not reach the others.
     """
     from hfdist.doctor.links import meet
-    from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
 
     place = read_launcher()
-    if VARIABLE not in os.environ:
-        # As each run does, so that the links are tried that a run will have.
-        choose_gloo_interface()
     rendezvous = meet(place)
     if place.rank == 0:
         _lead(request, rendezvous)

@@ -94,6 +94,11 @@ class Rendezvous:
 
 def meet(place: LauncherPlace) -> Rendezvous:
     """Join the other ranks; ResourceError: this rank does not reach them."""
+    from hfdist.trainer.fault_tolerance.gloo_interface import VARIABLE, choose_gloo_interface
+
+    if VARIABLE not in os.environ:
+        # As each run does, so that the links are tried that a run will have.
+        choose_gloo_interface()
     begun = time.monotonic()
     try:
         return Rendezvous(place)
