@@ -56,27 +56,19 @@ class _Values(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-class _Calls(TorchFunctionMode):
-    """Gives an aligned address for what has none, and tells the trace which tensors are DeepSpeed's buckets."""
-
-    def __init__(self, trace: Trace, bucket_numel: int) -> None:
-        super().__init__()
-        self._trace, self._bucket_numel = trace, bucket_numel
+class _Addresses(TorchFunctionMode):
+    """Gives an aligned address for what has none."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return 0
-        given = function(*args, **(kwargs or {}))
-        if function is torch.empty and args[:1] == (self._bucket_numel,):
-            self._trace.hold([given], BUFFERS)
-        return given
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
-def deepspeed_on_fake_tensors(strategy: ZeroStrategy, trace: Trace) -> Iterator[None]:
+def deepspeed_on_fake_tensors(strategy: ZeroStrategy) -> Iterator[None]:
     """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
     rank, world_size = strategy.topology.rank, strategy.topology.world_size
-    bucket_numel = strategy.deepspeed_config["zero_optimization"]["reduce_bucket_size"]
     places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
     alike: Any = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
@@ -92,7 +84,7 @@ def deepspeed_on_fake_tensors(strategy: ZeroStrategy, trace: Trace) -> Iterator[
         # There is one device, and torch cannot replace fake parameters that are referred to.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         _Values(),
-        _Calls(trace, bucket_numel),
+        _Addresses(),
     ):
         start_deepspeed()
         try:
@@ -181,9 +173,16 @@ def _run_step(
             loss = prepared(**batch, num_items_in_batch=num_items).loss
         trace.phase = Phase.backward
         prepared.set_gradient_accumulation_boundary(is_last)
+        loss.register_hook(lambda _: trace.hold(_buckets(prepared.optimizer), BUFFERS))
         prepared.backward(loss)
         del loss
         if is_last:
             trace.phase = Phase.optimizer
             prepared.step()
     trace.phase = Phase.forward
+
+
+def _buckets(zero: Any) -> list[torch.Tensor]:
+    """List what gradients are copied into, to be sent; ZeRO-1 and 2 make it anew in each step."""
+    held = (bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values())
+    return [tensor for buffers in held if isinstance(buffers, list) for tensor in buffers]

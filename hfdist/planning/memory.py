@@ -132,7 +132,7 @@ def _trace_zero(
     from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors, trace_deepspeed
 
     trace = Trace(copies_gathered=device_type == "cpu")
-    with deepspeed_on_fake_tensors(strategy, trace):
+    with deepspeed_on_fake_tensors(strategy):
         whole = make_fake_model(config, architecture, strategy)
         loss_head = _find_loss_head(config, whole, strategy, device_type)
         engine = strategy.build(whole)
