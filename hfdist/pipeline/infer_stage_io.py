@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import device_of, gather_json
+from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import HfdistError, PartitionError
+from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import CARRIES, Activations, Carry, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -41,15 +42,35 @@ class StageIO:
     """Those that an earlier rank counts in the norm."""
 
 
-def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology, mesh: DeviceMesh) -> StageIO:
+def infer_stage_io(
+    split: SplitModel,
+    rank_of_stage: tuple[int, ...],
+    topology: Topology,
+    mesh: DeviceMesh,
+    planned: PlannedPipeline | None = None,
+) -> StageIO:
     """Find the least that must travel, and remove from each rank what none of its stages uses. A collective.
+
+    In a plan hidden states alone travel, and a tied embedding is what ranks share.
 
     Raises:
         PartitionError: the model cannot be split at its blocks; on all ranks alike, with the reason.
     """
     _check_no_layer_drop(split.model)
     group = mesh.get_group("pipeline")
-    channel = P2PChannel(rank_of_stage, group, next(split.model.parameters()).device)
+    device = next(split.model.parameters()).device
+    channel = (
+        P2PChannel(rank_of_stage, group, device)
+        if planned is None
+        else PlannedChannel(
+            rank_of_stage,
+            group,
+            device,
+            planned=planned,
+            stages=split.stages,
+            shape=(_PROBE_SEQUENCES, _PROBE_TOKENS),
+        )
+    )
     # The same tokens on all ranks.
     vocab_size = split.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +81,8 @@ def infer_stage_io(split: SplitModel, rank_of_stage: tuple[int, ...], topology: 
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel))
     if problem is not None:
         raise _refusal(split, [problem])
-    return StageIO(carry, *_find_shared(split, topology))
+    holders = _planned_holders(split, rank_of_stage, topology) if is_planned() else _find_holders(split, topology)
+    return StageIO(carry, *_group_holders(holders, topology))
 
 
 def _keep_only(split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult]) -> str | None:
@@ -147,19 +169,40 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
         dist.broadcast(held.to(device_of(group), copy=True), src=first, group=group)
 
 
-def _find_shared(
-    split: SplitModel, topology: Topology
-) -> tuple[tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...], frozenset[str]]:
-    """Every rank makes every group, in the same order, as torch asks."""
+_Holders = list[dict[str, list[int]]]
+"""Of each pipeline: the ranks that hold a trained parameter, by name."""
+
+
+def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
     own = [name for name, parameter in split.model.named_parameters() if parameter.requires_grad]
     names_of_rank = gather_json(own)
-    groups = []
-    counted_elsewhere: set[str] = set()
+    found = []
     for pipeline in topology.pipelines:
         holders: dict[str, list[int]] = defaultdict(list)
         for rank in pipeline:
             for name in names_of_rank[rank]:
                 holders[name].append(rank)
+        found.append(holders)
+    return found
+
+
+def _planned_holders(split: SplitModel, rank_of_stage: tuple[int, ...], topology: Topology) -> _Holders:
+    """The first and the last stage hold a tied embedding; other ranks cannot be asked."""
+    embedding, head = split.model.get_input_embeddings(), split.model.get_output_embeddings()
+    weight = getattr(embedding, "weight", None)
+    is_shared = weight is not None and weight.requires_grad and weight is getattr(head, "weight", None)
+    names = [name for name, parameter in split.model.named_parameters() if is_shared and parameter is weight]
+    ends = sorted({rank_of_stage[0], rank_of_stage[-1]})
+    return [{name: [pipeline[place] for place in ends] for name in names} for pipeline in topology.pipelines]
+
+
+def _group_holders(
+    holders_of_pipelines: _Holders, topology: Topology
+) -> tuple[tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...], frozenset[str]]:
+    """Every rank makes every group, in the same order, as torch asks."""
+    groups = []
+    counted_elsewhere: set[str] = set()
+    for holders in holders_of_pipelines:
         for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):
             names = tuple(name for name, held in holders.items() if tuple(held) == sharing)
             group = dist.new_group(list(sharing))
@@ -212,7 +255,7 @@ def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], chann
             if outgoing is not None:
                 reached = _leaves(outgoing)
                 needed |= {name for name, parameter in split.surrounding().items() if id(parameter) in reached}
-            if outgoing is not None and module.is_last:
+            if outgoing is not None and module.is_last and not is_planned():
                 checksum = sum(float(tensor.detach().double().sum()) for tensor in _tensors(outgoing))
             if not module.is_last:
                 channel.send(stage + 1, outgoing)
@@ -236,7 +279,8 @@ def _try(module: StageModule, batch: dict[str, torch.Tensor], incoming: Activati
 
 
 def _find_problem(value: Any, incoming: Activations | None, *, is_last: bool) -> str | None:
-    if is_last and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value)):
+    # A plan has no values.
+    if is_last and not is_planned() and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(value)):
         return "its loss needs more than what travels (NaN stands for the rest, and reached it)"
     reached = _leaves(value)
     if not reached:

@@ -188,7 +188,7 @@ class _Timer:
 
     def call(self, place: Place, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
-        kind = _kind(block)
+        kind = kind_of_block(block)
         if kind not in self._known:
             self._known[kind] = self._measure(block, args, kwargs)
         seconds, output = self._known[kind]
@@ -246,7 +246,7 @@ class _Timer:
             torch.cuda.synchronize(self._device)
 
 
-def _kind(block: nn.Module) -> str:
+def kind_of_block(block: nn.Module) -> str:
     """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
     settings = {name: value for name, value in vars(block).items() if isinstance(value, (str, bool))}
     shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]

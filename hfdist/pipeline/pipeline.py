@@ -286,7 +286,7 @@ class Pipeline:
         self._headers: dict[tuple[str, ...], dict[int, Header]] = {}
         own = plan(schedule, channel.rank_of_stage, num_microbatches)[dist.get_rank(channel.group)]
         # Two computations earlier make a step 1 to 3 % shorter, and more of them gain nothing (benchmarks/pipeline.py).
-        self._instructions = receive_early(own, 2) if dist.get_backend(channel.group) == "gloo" else own
+        self._instructions = receive_early(own, 2) if channel.receives_early else own
 
     def forward_backward(
         self,

@@ -132,6 +132,8 @@ class P2PChannel:
         # The model may still be on the host while the network only takes what is on a GPU.
         self._network_device = device if device.type == "cuda" else device_of(group)
         self._own_rank = dist.get_rank(group)
+        self.receives_early = dist.get_backend(group) == "gloo"
+        """Whether a receive that waits holds up nothing else."""
         self._handed_over: dict[int, deque[Activations | None]] = defaultdict(deque)
         self._sending: list[tuple[dist.Work | None, torch.Tensor]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
@@ -21,13 +22,19 @@ from hfdist.models.trainable import TrainableParameters
 from hfdist.strategies.base import Strategy
 
 
-def make_fake_model(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> PreTrainedModel:
+def make_fake_model(
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    strategy: Strategy,
+    before_split: Callable[[PreTrainedModel], None] = lambda _: None,
+) -> PreTrainedModel:
     """Make the model that a run would give its strategy, whole. Call it in a FakeTensorMode.
 
     Args:
         config: of the run; weights are neither read nor drawn.
         architecture: from `find_architecture`; it is not changed.
         strategy: that of the run, which checks whether ranks can share the model.
+        before_split: is shown the model while it is whole.
 
     Raises:
         ConfigError: as the run itself would.
@@ -40,6 +47,7 @@ def make_fake_model(config: RunConfig, architecture: PreTrainedConfig, strategy:
         trained.choose(model, seed=config.train.seed, layout=strategy)
     _move_to_cpu(model)
     leave_out_router_loss(model)
+    before_split(model)
     strategy.partition(model)
     return model
 

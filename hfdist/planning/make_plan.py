@@ -6,8 +6,9 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Balance
 from hfdist.data import cache_dir
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
@@ -136,16 +138,33 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
 
 
 def _trace(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device: str) -> Sequence[RankTrace]:
-    """Trace the ranks that differ: one of each place in a pipeline."""
-    topology = strategy.topology
+    """Give a trace for each place of a pipeline.
+
+    Of places with equal stages the first holds the most micro batches, and stands for all.
+    """
+    ranks = strategy.topology.pipelines[0]
     with warnings.catch_warnings():
         # What libraries say to developers, once for a plan and once for the run.
         warnings.simplefilter("ignore")
-        ranks = topology.pipelines[0]
-        return [
-            trace_rank(config, architecture, world_size=topology.world_size, rank=rank, device_type=device)
-            for rank in ranks
-        ]
+        found: dict[Any, RankTrace] = {}
+        for kind, rank in zip(kinds := _kinds_of_places(config, architecture, strategy), ranks, strict=True):
+            if kind not in found:
+                found[kind] = trace_rank(
+                    config, architecture, world_size=strategy.topology.world_size, rank=rank, device_type=device
+                )
+    return [found[kind] for kind in kinds]
+
+
+def _kinds_of_places(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> Sequence[Hashable]:
+    """Equal for ranks of a pipeline that compute alike; all differ where blocks are timed to share them out."""
+    topology = strategy.topology
+    if topology.pipeline == 1 or config.strategy.balance is Balance.measured:
+        return range(topology.pipeline)
+    with FakeTensorMode():
+        model = make_without_values(config.model, copy.deepcopy(architecture))
+        # Of a pipeline, whose import takes time that other layouts save.
+        kinds: list[Hashable] = cast(Any, strategy).kinds_of_places(model)
+    return kinds
 
 
 def _binds(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.config.batch import plan_batch
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Offload
+from hfdist.config.strategy import Offload, Schedule
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
@@ -42,6 +42,7 @@ from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
+    from hfdist.planning.pipeline_trace import PipelineTrace
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
@@ -87,13 +88,24 @@ def trace_rank(
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
     )
+    num_microbatches = batch.num_microbatches
+    # As the run has it, with what it refuses.
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    if topology.pipeline > 1:
+        # It takes time that other layouts save.
+        from hfdist.planning.pipeline_trace import shorten
+
+        batch = shorten(config, topology, batch)
+        strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
+    stages: tuple[StageCosts, ...] | None = None
     with fake_ranks(topology), fake_tensors(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
             trace, state = _trace_zero(config, architecture, cast(Any, strategy), device_type)
+        elif topology.pipeline > 1:
+            trace, state, stages = _trace_pipeline(config, architecture, strategy, device_type, num_microbatches)
         else:
             trace, state = _trace_engine(config, architecture, strategy, device_type)
-    return _to_rank_trace(config, topology, trace, state, device_type)
+    return _to_rank_trace(config, topology, trace, state, device_type, stages)
 
 
 @contextmanager
@@ -148,15 +160,39 @@ def _trace_zero(
     return trace, state
 
 
-def _trace_engine(
-    config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy, device_type: str
-) -> tuple[Trace, MemoryUse]:
-    whole = make_fake_model(config, architecture, strategy)
-    loss_head = _find_loss_head(config, whole, strategy, device_type)
-    engine = strategy.build(whole)
-    model = engine.model
-    prepare_as_trainer(model, config)
+def _trace_pipeline(
+    config: RunConfig, architecture: PreTrainedConfig, strategy: Any, device_type: str, num_microbatches: int
+) -> tuple[Trace, MemoryUse, tuple[StageCosts, ...]]:
+    """Trace a whole step, and give the costs of each stage, too."""
+    from hfdist.planning.pipeline_trace import PipelineTrace, plan_pipeline
+
     trace = Trace(copies_gathered=device_type == "cpu")
+    left_out = num_microbatches - strategy.batch.num_microbatches if config.strategy.schedule is Schedule.gpipe else 0
+    recorder = PipelineTrace(trace, strategy.topology, left_out)
+    look = plan_pipeline(config, strategy, recorder, make_batch(config), on_cpu=device_type == "cpu")
+    _, state = _trace_engine(config, architecture, strategy, device_type, trace, look, recorder)
+    return trace, state, recorder.stages()
+
+
+def _trace_engine(
+    config: RunConfig,
+    architecture: PreTrainedConfig,
+    strategy: Strategy,
+    device_type: str,
+    trace: Trace | None = None,
+    before_split: Callable[[PreTrainedModel], None] = lambda _: None,
+    recorder: PipelineTrace | None = None,
+) -> tuple[Trace, MemoryUse]:
+    whole = make_fake_model(config, architecture, strategy, before_split)
+    loss_head = _find_loss_head(config, whole, strategy, device_type)
+    # What comes from whole numbers alone is known in a trace.
+    with nullcontext() if recorder is None else Trace():
+        engine = strategy.build(whole)
+    model = engine.model
+    if recorder is not None:
+        recorder.model = model
+    prepare_as_trainer(model, config)
+    trace = Trace(copies_gathered=device_type == "cpu") if trace is None else trace
     trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
     optimizer = make_optimizer(config, engine, device_type)
     for parameter in model.parameters():
@@ -166,16 +202,22 @@ def _trace_engine(
         put_gradients_in_buckets(model, trace)
     with trace:
         make_state(optimizer, model, trace)
-        if strategy.batch.num_microbatches == 1:
+        if strategy.batch.num_microbatches == 1 or recorder is not None:
+            # A pipeline's step is traced whole.
             optimizer.zero_grad()
         state = trace.held
         trace.forget_peak()
-        run_step(config, engine, optimizer, loss_head, trace)
+        run_step(config, strategy, engine, optimizer, loss_head, trace)
     return trace, state
 
 
 def _to_rank_trace(
-    config: RunConfig, topology: Topology, trace: Trace, state: MemoryUse, device_type: str
+    config: RunConfig,
+    topology: Topology,
+    trace: Trace,
+    state: MemoryUse,
+    device_type: str,
+    stages: tuple[StageCosts, ...] | None,
 ) -> RankTrace:
     peaks = {phase: trace.peak_of(phase) for phase in Phase}
     if device_type == "cuda" and config.strategy.offload is Offload.cpu:
@@ -186,8 +228,9 @@ def _to_rank_trace(
     phase = max(peaks, key=lambda phase: peaks[phase].total)
     low, high = (share * peaks[phase].total for share in _RANGES[device_type])
     peak = PeakMemory(rank=topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
-    stage = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
-    return RankTrace(peak=peak, costs=RankCosts(stages=(stage,), optimizer=trace.costs(Phase.optimizer)), state=state)
+    whole = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
+    costs = RankCosts(stages=(whole,) if stages is None else stages, optimizer=trace.costs(Phase.optimizer))
+    return RankTrace(peak=peak, costs=costs, state=state)
 
 
 def make_optimizer(config: RunConfig, engine: Engine, device_type: str = "cpu", *, sets_up: bool = True) -> Any:
@@ -246,26 +289,31 @@ def put_gradients_in_buckets(model: nn.Module, trace: Trace) -> None:
         parameter.register_post_accumulate_grad_hook(copy)
 
 
-def run_step(config: RunConfig, engine: Engine, optimizer: Any, loss_head: LossHead | None, trace: Trace) -> None:
-    """Run the last micro batch of a step, and the optimizer's step, as the Trainer does."""
+def run_step(
+    config: RunConfig, strategy: Strategy, engine: Engine, optimizer: Any, loss_head: LossHead | None, trace: Trace
+) -> None:
+    """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
     takes_counts = any(
         p.kind is p.VAR_KEYWORD for p in inspect.signature(type(engine.model).forward).parameters.values()
     )
 
-    def training_step(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
-        trace.phase = Phase.forward
+    def compute_loss(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
         named = {"num_items_in_batch": num_items} if takes_counts else {}
         with nullcontext() if loss_head is None else loss_head.deferring(model):
-            loss = model(**batch, **named).loss
+            return cast(torch.Tensor, model(**batch, **named).loss)
 
+    def training_step(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+        trace.phase = Phase.forward
+        loss = compute_loss(model, batch, num_items)
         del batch
         trace.phase = Phase.backward
         loss.backward()
-        return cast(torch.Tensor, loss.detach())
+        return loss.detach()
 
-    batch = make_batch(config)
+    runs_whole_step = strategy.topology.pipeline > 1
+    batch = make_batch(config, strategy.batch.num_microbatches if runs_whole_step else 1)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
-    hooks = TrainerHooks(model=engine.model, training_step=training_step, loss=training_step)
+    hooks = TrainerHooks(model=engine.model, training_step=training_step, loss=compute_loss)
     engine.forward_backward(batch, num_items, hooks)
     trace.phase = Phase.optimizer
     max_norm = config.train.max_grad_norm
@@ -275,9 +323,9 @@ def run_step(config: RunConfig, engine: Engine, optimizer: Any, loss_head: LossH
 
 
 @unset_fake_temporarily()
-def make_batch(config: RunConfig) -> Batch:
-    """Make a micro batch of real numbers: of packed documents, two in each sequence, but without packing of one."""
-    shape = config.train.micro_batch_size, config.data.sequence_length
+def make_batch(config: RunConfig, number: int = 1) -> Batch:
+    """Make micro batches of real numbers: of packed documents, two in each sequence, but without packing of one."""
+    shape = number * config.train.micro_batch_size, config.data.sequence_length
     ids = torch.zeros(shape, dtype=torch.int64)
     if config.data.packing is Packing.none:
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}

@@ -77,6 +77,9 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
 
+_FOUR = ("train.micro_batch_size=2", "train.global_batch_size=8")
+"""Micro batches, of which schedules hold different numbers."""
+
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
     "ddp": (2, ("strategy=ddp",)),
@@ -84,6 +87,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero2": (2, ("strategy=zero2",)),
     "zero3": (2, ("strategy=zero3",)),
     "fsdp2": (2, ("strategy=fsdp2",)),
+    "gpipe": (2, ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=gpipe", *_FOUR)),
+    "1f1b": (2, ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=1f1b", *_FOUR)),
+    "zbv": (2, ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=zbv", *_FOUR)),
 }
 """Processes, and the overrides of a layout."""
 

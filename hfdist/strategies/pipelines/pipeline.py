@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +21,9 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
-from hfdist.pipeline.partition import choose_stages
+from hfdist.pipeline.partition import choose_stages, kind_of_block
 from hfdist.pipeline.pipeline import Pipeline, split_batch
+from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
 from hfdist.pipeline.stage_io import P2PChannel
@@ -103,11 +104,24 @@ class PipelineEngine(Engine):
         return Pipeline(
             {stage: self._split.stage_module(stage, self._io.carry) for stage in self._split.mine},
             self._strategy.config.schedule,
-            P2PChannel(self._strategy.rank_of_stage, self._pipeline_group, self._device),
+            self._make_channel(),
             num_microbatches=self._strategy.batch.num_microbatches,
             recorder=self.schedule_trace,
             splits_backward=not (self._split.is_compiled or self._split.model.is_activation_checkpointing),
             expert_group=None if self._parts is None else self._parts.groups.expert,
+        )
+
+    def _make_channel(self) -> P2PChannel:
+        strategy, group = self._strategy, self._pipeline_group
+        if strategy.planned is None:
+            return P2PChannel(strategy.rank_of_stage, group, self._device)
+        return PlannedChannel(
+            strategy.rank_of_stage,
+            group,
+            self._device,
+            planned=strategy.planned,
+            stages=self._split.stages,
+            shape=(strategy.batch.micro_batch_size, strategy.batch.sequence_length // strategy.topology.context),
         )
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
@@ -237,6 +251,8 @@ class PipelineStrategy(Strategy):
             micro_batch_size=batch.micro_batch_size,
             data_size=batch.data_size,
         )
+        self.planned: PlannedPipeline | None = None
+        """Set in a plan, before `build`: nothing comes from other ranks then."""
         self._split: SplitModel | None = None
         self._size: ModelSize | None = None
 
@@ -256,6 +272,8 @@ class PipelineStrategy(Strategy):
 
     def describe_step(self, device: torch.device) -> Recorder:
         """Give the record of a step: its title, and the bubble to compare it with."""
+        if self.planned is not None:
+            return self.planned.recorder
         num_ranks, num_microbatches = self.topology.pipeline, self.batch.num_microbatches
         per_rank = len(self.rank_of_stage) // num_ranks
         return Recorder(
@@ -271,6 +289,17 @@ class PipelineStrategy(Strategy):
                 num_microbatches=num_microbatches,
             ),
         )
+
+    def kinds_of_places(self, model: PreTrainedModel) -> list[Hashable]:
+        """Tell the ranks of a pipeline apart that compute different things: equal for those that run equal stages."""
+        blocks = find_block_parts(model)
+        stages = choose_stages(model, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
+        last = len(stages) - 1
+        kinds: list[list[Hashable]] = [[] for _ in range(self.topology.pipeline)]
+        for stage, (own, place) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
+            parts = (part for index in own for part in blocks[index])
+            kinds[place].append((stage == 0, stage == last, *map(kind_of_block, parts)))
+        return [tuple(own) for own in kinds]
 
     def partition(self, model: nn.Module) -> None:
         """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
@@ -297,7 +326,7 @@ class PipelineStrategy(Strategy):
         assert self._split is not None
         assert self._size is not None
         model.register_forward_pre_hook(refuse_call)
-        stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, self.mesh)
+        stage_io = infer_stage_io(self._split, self.rank_of_stage, self.topology, self.mesh, self.planned)
         logger.info("%s; %s travel", _describe_stages(self._split.stages), stage_io.carry.describe())
         context = self._shard_sequences(model)
         parts = self._shard_parameters(model)

@@ -1,0 +1,183 @@
+"""A step of one rank of a pipeline on fake tensors: its own stages, through its schedule's own list of actions.
+
+A step of very many micro batches holds no more than a shorter one in which as many are alive at a time, so that is
+traced. Only gpipe keeps all: what those hold that are left out is added from the last forward to the first backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hfdist.config.batch import BatchPlan
+from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Schedule
+from hfdist.config.train import Precision
+from hfdist.errors import ConfigError
+from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.planned import PlannedPipeline
+from hfdist.pipeline.schedule import Operation, check_microbatches, plan, rank_of_stage, stages_per_rank
+from hfdist.pipeline.stage_io import CARRIES, Header, unpack
+from hfdist.pipeline.stage_module import StageModule
+from hfdist.pipeline.timeline import Action, Recorder
+from hfdist.planning.costs import OpCosts, Phase, StageCosts
+from hfdist.planning.trace import GRADIENTS, Trace
+from hfdist.strategies.base import Batch
+from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.pipelines.pipeline import PipelineStrategy
+from hfdist.topology import Topology
+
+_OF_GPIPE = 3
+"""Micro batches that are traced: what the second one keeps, those keep that are left out between it and the last."""
+_PHASES = {Action.forward: Phase.forward, **dict.fromkeys(list(Action)[1:4], Phase.backward)}
+
+
+def shorten(config: RunConfig, topology: Topology, batch: BatchPlan) -> BatchPlan:
+    """Give a step of fewer micro batches in which each rank holds as many at a time; of gpipe see `PipelineTrace`."""
+    schedule = config.strategy.schedule
+    per_rank = stages_per_rank(schedule, config.strategy.stages_per_rank)
+    number = _fewest(schedule, topology.pipeline, per_rank, batch.num_microbatches)
+    return replace(
+        batch,
+        num_microbatches=number,
+        global_batch_size=number * batch.micro_batch_size * batch.data_size,
+    )
+
+
+@lru_cache(maxsize=64)
+def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches: int) -> int:
+    if schedule is Schedule.gpipe:
+        return min(num_microbatches, _OF_GPIPE)
+    ranks = rank_of_stage(schedule, num_ranks, per_rank)
+    held = most_held(schedule, ranks, num_microbatches)
+    for number in range(1, num_microbatches):
+        try:
+            check_microbatches(
+                schedule,
+                num_ranks=num_ranks,
+                stages_per_rank=per_rank,
+                num_microbatches=number,
+                micro_batch_size=1,
+                data_size=1,
+            )
+        except ConfigError:
+            continue
+        if most_held(schedule, ranks, number) == held:
+            return number
+    return num_microbatches
+
+
+def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[set[tuple[int, ...]]]:
+    """Give for each rank how many micro batches of each of its stages it holds when it holds most.
+
+    A micro batch counts until all its gradients are there. Behind them stands of each stage whether it has gradients by
+    then. Of several moments with as many micro batches, all are listed.
+    """
+    found = []
+    for own in plan(schedule, ranks, num_microbatches):
+        held: dict[int, int] = dict.fromkeys(sorted({one.stage for one in own}), 0)
+        has_gradients = dict.fromkeys(held, 0)
+        moments: dict[tuple[int, ...], int] = {}
+        for one in own:
+            if one.operation is Operation.forward:
+                held[one.stage] += 1
+                moments[*held.values(), *has_gradients.values()] = sum(held.values())
+            elif one.operation in (Operation.backward, Operation.backward_weight):
+                held[one.stage] -= 1
+                has_gradients[one.stage] = 1
+        most = max(moments.values())
+        found.append({moment for moment, number in moments.items() if number == most})
+    return found
+
+
+class PipelineTrace(Recorder):
+    """Follows the actions of a rank: tells the trace which phase has come, and sums the costs of each stage.
+
+    Args:
+        trace: of the rank.
+        topology: of the run.
+        left_out: micro batches that a gpipe would keep beside those that are traced.
+    """
+
+    def __init__(self, trace: Trace, topology: Topology, left_out: int) -> None:
+        super().__init__(rank=topology.pipeline_rank, device=torch.device("cpu"))
+        self._trace = trace
+        self._left_out = left_out
+        self.model: Any = None
+        """Whose gradients are named as such."""
+        self._costs: dict[tuple[int, Phase], OpCosts] = defaultdict(OpCosts)
+        self._forwards: dict[int, int] = defaultdict(int)
+        self._is_begun = False
+        self._kept = 0.0
+        self._others: torch.Tensor | None = None
+
+    def stages(self) -> tuple[StageCosts, ...]:
+        """Give the costs of one micro batch in each stage of the rank, in order."""
+        shares = {stage: 1 / number for stage, number in sorted(self._forwards.items())}
+        return tuple(
+            StageCosts(
+                forward=self._costs[stage, Phase.forward] * share, backward=self._costs[stage, Phase.backward] * share
+            )
+            for stage, share in shares.items()
+        )
+
+    def span(self, action: Action, *, stage: int, microbatch: int) -> Any:
+        """Put around each action of the rank."""
+        phase = _PHASES.get(action)
+        return nullcontext() if phase is None else self._follow(phase, stage)
+
+    @contextmanager
+    def _follow(self, phase: Phase, stage: int) -> Iterator[None]:
+        trace = self._trace
+        trace.phase = phase
+        if not self._is_begun:
+            # What headers are learnt from runs once, before the first step.
+            self._is_begun = True
+            trace.forget_peak()
+        before, held = trace.costs(phase), trace.held.activations
+        if self._left_out and phase is Phase.forward and self._forwards[stage] == _OF_GPIPE - 1:
+            self._others = torch.empty(round(self._left_out * self._kept), dtype=torch.uint8)
+        yield
+        after = trace.costs(phase)
+        self._costs[stage, phase] += OpCosts(
+            flops=after.flops - before.flops,
+            moved_bytes=after.moved_bytes - before.moved_bytes,
+            kernels=after.kernels - before.kernels,
+        )
+        if phase is Phase.forward:
+            self._forwards[stage] += 1
+            self._kept = trace.held.activations - held
+        else:
+            self._others = None
+            gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+            trace.hold(map(local_tensor, gradients), GRADIENTS)
+
+
+def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Header:
+    """Describe what the first block of a whole fake model hands on."""
+    blocks = find_block_parts(model)
+    half = torch.float16 if config.train.precision is Precision.fp16 else torch.bfloat16
+    autocast: Any = torch.autocast("cpu", half, enabled=config.train.precision is not Precision.fp32)
+    with Trace(), autocast:
+        sent = StageModule(model, blocks, range(1), CARRIES[0], {}).run(lambda stage: stage(**batch), None)
+    return unpack(sent)[0]
+
+
+def plan_pipeline(
+    config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, batch: Batch, *, on_cpu: bool
+) -> Callable[[PreTrainedModel], None]:
+    """Give what looks at the whole model, and lets the strategy build without other ranks."""
+
+    def look(model: PreTrainedModel) -> None:
+        # The strategy refuses a model of one block.
+        if len(find_block_parts(model)) > 1:
+            strategy.planned = PlannedPipeline(find_header(model, config, batch), recorder, receives_early=on_cpu)
+
+    return look
