@@ -140,6 +140,7 @@ def trace_deepspeed(
         trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
         prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config)
         engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
+        _name_buckets(prepared.optimizer, trace)
         # The first makes the optimizer's state.
         for _ in range(2):
             _name_what_is_held(engine, prepared, trace)
@@ -158,6 +159,19 @@ def _name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
     trace.hold((*weights, *engine.model.buffers()), WEIGHTS)
 
 
+def _name_buckets(zero: Any, trace: Trace) -> None:
+    """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward."""
+    make_buckets = getattr(zero, "setup_buckets", None)
+    if make_buckets is None:
+        return
+
+    def make_and_name() -> None:
+        make_buckets()
+        trace.hold((tensor for bucket in zero.ipg_buckets.values() for tensor in bucket.buffer), BUFFERS)
+
+    zero.setup_buckets = make_and_name
+
+
 def _run_step(
     strategy: ZeroStrategy, prepared: Any, batch: dict[str, torch.Tensor], loss_head: LossHead | None, trace: Trace
 ) -> None:
@@ -173,16 +187,9 @@ def _run_step(
             loss = prepared(**batch, num_items_in_batch=num_items).loss
         trace.phase = Phase.backward
         prepared.set_gradient_accumulation_boundary(is_last)
-        loss.register_hook(lambda _: trace.hold(_buckets(prepared.optimizer), BUFFERS))
         prepared.backward(loss)
         del loss
         if is_last:
             trace.phase = Phase.optimizer
             prepared.step()
     trace.phase = Phase.forward
-
-
-def _buckets(zero: Any) -> list[torch.Tensor]:
-    """List what gradients are copied into, to be sent; ZeRO-1 and 2 make it anew in each step."""
-    held = (bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values())
-    return [tensor for buffers in held if isinstance(buffers, list) for tensor in buffers]
