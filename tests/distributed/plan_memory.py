@@ -77,8 +77,8 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Families, by what `model.type` calls them, and the fields of the small model of each size."""
 
-_FOUR = ("train.micro_batch_size=2", "train.global_batch_size=8")
-"""Micro batches, of which schedules hold different numbers."""
+_FOUR = ("train.micro_batch_size=4", "train.global_batch_size=16")
+"""Micro batches, of which schedules hold different numbers. Each has a sequence of several documents, so a mask."""
 
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.distributed
         Cell(family="gpt2", size="activations", layout="single", recomputes=True),
         Cell(family="llama", size="state", layout="ddp"),
         Cell(family="llama", size="state", layout="fsdp2"),
+        Cell(family="llama", size="activations", layout="1f1b"),
     ],
     ids=lambda cell: f"{cell.family}, {cell.layout}",
 )
