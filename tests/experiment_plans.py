@@ -19,11 +19,11 @@ from tests.unit.config.shipped import EXPERIMENTS, plan_of
 PRICE = 2.5
 """Of an hour of one GPU, in USD: an example. Those on a CPU have no price."""
 PUBLISHED = {
-    "gpt3_175b": "34 days on 1,024 A100, [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)",
+    "gpt3_175b": "34 days on 1,024 A100, estimated by [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)",
     "llama3_8b": "1.3 M hours of H100, [Meta's model card](https://huggingface.co/meta-llama/Meta-Llama-3-8B)",
     "llama3_70b": "6.4 M hours of H100, [Meta's model card](https://huggingface.co/meta-llama/Meta-Llama-3-70B)",
 }
-"""What others took for the same model and tokens, in layouts and kernels of their own."""
+"""What others took or estimated for the same model and tokens, in layouts and kernels of their own."""
 _HEAD = f"""\
 # Named experiments
 
@@ -38,6 +38,7 @@ machines, too: [plan](plan.md) it for them first.
 This page is what `make plan` got from the plan in each file. No such run was made for it but those on a CPU: these are
 predictions, and [plan](plan.md#how-right-it-is) says how right such predictions were. *Cost* is at {PRICE:g} USD for an
 hour of a GPU, which is an example. The figures of a CPU are those of the machine that wrote this page.
+*MFU* counts all experts of a mixture, of which a token takes a few: there it is many times too high.
 """
 
 
@@ -66,9 +67,9 @@ def page() -> str:
         "\n## Time and cost\n",
         markdown(["experiment", "a step", "tokens a second", "MFU", "steps", "the run", "GPU-hours", "cost"], times),
         "\nRuns without a number of steps make passes over the data that you give.\n",
-        "## Beside what others took\n",
+        "## Beside published figures\n",
         markdown(["experiment", "planned", "published"], _beside_published(made)),
-        "\nThe plan is of hfdist's own kernels and layouts, so that it should be slower than Megatron's.\n",
+        "\nThe others have layouts and kernels of their own.\n",
         "## Commands\n",
         *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in EXPERIMENTS),
     ]

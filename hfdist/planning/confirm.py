@@ -47,7 +47,13 @@ def _trace(
     """Give it with the memory and time of its trace; None: it does not fit, or the model cannot be run so."""
     layout = candidate.layout
     try:
-        trace = trace_rank(candidate.config, architecture, world_size=layout.processes, rank=candidate.memory.rank)
+        trace = trace_rank(
+            candidate.config,
+            architecture,
+            world_size=layout.processes,
+            rank=candidate.memory.rank,
+            device_type="cpu" if machines.hardware.is_cpu else "cuda",
+        )
     except ConfigError:
         return None
     added = machines.runtime_bytes - trace.peak.use.runtime

@@ -7,6 +7,7 @@ norm, whether something overflowed), it gets a harmless one.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero import utils
+from deepspeed.runtime.zero import stage3, utils
 from torch import nn
 
 # Not public; see memory.py.
@@ -65,19 +66,21 @@ class _Addresses(TorchFunctionMode):
 
 
 @contextmanager
-def deepspeed_on_fake_tensors(rank: int, world_size: int) -> Iterator[None]:
+def deepspeed_on_fake_tensors(strategy: ZeroStrategy) -> Iterator[None]:
     """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
+    rank, world_size = strategy.topology.rank, strategy.topology.world_size
     places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
-    alike = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
+    alike: Any = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
     # float16 is for GPUs, and a plan may be of one. Nothing fake can be pinned.
-    able = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
+    able: Any = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with (
         patch.dict(os.environ, places),
         patch.multiple(utils, **alike),
         patch.multiple(get_accelerator(), **able),
+        patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter),
         # There is one device, and torch cannot replace fake parameters that are referred to.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         _Values(),
@@ -89,6 +92,19 @@ def deepspeed_on_fake_tensors(rank: int, world_size: int) -> Iterator[None]:
         finally:
             # Behind torch's own, DeepSpeed would keep its groups for the next plan, or the run.
             deepspeed.comm.destroy_process_group()
+
+
+def _reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """Hold what DeepSpeed's own holds; that cuts each gradient once for each rank, of which there may be thousands."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shares = [math.ceil(tensor.numel() / size) for tensor in tensors]
+    is_even = len(tensors) == 1 and tensors[0].numel() % size == 0
+    flat = tensors[0].view(-1) if is_even else tensors[0].new_empty(size * sum(shares))
+    flat.div_(size)
+    own = flat.chunk(size)[rank]
+    dist.reduce_scatter_tensor(own, flat, group=group)
+    lengths = [min(share, max(0, tensor.numel() - rank * share)) for share, tensor in zip(shares, tensors, strict=True)]
+    return [part[:length] for part, length in zip(own.split(shares), lengths, strict=True)]
 
 
 def trace_deepspeed(
@@ -124,6 +140,7 @@ def trace_deepspeed(
         trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
         prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config)
         engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
+        _name_buckets(prepared.optimizer, trace)
         # The first makes the optimizer's state.
         for _ in range(2):
             _name_what_is_held(engine, prepared, trace)
@@ -140,6 +157,19 @@ def _name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
     trace.hold_rest(BUFFERS)
     trace.hold((*pieces_zero.stepped(zero), *state_tensors(zero.optimizer)), OPTIMIZER)
     trace.hold((*weights, *engine.model.buffers()), WEIGHTS)
+
+
+def _name_buckets(zero: Any, trace: Trace) -> None:
+    """Tell the trace of the buckets that ZeRO-1 and 2 make anew in each backward."""
+    make_buckets = getattr(zero, "setup_buckets", None)
+    if make_buckets is None:
+        return
+
+    def make_and_name() -> None:
+        make_buckets()
+        trace.hold((tensor for bucket in zero.ipg_buckets.values() for tensor in bucket.buffer), BUFFERS)
+
+    zero.setup_buckets = make_and_name
 
 
 def _run_step(

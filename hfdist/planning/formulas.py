@@ -1,8 +1,8 @@
 """Memory and costs of a rank in any layout, in closed form from the constants of the model.
 
 The formulas rank layouts; the best few are traced. They fall when any degree, any sharding or recomputation grows, and
-grow with micro batches, so that a part of the search can be left out whole. Bytes that a pipeline's rank holds are those of
-its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
+grow with micro batches, so that a part of the search can be left out whole. What a pipeline's rank holds are the bytes
+of its own blocks; with blocks in equal shares (`even_loads`) they are the least that any split of them can have.
 """
 
 from __future__ import annotations

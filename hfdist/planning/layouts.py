@@ -7,9 +7,9 @@ from typing import Any
 
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import plain
-from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding, StrategyConfig
+from hfdist.config.strategy import ONE_F_ONE_B, ContextMethod, Offload, Schedule, Sharding
 from hfdist.config.train import Recompute, TrainConfig
-from hfdist.topology import Topology
+from hfdist.topology import Degrees, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Layout:
     @property
     def topology(self) -> Topology:
         """The place of rank 0."""
-        return Topology.of(StrategyConfig(data=self.data, **self.degrees).degrees, world_size=self.processes)
+        return Topology.of(Degrees(data=self.data, **self.degrees), world_size=self.processes)
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -144,7 +144,7 @@ def _trace_zero(
     from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors, trace_deepspeed
 
     trace = Trace(copies_gathered=device_type == "cpu")
-    with deepspeed_on_fake_tensors(strategy.topology.rank, strategy.topology.world_size):
+    with deepspeed_on_fake_tensors(strategy):
         whole = make_fake_model(config, architecture, strategy)
         loss_head = _find_loss_head(config, whole, strategy, device_type)
         engine = strategy.build(whole)
@@ -221,8 +221,9 @@ def _to_rank_trace(
 ) -> RankTrace:
     peaks = {phase: trace.peak_of(phase) for phase in Phase}
     if device_type == "cuda" and config.strategy.offload is Offload.cpu:
-        # All but what is gathered stays on the host.
-        on_host: dict[str, Any] = {"weights": 0, "gradients": 0, "optimizer": 0}
+        # FSDP2 leaves all but what is gathered on the host; DeepSpeed what the optimizer steps.
+        on_host: dict[str, Any] = {"gradients": 0, "optimizer": 0}
+        on_host |= {} if config.strategy.sharding.is_deepspeed else {"weights": 0}
         peaks, state = {phase: replace(use, **on_host) for phase, use in peaks.items()}, replace(state, **on_host)
     phase = max(peaks, key=lambda phase: peaks[phase].total)
     low, high = (share * peaks[phase].total for share in _RANGES[device_type])

@@ -1,4 +1,4 @@
-"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan-memory`.
+"""Peaks of real steps beside traced ones: model families in many layouts, on gloo ranks. `make plan`.
 
 What a rank really holds is what torch's CPU allocator was asked for, C++ parts such as DDP's buckets among it: its own
 profiler reports each allocation of the real Trainer's steps. The worst rank of each is compared.

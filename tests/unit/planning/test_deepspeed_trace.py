@@ -1,0 +1,50 @@
+"""ZeRO in a plan: DeepSpeed's own engine on fake tensors, in each type and stage, and nothing of it left behind."""
+
+import pytest
+import torch.distributed as dist
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.models import find_architecture
+from hfdist.planning.memory import trace_rank
+
+
+def trace(*overrides, world_size=2, device_type="cpu"):
+    config = compose_config(["model=tiny", "data.sequence_length=64", "train.micro_batch_size=1", *overrides])
+    architecture = find_architecture(config.model, sequence_length=64)
+    return trace_rank(config, architecture, world_size=world_size, rank=0, device_type=device_type)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return trace("strategy=ddp").state
+
+
+def test_each_stage_shares_one_more_part_of_the_state(whole):
+    one, two, three = (trace(f"strategy=zero{stage}", world_size=4).state for stage in (1, 2, 3))
+    # A quarter of the float32 masters and of two moments.
+    assert one.optimizer == pytest.approx(0.25 * 3 / 2 * whole.optimizer, rel=0.02)
+    assert one.weights == pytest.approx(two.weights) == pytest.approx(whole.weights, rel=0.02)
+    assert three.weights < 0.75 * whole.weights
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_halves_the_weights_of_zero(whole, precision):
+    state = trace("strategy=zero2", f"train.precision={precision}").state
+    assert state.weights == pytest.approx(whole.weights / 2, rel=0.02)
+
+
+def test_many_ranks_hold_hardly_any_state(whole):
+    traced = trace("strategy=zero3", "train.global_batch_size=64", "data.lanes=64", world_size=64)
+    assert traced.state.optimizer < 0.03 * whole.optimizer
+
+
+def test_on_a_gpu_offloaded_state_lies_on_the_host():
+    state = trace("strategy=zero3_offload", world_size=1, device_type="cuda").state
+    assert state.optimizer == 0
+    assert state.weights > 0
+
+
+def test_an_adapter_leaves_little_to_step(whole):
+    state = trace("strategy=zero2", "adapter=lora").state
+    assert 0 < state.optimizer < 0.2 * whole.optimizer
