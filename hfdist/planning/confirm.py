@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +13,8 @@ from hfdist.errors import ConfigError
 from hfdist.planning.constants import ModelConstants
 from hfdist.planning.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.memory import trace_rank
+
+logger = logging.getLogger(__name__)
 
 
 def confirm(
@@ -35,7 +39,10 @@ def confirm(
     traced: list[Candidate] = []
     left = list(candidates)
     while left and len(traced) < number:
-        one = _trace(left.pop(0), architecture, model, machines)
+        with warnings.catch_warnings():
+            # What libraries say to developers.
+            warnings.simplefilter("ignore")
+            one = _trace(left.pop(0), architecture, model, machines)
         if one is not None:
             traced.append(one)
     return (*sorted(traced, key=lambda one: one.time.seconds), *left)
@@ -56,6 +63,10 @@ def _trace(
         )
     except ConfigError:
         return None
+    except Exception as error:
+        # A model may ask for values that fake tensors lack; what a run would refuse is a ConfigError.
+        logger.info("not traced: %s: %s", layout, error)
+        return candidate
     added = machines.runtime_bytes - trace.peak.use.runtime
     memory = replace(
         trace.peak,

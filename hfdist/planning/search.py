@@ -27,6 +27,8 @@ from hfdist.planning.layout_space import Space, divisors
 from hfdist.planning.layouts import Layout
 from hfdist.planning.short_traces import measure_constants
 
+_MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
+"""Layouts that are traced, and all blocks of these."""
 _MOST_PROCESSES = 2**17
 """That `fewest_processes` tries."""
 
@@ -51,9 +53,10 @@ def search(
     *,
     processes: int,
     best: int = 10,
-    traced: int = 3,
 ) -> SearchResult:
     """Give the fastest layouts of a run that fit, the first of them by traces, the others by formulas.
+
+    The first three are traced, of a model of many blocks fewer, since a trace takes as long as its blocks are many.
 
     Args:
         config: of the run; its layout, micro batches and activation checkpointing are what is chosen.
@@ -61,14 +64,14 @@ def search(
         machines: where it is to run.
         processes: how many ranks.
         best: how many layouts to give at the most.
-        traced: how many of them to trace; in place of one that does not fit then, the next one.
 
     Raises:
         ConfigError: as the run itself would on one process.
     """
     model = measure(config, architecture, machines, processes=processes)
     found = search_layouts(config, model, machines, processes=processes, best=best)
-    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, number=traced))
+    number = min(_MOST_TRACED, _MOST_TRACED_BLOCKS // max(1, model.num_blocks))
+    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, number=number))
 
 
 def measure(
