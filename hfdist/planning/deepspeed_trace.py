@@ -39,6 +39,8 @@ from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
 from hfdist.strategies.held import state_tensors
+from hfdist.strategies.pipelines import zero as pipelines_zero
+from hfdist.topology import Topology
 
 _aten = torch.ops.aten
 _MICROBATCHES = 2
@@ -66,9 +68,9 @@ class _Addresses(TorchFunctionMode):
 
 
 @contextmanager
-def deepspeed_on_fake_tensors(strategy: ZeroStrategy) -> Iterator[None]:
+def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
     """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
-    rank, world_size = strategy.topology.rank, strategy.topology.world_size
+    rank, world_size = topology.rank, topology.world_size
     places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
     alike: Any = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
@@ -83,6 +85,8 @@ def deepspeed_on_fake_tensors(strategy: ZeroStrategy) -> Iterator[None]:
         patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter),
         # There is one device, and torch cannot replace fake parameters that are referred to.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
+        # accelerate's makes sure that there is an Accelerator.
+        patch.object(pipelines_zero, "DeepSpeedOptimizerWrapper", lambda optimizer: optimizer),
         _Values(),
         _Addresses(),
     ):
@@ -143,14 +147,14 @@ def trace_deepspeed(
         _name_buckets(prepared.optimizer, trace)
         # The first makes the optimizer's state.
         for _ in range(2):
-            _name_what_is_held(engine, prepared, trace)
+            name_what_is_held(engine, prepared, trace)
             state = trace.held
             trace.forget_peak()
             _run_step(strategy, prepared, batch, loss_head, trace)
     return state
 
 
-def _name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
+def name_what_is_held(engine: Engine, prepared: Any, trace: Trace) -> None:
     """Tell the trace what lies where between steps."""
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
     zero = prepared.optimizer

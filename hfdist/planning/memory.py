@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -98,7 +98,7 @@ def trace_rank(
         batch = shorten(config, topology, batch)
         strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     stages: tuple[StageCosts, ...] | None = None
-    with fake_ranks(topology), fake_tensors(strategy):
+    with fake_ranks(topology), fake_tensors(strategy), _deepspeed(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
             trace, state = _trace_zero(config, architecture, cast(Any, strategy), device_type)
         elif topology.pipeline > 1:
@@ -132,6 +132,15 @@ def fake_tensors(strategy: Strategy) -> Iterator[None]:
         yield
 
 
+def _deepspeed(strategy: Strategy) -> AbstractContextManager[None]:
+    if not strategy.config.sharding.is_deepspeed:
+        return nullcontext()
+    # It takes a second to import, which other layouts save.
+    from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors
+
+    return deepspeed_on_fake_tensors(strategy.topology)
+
+
 def _find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strategy, device_type: str) -> LossHead | None:
     loss_head = choose_loss(config, model, strategy)
     return None if loss_head is None else LossHead(loss_head.choice, CHUNK_LOGITS[device_type])
@@ -140,23 +149,21 @@ def _find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strateg
 def _trace_zero(
     config: RunConfig, architecture: PreTrainedConfig, strategy: ZeroStrategy, device_type: str
 ) -> tuple[Trace, MemoryUse]:
-    # DeepSpeed takes a second to import, which other layouts save.
-    from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors, trace_deepspeed
+    from hfdist.planning.deepspeed_trace import trace_deepspeed
 
     trace = Trace(copies_gathered=device_type == "cpu")
-    with deepspeed_on_fake_tensors(strategy):
-        whole = make_fake_model(config, architecture, strategy)
-        loss_head = _find_loss_head(config, whole, strategy, device_type)
-        engine = strategy.build(whole)
-        state = trace_deepspeed(
-            config,
-            strategy,
-            engine,
-            loss_head=loss_head,
-            batch=make_batch(config),
-            make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
-            trace=trace,
-        )
+    whole = make_fake_model(config, architecture, strategy)
+    loss_head = _find_loss_head(config, whole, strategy, device_type)
+    engine = strategy.build(whole)
+    state = trace_deepspeed(
+        config,
+        strategy,
+        engine,
+        loss_head=loss_head,
+        batch=make_batch(config),
+        make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
+        trace=trace,
+    )
     return trace, state
 
 
@@ -194,14 +201,24 @@ def _trace_engine(
     prepare_as_trainer(model, config)
     trace = Trace(copies_gathered=device_type == "cpu") if trace is None else trace
     trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
-    optimizer = make_optimizer(config, engine, device_type)
+    is_zero = config.strategy.sharding.is_deepspeed
+    with trace if is_zero else nullcontext():
+        # DeepSpeed makes flat buffers.
+        optimizer = make_optimizer(config, engine, device_type)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))
     if strategy.topology.world_size > 1 and not engine.reduces_gradients:
         put_gradients_in_buckets(model, trace)
     with trace:
-        make_state(optimizer, model, trace)
+        if is_zero:
+            from hfdist.planning.deepspeed_trace import name_what_is_held
+
+            # Its first step makes the optimizer's state.
+            run_step(config, strategy, engine, optimizer, loss_head, trace)
+            name_what_is_held(engine, cast(Any, engine)._engine, trace)
+        else:
+            make_state(optimizer, model, trace)
         if strategy.batch.num_microbatches == 1 or recorder is not None:
             # A pipeline's step is traced whole.
             optimizer.zero_grad()

@@ -48,3 +48,10 @@ def test_on_a_gpu_offloaded_state_lies_on_the_host():
 def test_an_adapter_leaves_little_to_step(whole):
     state = trace("strategy=zero2", "adapter=lora").state
     assert 0 < state.optimizer < 0.2 * whole.optimizer
+
+
+def test_a_pipeline_shares_the_state_of_a_stage(whole):
+    state = trace("strategy=pipeline_zero1", "model.config.num_hidden_layers=2", world_size=4).state
+    # Half of the model, of which each of two data ranks has half of the float32 masters and of two moments.
+    assert state.optimizer == pytest.approx(3 * state.weights / 2, rel=0.1)
+    assert state.weights < whole.weights
