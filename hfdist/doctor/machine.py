@@ -13,7 +13,7 @@ import psutil
 
 from hfdist.doctor.finding import Finding
 from hfdist.jobs.address import is_loopback, own_interfaces
-from hfdist.planning.host_memory import of_cgroup
+from hfdist.planning.timing.host_memory import of_cgroup
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"

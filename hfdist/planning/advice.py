@@ -11,11 +11,11 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.config.train import Recompute
 from hfdist.pipeline.schedule import stages_per_rank
-from hfdist.planning.evaluate import Candidate, Evaluator, Machines
-from hfdist.planning.layout_space import passes_checks
-from hfdist.planning.layouts import Layout
 from hfdist.planning.plan import Plan
-from hfdist.planning.search import measure
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.searching.layout_space import passes_checks
+from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.searching.search import measure
 from hfdist.report.text import duration, size
 
 _WORTH = 0.95

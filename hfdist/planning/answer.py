@@ -9,11 +9,11 @@ from typing import Any
 from hfdist.planning.advice import advise
 from hfdist.planning.calibrate_here import run_steps
 from hfdist.planning.describe import describe_plan
-from hfdist.planning.evaluate import Candidate, Machines
 from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
 from hfdist.planning.request import PlanRequest
-from hfdist.planning.search import fewest_processes, search
+from hfdist.planning.searching.evaluate import Candidate, Machines
+from hfdist.planning.searching.search import fewest_processes, search
 from hfdist.report.text import duration, share, short, size
 
 

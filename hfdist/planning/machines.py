@@ -18,10 +18,10 @@ from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.data import cache_dir
-from hfdist.planning.calibration import calibrate, read_steps
-from hfdist.planning.evaluate import Machines
-from hfdist.planning.hardware import find_hardware, measure_cpu
-from hfdist.planning.host_memory import usable_bytes
+from hfdist.planning.searching.evaluate import Machines
+from hfdist.planning.timing.calibration import calibrate, read_steps
+from hfdist.planning.timing.hardware import find_hardware, measure_cpu
+from hfdist.planning.timing.host_memory import usable_bytes
 
 STEPS = "timed_steps.jsonl"
 """In hfdist's cache folder: a line a run, from which later plans learn."""

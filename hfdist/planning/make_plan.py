@@ -24,11 +24,11 @@ from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.planning.evaluate import Machines
-from hfdist.planning.memory import RankTrace, trace_rank
 from hfdist.planning.plan import Plan
-from hfdist.planning.step_time import step_parts
-from hfdist.planning.traffic import step_sizes, traffic
+from hfdist.planning.searching.evaluate import Machines
+from hfdist.planning.timing.step_time import step_parts
+from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.planning.tracing.memory import RankTrace, trace_rank
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
 from hfdist.strategies.traffic import StepSizes

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
-from hfdist.planning.memory import worst_rank
+from hfdist.planning.tracing.memory import worst_rank
 from hfdist.testing import run_ranks
 from hfdist.trainer.run import prepare_run
 

@@ -17,10 +17,10 @@ from statistics import median
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import Offload
 from hfdist.models.architecture import find_architecture
-from hfdist.planning.evaluate import Candidate, Evaluator, Machines
-from hfdist.planning.hardware import measure_cpu
-from hfdist.planning.layout_space import Space
-from hfdist.planning.search import measure
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.searching.layout_space import Space
+from hfdist.planning.searching.search import measure
+from hfdist.planning.timing.hardware import measure_cpu
 from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
 from recipes.pretrain import main

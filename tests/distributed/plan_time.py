@@ -32,11 +32,11 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.model import Loss
 from hfdist.config.run import RunConfig
 from hfdist.models.loss import LossHead
-from hfdist.planning.calibration import TimedStep, calibrate, default_factors
-from hfdist.planning.hardware import measure_cpu
-from hfdist.planning.memory import trace_rank
-from hfdist.planning.step_time import StepParts, step_parts
-from hfdist.planning.traffic import step_sizes, traffic
+from hfdist.planning.timing.calibration import TimedStep, calibrate, default_factors
+from hfdist.planning.timing.hardware import measure_cpu
+from hfdist.planning.timing.step_time import StepParts, step_parts
+from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology

@@ -16,7 +16,7 @@ from hfdist.config.model import Loss
 from hfdist.config.strategy import ContextMethod, Schedule, Sharding, StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.models.loss import LossHead
-from hfdist.planning.traffic import step_sizes, traffic
+from hfdist.planning.timing.traffic import step_sizes, traffic
 from hfdist.strategies.select import select_strategy
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology

@@ -15,7 +15,7 @@ from hfdist.atomic_write import write_atomically
 from hfdist.config.hardware import CPU
 from hfdist.doctor.bandwidth.figures import BETWEEN, IN_MACHINE, Link
 from hfdist.errors import ResourceError
-from hfdist.planning.hardware import find_hardware
+from hfdist.planning.timing.hardware import find_hardware
 
 
 def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, processes: int, is_cpu: bool) -> None:

@@ -19,9 +19,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import control_group, gather_json
 from hfdist.errors import first_line
-from hfdist.planning.calibration import TimedStep, write_step
 from hfdist.planning.grade import Held, Measured, grade_to_json, headline
 from hfdist.planning.plan import Plan
+from hfdist.planning.timing.calibration import TimedStep, write_step
 from hfdist.records import GRADE, PLAN, RANKS, RankColumn, RunRecorder, read_lines
 from hfdist.strategies.base import Engine
 

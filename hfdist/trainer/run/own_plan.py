@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import re
-import select
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import psutil
 import torch
@@ -26,10 +25,10 @@ from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ResourceError, first_line
 from hfdist.planning.describe import verdict
-from hfdist.planning.hardware import find_hardware
 from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_runtime, with_steps
 from hfdist.planning.plan import Plan
+from hfdist.planning.timing.hardware import find_hardware
 from hfdist.strategies.base import Engine
 from hfdist.topology import Topology, read_launcher
 
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 60.0
 """That a run waits for its plan once it is ready itself."""
-_CHUNK_BYTES = 1 << 16
 _OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
 Made = tuple[Plan, Machines]
 
@@ -50,36 +48,28 @@ class OwnPlan:
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
-        self._receiver, sender = os.pipe()
+        self._receiver, sender = Pipe(duplex=False)
         # Some libraries warn of a fork behind their threads, which do nothing here.
         before = os.environ.get("TOKENIZERS_PARALLELISM")
         os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
         self._pid = os.fork()
         if self._pid == 0:
             _make(make, sender)
-        os.close(sender)
+        sender.close()
         if before is None:
             del os.environ["TOKENIZERS_PARALLELISM"]
 
     def take(self) -> Made | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
-        chunks, end = [], time.monotonic() + _MOST_SECONDS
-        while select.select([self._receiver], [], [], max(end - time.monotonic(), 0.0))[0]:
-            chunk = os.read(self._receiver, _CHUNK_BYTES)
-            if not chunk:
-                break
-            chunks.append(chunk)
-        else:
-            chunks = []
-        os.close(self._receiver)
+        found: Made | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
+        with suppress(EOFError):
+            if self._receiver.poll(_MOST_SECONDS):
+                found = self._receiver.recv()
+        self._receiver.close()
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
-        if not chunks:
-            return f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
-        # Of this process's own child.
-        found: Made | str = pickle.loads(b"".join(chunks))
         return found
 
 
@@ -148,7 +138,7 @@ def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
         raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
-def _make(make: Callable[[], Made], sender: int) -> None:
+def _make(make: Callable[[], Made], sender: Connection) -> None:
     """Make the plan, send it, and end this process without what belongs to its parent."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -160,8 +150,6 @@ def _make(make: Callable[[], Made], sender: int) -> None:
                 found: Made | str = make()
         except Exception as error:
             found = f"{type(error).__name__}: {first_line(error)}"
-        rest = pickle.dumps(found)
-        while rest:
-            rest = rest[os.write(sender, rest) :]
+        sender.send(found)
     finally:
         os._exit(0)

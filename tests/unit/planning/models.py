@@ -2,7 +2,7 @@
 
 from hfdist.config.train import Recompute
 from hfdist.pipeline.partition import Costs
-from hfdist.planning.constants import MODES, Growth, ModelConstants, PartCosts, ShareOfParts, Work
+from hfdist.planning.searching.constants import MODES, Growth, ModelConstants, PartCosts, ShareOfParts, Work
 from hfdist.strategies.traffic import StepSizes, TensorSizes
 
 WIDTH, LENGTH, VOCABULARY, HEADS = 1024, 1024, 32_000, 16

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.models import find_architecture
-from hfdist.planning.memory import trace_rank
+from hfdist.planning.tracing.memory import trace_rank
 
 
 def trace(*overrides, world_size=2, device_type="cpu"):

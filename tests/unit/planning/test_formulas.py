@@ -10,12 +10,12 @@ from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.config.train import Recompute
 from hfdist.models.architecture import find_architecture
 from hfdist.pipeline.schedule import Operation, plan, rank_of_stage, stages_per_rank
-from hfdist.planning.constants import MODES
-from hfdist.planning.evaluate import Evaluator, Machines
-from hfdist.planning.formulas import even_loads, live_stages, peak_bytes, rank_costs, whole_load
-from hfdist.planning.layouts import Layout
-from hfdist.planning.memory import trace_rank
-from hfdist.planning.search import measure
+from hfdist.planning.searching.constants import MODES
+from hfdist.planning.searching.evaluate import Evaluator, Machines
+from hfdist.planning.searching.formulas import even_loads, live_stages, peak_bytes, rank_costs, whole_load
+from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.searching.search import measure
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.base import ShardFractions
 from tests.unit.planning.models import BLOCK, make_constants
 

@@ -9,7 +9,7 @@ from hfdist.config.composition.files import list_options, shipped_folder
 from hfdist.config.hardware import match_device, read_hardware
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
-from hfdist.planning.hardware import find_hardware
+from hfdist.planning.timing.hardware import find_hardware
 
 SHIPPED = list_options(shipped_folder(), "hardware")
 

@@ -9,7 +9,7 @@ import torch
 
 from hfdist.config.hardware import Hardware
 from hfdist.errors import ResourceError
-from hfdist.planning.evaluate import Machines
+from hfdist.planning.searching.evaluate import Machines
 from hfdist.trainer.run import own_plan
 from hfdist.trainer.run.own_plan import OwnPlan, naming_lack_of_memory
 from tests.unit.planning.plans import PLAN, TOO_LARGE

@@ -6,8 +6,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.models import find_architecture
 from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
-from hfdist.planning.memory import trace_rank
-from hfdist.planning.pipeline_trace import most_held
+from hfdist.planning.tracing.memory import trace_rank
+from hfdist.planning.tracing.pipeline_trace import most_held
 
 _WIDTH = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 

@@ -13,8 +13,8 @@ from hfdist.config.hardware import read_hardware
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.planning.costs import OpCosts, RankCosts, StageCosts
-from hfdist.planning.step_time import step_time
-from hfdist.planning.traffic import traffic
+from hfdist.planning.timing.step_time import step_time
+from hfdist.planning.timing.traffic import traffic
 from hfdist.strategies.traffic import StepSizes
 from tests.unit.planning.layouts import make_layout
 

@@ -9,10 +9,10 @@ from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.strategy import ONE_F_ONE_B, Offload, Schedule, Sharding
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.pipeline.schedule import bubble_fraction, stages_per_rank
-from hfdist.planning.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
 from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StageCosts
-from hfdist.planning.pipeline_time import simulate
-from hfdist.planning.step_time import step_parts, step_time
+from hfdist.planning.timing.calibration import Factors, TimedStep, calibrate, default_factors, read_steps, write_step
+from hfdist.planning.timing.pipeline_time import simulate
+from hfdist.planning.timing.step_time import step_parts, step_time
 from hfdist.sent_bytes import ALL_REDUCE, SEND
 from tests.unit.planning.layouts import make_layout
 

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hfdist.config.composition.compose import compose_config
 from hfdist.models import find_architecture
 from hfdist.planning.costs import Phase
-from hfdist.planning.memory import trace_rank, worst_rank
-from hfdist.planning.trace import GRADIENTS, WEIGHTS, Trace
+from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.planning.tracing.trace import GRADIENTS, WEIGHTS, Trace
 from tests.unit.tiny import llama
 
 MIB = 2**20

@@ -35,12 +35,12 @@ from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, Place, copy_structure
-from hfdist.planning.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
 from hfdist.planning.costs import OpCosts, Phase
-from hfdist.planning.fake_model import make_fake_model
-from hfdist.planning.shares import find_shares, find_tensor_plans
-from hfdist.planning.trace import WEIGHTS, Trace
-from hfdist.planning.traffic import step_sizes
+from hfdist.planning.searching.constants import MODES, Growth, Mode, ModelConstants, PartCosts, Work
+from hfdist.planning.searching.shares import find_shares, find_tensor_plans
+from hfdist.planning.timing.traffic import step_sizes
+from hfdist.planning.tracing.fake_model import make_fake_model
+from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
 

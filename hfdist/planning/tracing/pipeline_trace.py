@@ -28,7 +28,7 @@ from hfdist.pipeline.stage_io import CARRIES, Header, unpack
 from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.planning.costs import OpCosts, Phase, StageCosts
-from hfdist.planning.trace import GRADIENTS, Trace
+from hfdist.planning.tracing.trace import GRADIENTS, Trace
 from hfdist.strategies.base import Batch
 from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.pipelines.pipeline import PipelineStrategy

@@ -21,8 +21,8 @@ from hfdist.config.hardware import Hardware
 from hfdist.config.strategy import Offload
 from hfdist.config.train import Compile, Precision, TrainConfig
 from hfdist.models.blocks import compiles_on_gpus
-from hfdist.planning.calibration import COMPONENTS, Factors, default_factors
 from hfdist.planning.costs import AxisTraffic, OpCosts, Phase, RankCosts, StepTime
+from hfdist.planning.timing.calibration import COMPONENTS, Factors, default_factors
 from hfdist.sent_bytes import ALL_REDUCE, ALL_TO_ALL, SEND
 from hfdist.strategies.base import Strategy
 
@@ -220,7 +220,7 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
     per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
     if len(ranks) == num_ranks:
-        from hfdist.planning.pipeline_time import simulate
+        from hfdist.planning.timing.pipeline_time import simulate
 
         splits = not clock.train.gradient_checkpointing
         seconds = [(rank.forwards, rank.backwards) for rank in ranks]

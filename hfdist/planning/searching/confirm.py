@@ -10,9 +10,9 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from hfdist.errors import ConfigError
-from hfdist.planning.constants import ModelConstants
-from hfdist.planning.evaluate import Candidate, Evaluator, Machines
-from hfdist.planning.memory import trace_rank
+from hfdist.planning.searching.constants import ModelConstants
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.tracing.memory import trace_rank
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from hfdist.config.strategy import Schedule
@@ -46,17 +46,6 @@ def simulate(
     done: dict[tuple[bool, int, int], float] = {}
     last = len(ranks) - 1
 
-    def lasts(one: Instruction) -> float:
-        whole = backwards[one.stage]
-        match one.operation:
-            case Operation.forward:
-                return forwards[one.stage]
-            case Operation.backward:
-                return whole
-        # All backward of the first stage can wait: it receives nothing.
-        share = 1.0 if not splits_backward else 0.0 if one.stage == 0 else 0.5
-        return whole * (share if one.operation is Operation.backward_input else 1 - share)
-
     while any(one is not None for one in waiting):
         moved = False
         for rank, one in enumerate(waiting):
@@ -70,15 +59,30 @@ def simulate(
                         if ready is None:
                             break
                         begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
-                    free[rank] = begin + lasts(one)
+                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
                     done[is_forward, one.stage, one.microbatch] = free[rank]
                     target = one.stage + 1 if is_forward else one.stage - 1
                     if sender_waits and 0 <= target <= last and ranks[target] != rank:
                         free[rank] += message_seconds
                 else:
-                    free[rank] = begin + lasts(one)
+                    free[rank] = begin + _lasts(one, forwards, backwards, splits_backward)
                 one, moved = next(left[rank], None), True
             waiting[rank] = one
         if not moved:
             raise ValueError(f"the {schedule.value} schedule waits for itself")
     return max(free)
+
+
+def _lasts(
+    one: Instruction, forwards: Mapping[int, float], backwards: Mapping[int, float], splits_backward: bool
+) -> float:
+    """Give the seconds of one action."""
+    whole = backwards[one.stage]
+    match one.operation:
+        case Operation.forward:
+            return forwards[one.stage]
+        case Operation.backward:
+            return whole
+    # All backward of the first stage can wait: it receives nothing.
+    share = 1.0 if not splits_backward else 0.0 if one.stage == 0 else 0.5
+    return whole * (share if one.operation is Operation.backward_input else 1 - share)

@@ -34,15 +34,15 @@ from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
 from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
-from hfdist.planning.fake_model import make_fake_model, prepare_as_trainer
-from hfdist.planning.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.planning.tracing.fake_model import make_fake_model, prepare_as_trainer
+from hfdist.planning.tracing.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
-    from hfdist.planning.pipeline_trace import PipelineTrace
+    from hfdist.planning.tracing.pipeline_trace import PipelineTrace
     from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
 _RANGES = {"cpu": (0.97, 1.03), "cuda": (0.97, 1.15)}
@@ -93,7 +93,7 @@ def trace_rank(
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     if topology.pipeline > 1:
         # It takes time that other layouts save.
-        from hfdist.planning.pipeline_trace import shorten
+        from hfdist.planning.tracing.pipeline_trace import shorten
 
         batch = shorten(config, topology, batch)
         strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
@@ -136,7 +136,7 @@ def _deepspeed(strategy: Strategy) -> AbstractContextManager[None]:
     if not strategy.config.sharding.is_deepspeed:
         return nullcontext()
     # It takes a second to import, which other layouts save.
-    from hfdist.planning.deepspeed_trace import deepspeed_on_fake_tensors
+    from hfdist.planning.tracing.deepspeed_trace import deepspeed_on_fake_tensors
 
     return deepspeed_on_fake_tensors(strategy.topology)
 
@@ -149,7 +149,7 @@ def _find_loss_head(config: RunConfig, model: PreTrainedModel, strategy: Strateg
 def _trace_zero(
     config: RunConfig, architecture: PreTrainedConfig, strategy: ZeroStrategy, device_type: str
 ) -> tuple[Trace, MemoryUse]:
-    from hfdist.planning.deepspeed_trace import trace_deepspeed
+    from hfdist.planning.tracing.deepspeed_trace import trace_deepspeed
 
     trace = Trace(copies_gathered=device_type == "cpu")
     whole = make_fake_model(config, architecture, strategy)
@@ -171,7 +171,7 @@ def _trace_pipeline(
     config: RunConfig, architecture: PreTrainedConfig, strategy: Any, device_type: str, num_microbatches: int
 ) -> tuple[Trace, MemoryUse, tuple[StageCosts, ...]]:
     """Trace a whole step, and give the costs of each stage, too."""
-    from hfdist.planning.pipeline_trace import PipelineTrace, plan_pipeline
+    from hfdist.planning.tracing.pipeline_trace import PipelineTrace, plan_pipeline
 
     trace = Trace(copies_gathered=device_type == "cpu")
     left_out = num_microbatches - strategy.batch.num_microbatches if config.strategy.schedule is Schedule.gpipe else 0
@@ -212,7 +212,7 @@ def _trace_engine(
         put_gradients_in_buckets(model, trace)
     with trace:
         if is_zero:
-            from hfdist.planning.deepspeed_trace import name_what_is_held
+            from hfdist.planning.tracing.deepspeed_trace import name_what_is_held
 
             # Its first step makes the optimizer's state.
             run_step(config, strategy, engine, optimizer, loss_head, trace)

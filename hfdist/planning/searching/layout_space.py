@@ -14,8 +14,8 @@ from hfdist.config.strategy import Offload, Schedule, Sharding
 from hfdist.errors import ConfigError
 from hfdist.optim.registry import check_optimizer
 from hfdist.pipeline.schedule import check_microbatches, stages_per_rank
-from hfdist.planning.constants import MODES, ModelConstants
-from hfdist.planning.layouts import Layout
+from hfdist.planning.searching.constants import MODES, ModelConstants
+from hfdist.planning.searching.layouts import Layout
 
 _MOST_STAGES_PER_RANK = 4
 """More only send more."""

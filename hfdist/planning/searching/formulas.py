@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hfdist.config.strategy import ONE_F_ONE_B, Offload, Schedule, Sharding
-from hfdist.planning.constants import Growth, ModelConstants, PartCosts, ShareOfParts
 from hfdist.planning.costs import MemoryUse, OpCosts, Phase, RankCosts, StageCosts
-from hfdist.planning.layouts import Layout
+from hfdist.planning.searching.constants import Growth, ModelConstants, PartCosts, ShareOfParts
+from hfdist.planning.searching.layouts import Layout
 from hfdist.strategies.base import ShardFractions
 
 _BUCKET_ELEMENTS = 50e6

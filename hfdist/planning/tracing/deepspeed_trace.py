@@ -33,8 +33,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.costs import MemoryUse, Phase
-from hfdist.planning.fake_model import prepare_as_trainer
-from hfdist.planning.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.planning.tracing.fake_model import prepare_as_trainer
+from hfdist.planning.tracing.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed

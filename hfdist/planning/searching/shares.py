@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError
 from hfdist.pipeline.stage_module import Block
-from hfdist.planning.constants import ShareOfParts
+from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.strategies.experts import make_expert_plan
 from hfdist.strategies.tensor.linear import split_dimensions
 from hfdist.strategies.tensor.plan import Plan, first_plan

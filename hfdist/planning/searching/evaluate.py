@@ -13,13 +13,13 @@ from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.pipeline.partition import partition
 from hfdist.pipeline.schedule import rank_of_stage
-from hfdist.planning.calibration import Factors
-from hfdist.planning.constants import ModelConstants
 from hfdist.planning.costs import AxisTraffic, PeakMemory, RankCosts, StepTime
-from hfdist.planning.formulas import Load, even_loads, live_stages, loads_of, peak_bytes, peak_use, rank_costs
-from hfdist.planning.layouts import Layout
-from hfdist.planning.step_time import step_time
-from hfdist.planning.traffic import traffic
+from hfdist.planning.searching.constants import ModelConstants
+from hfdist.planning.searching.formulas import Load, even_loads, live_stages, loads_of, peak_bytes, peak_use, rank_costs
+from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.timing.calibration import Factors
+from hfdist.planning.timing.step_time import step_time
+from hfdist.planning.timing.traffic import traffic
 from hfdist.strategies.base import ShardFractions, Strategy
 from hfdist.strategies.select import select_strategy
 

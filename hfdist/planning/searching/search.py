@@ -20,12 +20,12 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Sharding
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.pipeline.schedule import stages_per_rank
-from hfdist.planning.confirm import confirm
-from hfdist.planning.constants import MODES, ModelConstants
-from hfdist.planning.evaluate import Candidate, Evaluator, Machines
-from hfdist.planning.layout_space import Space, divisors
-from hfdist.planning.layouts import Layout
-from hfdist.planning.short_traces import measure_constants
+from hfdist.planning.searching.confirm import confirm
+from hfdist.planning.searching.constants import MODES, ModelConstants
+from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
+from hfdist.planning.searching.layout_space import Space, divisors
+from hfdist.planning.searching.layouts import Layout
+from hfdist.planning.searching.short_traces import measure_constants
 
 _MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
 """Layouts that are traced, and all blocks of these."""

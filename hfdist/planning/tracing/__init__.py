@@ -1,0 +1,1 @@
+"""What one rank of a layout holds and computes, traced on fake tensors."""
