@@ -49,11 +49,7 @@ _NUMBERS = (1, 2)
 
 
 def measure_constants(
-    config: RunConfig,
-    architecture: PreTrainedConfig,
-    *,
-    is_gpu: bool = True,
-    tensor_degrees: Iterable[int] = (),
+    config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool = True, tensor_degrees: Iterable[int] = ()
 ) -> ModelConstants:
     """Trace what a model costs, part by part.
 

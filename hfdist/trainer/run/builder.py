@@ -249,18 +249,19 @@ class Run:
                 logger.info("%s", text)
         _add_reports(trainer, config, self._recorder)
         if config.report.plan:
-            assert trainer.engine is not None
-            trainer.add_callback(
-                PlanGrader(
-                    self.plan,
-                    run_dir,
-                    trainer.engine,
-                    runtime_bytes=runtime,
-                    recorder=self._recorder,
-                    steps=cache_dir(config.data) / STEPS,
-                )
-            )
+            trainer.add_callback(self._make_grader(trainer, runtime))
         self.trainer = trainer
+
+    def _make_grader(self, trainer: Trainer, runtime: int | None) -> PlanGrader:
+        assert trainer.engine is not None
+        return PlanGrader(
+            self.plan,
+            Path(self.config.run.dir),
+            trainer.engine,
+            runtime_bytes=runtime,
+            recorder=self._recorder,
+            steps=cache_dir(self.config.data) / STEPS,
+        )
 
     def train(self) -> None:
         """Train from the checkpoint that `checkpoint.resume` chooses to the end, then report and export.
