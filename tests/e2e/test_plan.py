@@ -43,7 +43,8 @@ def test_a_run_that_a_plan_says_does_not_fit_fails_and_one_that_fits_runs(tmp_pa
     if fits:
         assert code == 0, words
         peak = json.loads((tmp_path / "run" / "grade.json").read_text())["items"][0]
-        assert abs(peak["error"]) < 0.1, peak
+        # A trace adds the two gradients of a tied embedding in a third place, where autograd alone adds them in place.
+        assert -0.05 < peak["error"] < 0.12, peak
     else:
         assert code == 7, words
         assert "there is not enough memory" in words
