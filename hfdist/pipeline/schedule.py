@@ -32,16 +32,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    # Private: actions as torch's schedules list them, and what adds sends and receives to such lists.
-    _Action,
-    _add_send_recv,
-    _ComputationType,
-)
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
 from hfdist.errors import ConfigError
@@ -221,7 +211,7 @@ def plan(schedule: Schedule, rank_of_stage: tuple[int, ...], num_microbatches: i
         ValueError: torch's schedule cannot run so many.
     """
     computing = _ORDERS[schedule](rank_of_stage, num_microbatches)
-    with_messages: dict[int, list[Any]] = _add_send_recv(
+    with_messages: dict[int, list[Any]] = _torch_schedules()._add_send_recv(
         {rank: _singles(actions) for rank, actions in computing.items()},
         stage_to_rank=rank_of_stage.__getitem__,
         num_stages=len(rank_of_stage),
@@ -260,7 +250,17 @@ def receive_early(instructions: Sequence[Instruction], num_computations: int) ->
     return early
 
 
-def _singles(actions: list[Any]) -> list[_Action]:
+def _torch_schedules() -> Any:
+    """Import torch's module when a list of actions is asked for: it takes time that other layouts save.
+
+    Private in it: actions as torch's schedules list them, and what adds sends and receives to such lists.
+    """
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
+def _singles(actions: list[Any]) -> list[Any]:
     """Leave out idle time, and take pairs apart, the forward first.
 
     DualPipeV sends a forward's output only after the backward that it is paired with, so the next rank waits for both.
@@ -283,15 +283,17 @@ def _one_f_one_b(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[
 
 def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[Any]:
     """First `num_ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
-    actions = [_Action(stage, _ComputationType.FORWARD, microbatch) for microbatch in range(num_ahead)]
+    torch_schedules = _torch_schedules()
+    action, kinds = torch_schedules._Action, torch_schedules._ComputationType
+    actions = [action(stage, kinds.FORWARD, microbatch) for microbatch in range(num_ahead)]
     for microbatch in range(num_microbatches):
-        actions.append(_Action(stage, _ComputationType.FULL_BACKWARD, microbatch))
+        actions.append(action(stage, kinds.FULL_BACKWARD, microbatch))
         if microbatch + num_ahead < num_microbatches:
-            actions.append(_Action(stage, _ComputationType.FORWARD, microbatch + num_ahead))
+            actions.append(action(stage, kinds.FORWARD, microbatch + num_ahead))
     return actions
 
 
-def _of_torch(kind: Callable[..., Any]) -> Callable[[tuple[int, ...], int], dict[int, list[Any]]]:
+def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[Any]]]:
     def order(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[Any]]:
         # torch plans for all ranks at once; of stages it wants no more than the places of one rank's.
         places = [
@@ -305,7 +307,7 @@ def _of_torch(kind: Callable[..., Any]) -> Callable[[tuple[int, ...], int], dict
             for stage, rank in enumerate(rank_of_stage)
             if rank == 0
         ]
-        orders: dict[int, list[Any]] = kind(places, num_microbatches).pipeline_order
+        orders: dict[int, list[Any]] = getattr(_torch_schedules(), kind)(places, num_microbatches).pipeline_order
         return orders
 
     return order
@@ -314,8 +316,8 @@ def _of_torch(kind: Callable[..., Any]) -> Callable[[tuple[int, ...], int], dict
 _ORDERS = {
     Schedule.gpipe: _gpipe,
     ONE_F_ONE_B: _one_f_one_b,
-    Schedule.interleaved_1f1b: _of_torch(ScheduleInterleaved1F1B),
-    Schedule.interleaved_zero_bubble: _of_torch(ScheduleInterleavedZeroBubble),
-    Schedule.zbv: _of_torch(ScheduleZBVZeroBubble),
-    Schedule.dualpipev: _of_torch(ScheduleDualPipeV),
+    Schedule.interleaved_1f1b: _of_torch("ScheduleInterleaved1F1B"),
+    Schedule.interleaved_zero_bubble: _of_torch("ScheduleInterleavedZeroBubble"),
+    Schedule.zbv: _of_torch("ScheduleZBVZeroBubble"),
+    Schedule.dualpipev: _of_torch("ScheduleDualPipeV"),
 }

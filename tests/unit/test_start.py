@@ -56,9 +56,9 @@ def test_a_run_on_one_process_loads_hfdist_and_little_else(spent):
     modules = [*spent["run"][1], *spent["strategy"][1]]
     heavy = "deepspeed matplotlib sklearn scipy pydantic peft trl lm_eval wandb tensorboard mlflow trackio"
     assert packages(modules).isdisjoint(heavy.split())
-    # A run plans itself, and a plan knows the schedules of pipelines, which are torch's.
-    others = [name for name in modules if packages([name]) != {"hfdist"} and "distributed" not in name]
-    assert len(others) < 60, others
+    assert "torch.distributed.pipelining" not in modules
+    others = [name for name in modules if packages([name]) != {"hfdist"}]
+    assert len(others) < 40, others
 
 
 def test_it_costs_a_fraction_of_the_libraries(spent):
