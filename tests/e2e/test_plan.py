@@ -11,12 +11,13 @@ from tests.e2e.test_command_line import RECIPE
 
 # Weights, gradients and the optimizer's state of a large vocabulary: 0.8 GiB, and little to compute.
 LARGE = (
-    "model=tiny", "model.config.vocab_size=200000", "model.config.hidden_size=256", "model.config.intermediate_size=64",
+    "model=tiny", "model.config.vocab_size=100000", "model.config.tie_word_embeddings=false",
+    "model.config.hidden_size=256", "model.config.intermediate_size=64",
     "data.sequence_length=32", "data.workers=0", "data.eval_sequences=1", "train.max_steps=3",
     "train.global_batch_size=1", "train.micro_batch_size=1", "data.lanes=1", "optimizer.warmup_steps=1",
     "checkpoint=none", "report=quiet", "report.plan=true",
 )  # fmt: skip
-NEEDED_BYTES = 4 * 4 * 200_000 * 256
+NEEDED_BYTES = 4 * 4 * 2 * 100_000 * 256
 
 
 def run_limited(more_bytes, *arguments):
@@ -43,8 +44,7 @@ def test_a_run_that_a_plan_says_does_not_fit_fails_and_one_that_fits_runs(tmp_pa
     if fits:
         assert code == 0, words
         peak = json.loads((tmp_path / "run" / "grade.json").read_text())["items"][0]
-        # A trace adds the two gradients of a tied embedding in a third place, where autograd alone adds them in place.
-        assert -0.05 < peak["error"] < 0.12, peak
+        assert abs(peak["error"]) < 0.1, peak
     else:
         assert code == 7, words
         assert "there is not enough memory" in words

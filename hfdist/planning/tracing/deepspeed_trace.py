@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.costs import MemoryUse, Phase
-from hfdist.planning.tracing.fake_model import prepare_as_trainer
+from hfdist.planning.tracing.fake_model import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.trace import BUFFERS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Engine
 from hfdist.strategies.deepspeed import pieces_zero
@@ -180,6 +180,7 @@ def _run_step(
     strategy: ZeroStrategy, prepared: Any, batch: dict[str, torch.Tensor], loss_head: LossHead | None, trace: Trace
 ) -> None:
     """Run a step as accelerate does; of many micro batches, the first and the last."""
+    compute_loss = loss_function(prepared.module, loss_head)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
     num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)
     for microbatch in range(num_microbatches):
@@ -187,8 +188,7 @@ def _run_step(
         if is_last:
             trace.forget_costs()
         trace.phase = Phase.forward
-        with nullcontext() if loss_head is None else loss_head.deferring(prepared.module):
-            loss = prepared(**batch, num_items_in_batch=num_items).loss
+        loss = compute_loss(prepared, batch, num_items)
         trace.phase = Phase.backward
         prepared.set_gradient_accumulation_boundary(is_last)
         prepared.backward(loss)

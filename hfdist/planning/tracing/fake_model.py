@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, cast
 
@@ -17,9 +19,10 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.models.blocks import checkpoint_blocks
 from hfdist.models.build import make_without_values
+from hfdist.models.loss import LossHead
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.trainable import TrainableParameters
-from hfdist.strategies.base import Strategy
+from hfdist.strategies.base import Batch, Strategy
 
 
 def make_fake_model(
@@ -78,3 +81,16 @@ def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
         autocast: Any = torch.autocast("cpu", dtype)
         model.forward = MethodType(convert_outputs_to_fp32(autocast(type(model).forward)), model)
     model.train()
+
+
+def loss_function(model: nn.Module, loss_head: LossHead | None) -> Callable[..., torch.Tensor]:
+    """Give what computes the loss of a micro batch as the Trainer does: (prepared model or stage, batch, num_items)."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes_counts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def compute_loss(prepared: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+        named = {"num_items_in_batch": num_items} if takes_counts else {}
+        with nullcontext() if loss_head is None else loss_head.deferring(prepared):
+            return cast(torch.Tensor, prepared(**batch, **named).loss)
+
+    return compute_loss

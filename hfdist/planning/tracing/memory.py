@@ -6,7 +6,6 @@ are there already when the traced one begins, so that what is traced is the last
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,17 +23,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfdist.config.batch import plan_batch
+from hfdist.config.batch import IGNORED, plan_batch
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
 from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
 from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
-from hfdist.planning.tracing.fake_model import make_fake_model, prepare_as_trainer
+from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer
 from hfdist.planning.tracing.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
 from hfdist.strategies.gradients import local_tensor
@@ -310,14 +308,7 @@ def run_step(
     config: RunConfig, strategy: Strategy, engine: Engine, optimizer: Any, loss_head: LossHead | None, trace: Trace
 ) -> None:
     """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
-    takes_counts = any(
-        p.kind is p.VAR_KEYWORD for p in inspect.signature(type(engine.model).forward).parameters.values()
-    )
-
-    def compute_loss(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
-        named = {"num_items_in_batch": num_items} if takes_counts else {}
-        with nullcontext() if loss_head is None else loss_head.deferring(model):
-            return cast(torch.Tensor, model(**batch, **named).loss)
+    compute_loss = loss_function(engine.model, loss_head)
 
     def training_step(model: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
         trace.phase = Phase.forward
