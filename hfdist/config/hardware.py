@@ -62,6 +62,11 @@ class Hardware:
         return self.name == CPU or self.devices == [CPU]
 
     @property
+    def device_type(self) -> str:
+        """As torch has it: `cpu` or `cuda`."""
+        return "cpu" if self.is_cpu else "cuda"
+
+    @property
     def memory_bytes(self) -> float:
         """Of one device."""
         return self.memory_gib * _GIB

@@ -61,7 +61,9 @@ def _describe(request: PlanRequest, machines: Machines, found: Sequence[Candidat
     if not found:
         return f"no layout fits: {request.processes} x {hardware}, {usable} each"
     processes = found[0].layout.processes
+    num_traced = sum(one.is_traced for one in found)
     head = f"the best layouts on {processes} x {hardware}, {usable} each; memory and time by formulas"
+    head += f", of {num_traced} by traces" if num_traced else ""
     if request.processes is None:
         head = f"the fewest that fit: {processes} x {hardware}, {usable} each"
     rows: list[tuple[str, ...]] = [("", "a step", "tokens a second", "MFU", "memory", "layout")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 
@@ -48,6 +48,16 @@ class PeakMemory:
     low_bytes: float
     high_bytes: float
     """The range in which it will lie."""
+
+    def with_runtime(self, runtime_bytes: float) -> PeakMemory:
+        """Put what a process holds without a model in the place of what was taken for it."""
+        added = runtime_bytes - self.use.runtime
+        return replace(
+            self,
+            use=replace(self.use, runtime=runtime_bytes),
+            low_bytes=self.low_bytes + added,
+            high_bytes=self.high_bytes + added,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

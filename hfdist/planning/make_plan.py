@@ -71,7 +71,7 @@ def make_plan(
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch)
     size, sizes = _measure(config, architecture, is_gpu=not hardware.is_cpu)
-    traces = _trace(config, architecture, strategy, "cpu" if hardware.is_cpu else "cuda")
+    traces = _trace(config, architecture, strategy, hardware.device_type)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
     parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
@@ -82,7 +82,7 @@ def make_plan(
         layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
         hardware=hardware.name,
         processes=processes,
-        memory=memory,
+        memory=memory.with_runtime(machines.runtime_bytes),
         usable_bytes=machines.usable_bytes,
         flops_per_step=flops,
         time=parts.time,
@@ -94,7 +94,6 @@ def make_plan(
         max_steps=None,
         currency=config.cost.currency,
     )
-    plan = with_runtime(plan, machines.runtime_bytes)
     plan = replace(plan, binds=_binds(plan))
     return plan if config.train.epochs is not None else with_steps(plan, config, machines, config.train.max_steps)
 
@@ -114,20 +113,6 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
     parts += [] if cost.price_per_kwh is None else [None if kwh is None else kwh * cost.price_per_kwh]
     known = [part for part in parts if part is not None]
     return replace(plan, kwh=kwh, cost=sum(known) if known else None)
-
-
-def with_runtime(plan: Plan, runtime_bytes: float) -> Plan:
-    """Put what a process holds without a model in the place of what a plan takes."""
-    memory, more = plan.memory, runtime_bytes - plan.memory.use.runtime
-    return replace(
-        plan,
-        memory=replace(
-            memory,
-            use=replace(memory.use, runtime=runtime_bytes),
-            low_bytes=memory.low_bytes + more,
-            high_bytes=memory.high_bytes + more,
-        ),
-    )
 
 
 def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes]:

@@ -59,7 +59,7 @@ def _trace(
             architecture,
             world_size=layout.processes,
             rank=candidate.memory.rank,
-            device_type="cpu" if machines.hardware.is_cpu else "cuda",
+            device_type=machines.hardware.device_type,
         )
     except ConfigError:
         return None
@@ -67,13 +67,7 @@ def _trace(
         # A model may ask for values that fake tensors lack; what a run would refuse is a ConfigError.
         logger.info("not traced: %s: %s", layout, error)
         return candidate
-    added = machines.runtime_bytes - trace.peak.use.runtime
-    memory = replace(
-        trace.peak,
-        use=replace(trace.peak.use, runtime=machines.runtime_bytes),
-        low_bytes=trace.peak.low_bytes + added,
-        high_bytes=trace.peak.high_bytes + added,
-    )
+    memory = trace.peak.with_runtime(machines.runtime_bytes)
     if memory.use.total > machines.usable_bytes:
         return None
     evaluator = Evaluator(candidate.config, model, machines)

@@ -13,6 +13,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -26,7 +27,7 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ResourceError, first_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import Machines, find_machines
-from hfdist.planning.make_plan import make_plan, with_runtime, with_steps
+from hfdist.planning.make_plan import make_plan, with_steps
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.strategies.base import Engine
@@ -106,7 +107,7 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
         logger.warning("no plan: %s", found)
         return None
     plan, machines = found
-    plan = plan if runtime_bytes is None else with_runtime(plan, runtime_bytes)
+    plan = plan if runtime_bytes is None else replace(plan, memory=plan.memory.with_runtime(runtime_bytes))
     plan = with_steps(plan, config, machines, max_steps)
     if not plan.fits:
         hint = "" if plan.advice is None else f"; try {plan.advice}"
