@@ -77,6 +77,11 @@ class Hardware:
         tflops = self.tflops.bf16 or self.tflops.fp16
         return None if tflops is None else tflops * _TERA
 
+    def mfu(self, flops_per_second: float) -> float | None:
+        """Give the share of the peak that one device reaches; None: that is not known, or of a CPU, which has none."""
+        peak = None if self.is_cpu else self.half_flops
+        return None if peak is None else flops_per_second / peak
+
     def peak_flops(self, precision: Precision, *, uses_tf32: bool = False) -> float:
         """Give the operations a second of `train.precision`: where there are no units for it, those of float32."""
         tflops = self.tflops

@@ -10,8 +10,6 @@ from hfdist.planning.costs import Phase
 from hfdist.planning.describe import uses
 from hfdist.planning.plan import Plan
 
-GRADES = "grades.jsonl"
-"""One line a run, in hfdist's cache folder."""
 SCHEMA = 1
 PEAK, STEP = "peak memory", "step"
 

@@ -76,7 +76,6 @@ def make_plan(
     costs = [replace(trace.costs, traffic=sent) for trace in traces]
     parts = step_parts(costs if len(costs) > 1 else costs[0], strategy, hardware, config.train, machines.factors)
     flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
-    peak = hardware.half_flops
     memory = max((trace.peak for trace in traces), key=lambda peak: peak.use.total)
     plan = Plan(
         layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
@@ -89,7 +88,7 @@ def make_plan(
         ideal_seconds=parts.ideal,
         timed_runs=0 if machines.factors is None else machines.factors.num_steps,
         tokens_per_step=batch.tokens_per_step,
-        mfu=None if peak is None or hardware.is_cpu else flops / parts.time.seconds / peak / processes,
+        mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
         max_steps=None,
         currency=config.cost.currency,

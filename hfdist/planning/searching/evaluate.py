@@ -189,11 +189,8 @@ class Evaluator:
 
     def mfu(self, layout: Layout, time: StepTime) -> float | None:
         """Give the share of the hardware's peak; None: that is not known."""
-        peak = self.machines.hardware.half_flops
-        if peak is None:
-            return None
         tokens = self.config.train.global_batch_size * self.model.sequence_length
-        return self.model.flops_per_token * tokens / (time.seconds * layout.processes * peak)
+        return self.machines.hardware.mfu(self.model.flops_per_token * tokens / (time.seconds * layout.processes))
 
 
 def _flops(costs: RankCosts) -> float:

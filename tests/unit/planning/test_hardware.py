@@ -1,12 +1,13 @@
 """Devices by name: their files, torch's names of them, files of the user's own, and a machine that is measured."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hfdist.config.composition.files import list_options, shipped_folder
-from hfdist.config.hardware import match_device, read_hardware
+from hfdist.config.hardware import CPU, match_device, read_hardware
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.planning.timing.hardware import find_hardware
@@ -126,3 +127,9 @@ def test_without_a_gpu_the_machine_is_measured():
     assert all(math.isfinite(value) and value > 0 for value in (hardware.kernel_us, hardware.memory_gb_per_second))
     # Between a core of twenty years ago and a large one of today.
     assert 1e9 < hardware.peak_flops(Precision.fp32) < 1e13
+
+
+def test_mfu_is_of_gpus_alone():
+    v100 = read_hardware("v100")
+    assert v100.mfu(0.5 * v100.half_flops) == 0.5
+    assert replace(v100, devices=[CPU]).mfu(1e9) is None
