@@ -83,6 +83,8 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
         patch.multiple(utils, **alike),
         patch.multiple(get_accelerator(), **able),
         patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter),
+        # ZeRO-3 puts its own in its place, and leaves it there.
+        patch.object(nn.functional, "linear", nn.functional.linear),
         # There is one device, and torch cannot replace fake parameters that are referred to.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         # accelerate's makes sure that there is an Accelerator.

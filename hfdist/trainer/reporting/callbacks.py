@@ -17,7 +17,7 @@ from hfdist.strategies.base import Engine
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = ("data/", "checkpoint/", "lm_eval/", "traffic/")
+_WRITTEN = ("data/", "checkpoint/", "lm_eval/")
 _SHOWN = (
     ("loss", "loss", "{:.3f}"),
     ("eval_loss", "held-out", "{:.3f}"),

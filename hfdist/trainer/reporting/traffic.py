@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -15,23 +14,18 @@ from hfdist.topology import Topology
 
 _COUNTED_STEP = 4
 """The first steps find buckets and prefetches, and the third is that of the picture of a pipeline's schedule."""
-FIGURES = "traffic/"
-"""Begins the names of figures in metrics.jsonl."""
 
 
 class Traffic(TrainerCallback):
-    """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json and metrics.jsonl.
+    """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json.
 
     Args:
         topology: of this rank.
         recorder: on rank 0.
-        log: adds a line of figures.
     """
 
-    def __init__(
-        self, topology: Topology, recorder: RunRecorder | None, log: Callable[[dict[str, float]], None]
-    ) -> None:
-        self._topology, self._recorder, self._log = topology, recorder, log
+    def __init__(self, topology: Topology, recorder: RunRecorder | None) -> None:
+        self._topology, self._recorder = topology, recorder
         self._step: int | None = None
         """After how many steps the counted one begins; None: nothing is to be counted."""
         self._counting: SentBytes | None = None
@@ -58,8 +52,6 @@ class Traffic(TrainerCallback):
         if self._recorder is not None:
             self._recorder.record.traffic = {"step": state.global_step, "axes": found}
             self._recorder.write()
-        if state.is_world_process_zero:
-            self._log({f"{FIGURES}{axis}_bytes": of_axis["sent_bytes"] for axis, of_axis in found.items()})
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count no more: the step was given up."""

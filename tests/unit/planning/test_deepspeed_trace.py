@@ -2,6 +2,7 @@
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.models import find_architecture
@@ -20,12 +21,14 @@ def whole():
 
 
 def test_each_stage_shares_one_more_part_of_the_state(whole):
+    linear = nn.functional.linear
     one, two, three = (trace(f"strategy=zero{stage}", world_size=4).state for stage in (1, 2, 3))
     # A quarter of the float32 masters and of two moments.
     assert one.optimizer == pytest.approx(0.25 * 3 / 2 * whole.optimizer, rel=0.02)
     assert one.weights == pytest.approx(two.weights) == pytest.approx(whole.weights, rel=0.02)
     assert three.weights < 0.75 * whole.weights
     assert not dist.is_initialized()
+    assert nn.functional.linear is linear
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
