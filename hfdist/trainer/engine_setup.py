@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.utils import DistributedType
+from accelerate.utils import AutocastKwargs, DistributedType
 from torch import nn
 from transformers import AutoModelForCausalLM, set_seed
 
@@ -179,6 +179,8 @@ def adapt_accelerator(accelerator: Any, topology: Topology, uses_all_parameters:
 
     `uses_all_parameters` says whether each step's loss is known to need all parameters, where the user leaves it open.
     """
+    # Else copies of all weights that a forward has gathered stay until it ends, also where blocks are computed again.
+    accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     handler = accelerator.ddp_handler
     if handler is not None:
         if handler.find_unused_parameters and uses_all_parameters():

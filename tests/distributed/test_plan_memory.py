@@ -8,17 +8,19 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    "cell",
+    ("cell", "bound"),
     [
-        Cell(family="gpt2", size="activations", layout="single", recomputes=True),
-        Cell(family="llama", size="state", layout="ddp"),
-        Cell(family="llama", size="state", layout="fsdp2"),
-        Cell(family="llama", size="activations", layout="1f1b"),
+        (Cell(family="gpt2", size="activations", layout="single", recomputes=True), 0.01),
+        # Copies of weights that autocast keeps would be 6 %.
+        (Cell(family="llama", size="state", layout="single, bf16", recomputes=True), 0.01),
+        (Cell(family="llama", size="state", layout="ddp"), BOUND),
+        (Cell(family="llama", size="state", layout="fsdp2"), BOUND),
+        (Cell(family="llama", size="activations", layout="1f1b"), BOUND),
     ],
-    ids=lambda cell: f"{cell.family}, {cell.layout}",
+    ids=lambda value: f"{value.family}, {value.layout}" if isinstance(value, Cell) else "",
 )
-def test_a_traced_peak_is_the_measured_one(cell):
-    assert abs(compare(cell).error) <= BOUND
+def test_a_traced_peak_is_the_measured_one(cell, bound):
+    assert abs(compare(cell).error) <= bound
 
 
 def test_the_table_replaces_that_of_the_page(tmp_path):

@@ -126,11 +126,7 @@ def _moments(
     if _is_ddp(layout):
         # Its buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
         before += gradients
-    # Autocast keeps its copies of the weights until the forward ends, also where what made them is computed again.
-    casts = (
-        elements * (model.half_bytes or 0.0) if layout.recompute is not None and not _is_half(model, layout) else 0.0
-    )
-    yield _Moment(Phase.forward, weights, before, optimizer, kept + casts + of_head, gathered)
+    yield _Moment(Phase.forward, weights, before, optimizer, kept + of_head, gathered)
     # Gradients of the last blocks come while all activations are still there.
     yield _Moment(Phase.backward, weights, before, optimizer, kept + working, gathered + reduced)
     # At its end all gradients are there, and the activations of a block.

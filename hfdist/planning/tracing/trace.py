@@ -148,7 +148,7 @@ class Trace(TorchDispatchMode):
 
     # ---- storages ----
 
-    def _see(self, tensor: torch.Tensor) -> _Block | None:
+    def _see(self, tensor: torch.Tensor, *, notes_peak: bool = True) -> _Block | None:
         """Count the storage of a tensor; None: it has none."""
         try:
             storage = tensor.untyped_storage()
@@ -164,14 +164,14 @@ class Trace(TorchDispatchMode):
             block.reference = _StorageReference(storage, self._freed)
             block.reference.key = key
         if size != block.size:
-            self._grow(block, size - block.size)
+            self._grow(block, size - block.size, notes_peak=notes_peak)
         return block
 
-    def _grow(self, block: _Block, added: int) -> None:
+    def _grow(self, block: _Block, added: int, *, notes_peak: bool = True) -> None:
         block.size += added
         self._held[block.kind] += added
         self._total += added
-        if added > 0:
+        if added > 0 and notes_peak:
             self._note_peak()
 
     def _note_peak(self) -> None:
@@ -229,8 +229,9 @@ class Trace(TorchDispatchMode):
                 self._grow(copy, _nbytes(args[0]))
                 self._grow(copy, -copy.size)
             return output
+        sums_gradients = _sums_gradients(operation)
         for tensor in outputs:
-            self._see(tensor)
+            self._see(tensor, notes_peak=not sums_gradients)
         self._count(operation, args, kwargs, output, outputs)
         return output
 
@@ -251,6 +252,16 @@ class Trace(TorchDispatchMode):
         read = sum(map(_nbytes, _tensors(args)))
         # What is written in place is among the outputs, too.
         counter.moved_bytes += read + sum(map(_nbytes, outputs or _tensors(args)))
+
+
+def _sums_gradients(operation: Any) -> bool:
+    """Whether autograd adds up gradients of a tensor that was used twice.
+
+    It adds in place to one that nobody else refers to, but not to a subclass such as a fake tensor: there it makes a
+    sum, and lets that one go at once. Private: nothing public tells that a backward runs.
+    """
+    is_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return is_backward and operation is _aten.add.Tensor
 
 
 _SEEN = {torch.Tensor, torch.nn.Parameter, FakeTensor}

@@ -65,6 +65,19 @@ def test_a_storage_that_is_resized_counts_as_a_buffer():
     assert torch.UntypedStorage.resize_ is resize
 
 
+def test_autograd_adds_gradients_in_place():
+    with FakeTensorMode():
+        used_twice = torch.zeros(MIB // 4, requires_grad=True)
+        trace = Trace()
+        trace.hold([used_twice], WEIGHTS)
+        with trace:
+            loss = (used_twice * 2).sum() + (used_twice * 3).sum()
+            trace.forget_peak()
+            loss.backward()
+    # The weight, and the gradients of its two uses.
+    assert trace.peak.use.total == pytest.approx(3 * MIB, rel=1e-3)
+
+
 def test_products_are_counted_as_flops_and_the_rest_as_bytes():
     trace = Trace()
     with FakeTensorMode(), trace:
@@ -83,6 +96,7 @@ def test_rows_chosen_by_a_known_mask_have_a_number():
 
 
 def test_what_is_used_of_torch_is_there():
+    assert torch._C._current_graph_task_id() == -1
     assert list(inspect.signature(unset_fake_temporarily).parameters) == []
     assert "allow_non_fake_inputs" in inspect.signature(FakeTensorMode.__init__).parameters
     assert inspect.isclass(FakeStore)
