@@ -38,7 +38,6 @@ machines, too: [plan](plan.md) it for them first.
 This page is what `make plan` got from the plan in each file. No such run was made for it but those on a CPU: these are
 predictions, and [plan](plan.md#how-right-it-is) says how right such predictions were. *Cost* is at {PRICE:g} USD for an
 hour of a GPU, which is an example. The figures of a CPU are those of the machine that wrote this page.
-*MFU* counts all experts of a mixture, of which a token takes a few: there it is many times too high.
 """
 
 

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.experts import num_experts
 
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
 """Of this are the sizes that float8 kernels take."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def use_float8(model: PreTrainedModel) -> None:
@@ -42,11 +42,11 @@ def use_float8(model: PreTrainedModel) -> None:
         _check_device()
     text = model.config.get_text_config()
     # A choice of experts is all or nothing, and coarse numbers would change it.
-    routed = {getattr(text, name, None) for name in _EXPERTS}
+    routed = num_experts(text)
 
     def fits(module: nn.Module, _: str) -> bool:
         # Derived classes have a forward of their own, which would be lost.
-        if type(module) is not nn.Linear or module.out_features in routed:
+        if type(module) is not nn.Linear or module.out_features == routed:
             return False
         return module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.hardware import match_device
+from hfdist.models.experts import num_active
 
 Numel = Callable[[torch.Tensor], int]
 
@@ -19,8 +20,8 @@ class ModelSize:
 
     num_parameters: int
     """Tied ones once."""
-    num_multiplying: int
-    """All but an input embedding that is only looked up."""
+    num_multiplying: float
+    """Those that multiply a token: of experts the chosen ones, and no input embedding that is only looked up."""
     num_trained: int
     """Those that are not frozen."""
 
@@ -36,7 +37,8 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     head = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = 0 if embedding is None or head is embedding else numel(embedding)
-    return ModelSize(num_parameters=total, num_multiplying=total - looked_up, num_trained=num_trained(model, numel))
+    active = num_active(model.named_parameters(), model.config.get_text_config(), numel)
+    return ModelSize(num_parameters=total, num_multiplying=active - looked_up, num_trained=num_trained(model, numel))
 
 
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
@@ -44,9 +46,10 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
 
         4 * N + 2 * M + 12 * L * H * T
 
-    N: parameters that multiply (all but the input embedding; a tied head counts once), M: those of them that are
-    trained, L: blocks, H: attention heads times head size, T: tokens in a sequence. The attention term counts the full
-    square, not the causal half, as PaLM's and llm-foundry's MFU do. Recomputed activations are not counted.
+    N: parameters that multiply a token (all but the input embedding, and of experts only those that a router chooses; a
+    tied head counts once), M: those of them that are trained, L: blocks, H: attention heads times head size, T: tokens
+    in a sequence. The attention term counts the full square, not the causal half, as PaLM's and llm-foundry's MFU do.
+    Recomputed activations are not counted.
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0

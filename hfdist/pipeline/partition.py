@@ -11,8 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
@@ -30,6 +29,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Balance, StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, PartitionError
+from hfdist.models.experts import first_number, num_active
 from hfdist.pipeline.stage_module import Block, Place, copy_structure, preserve_state
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_len
     head = _numel(model.get_output_embeddings())
     return Costs(
         blocks=tuple(
-            6.0 * _active_parameters(block, text) + (attention if _has_attention(block) else 0.0) for block in blocks
+            6.0 * num_active(parameters_of(block).items(), text) + (attention if _has_attention(block) else 0.0)
+            for block in blocks
         ),
         prologue=0.0,
         epilogue=6.0 * head + 10.0 * text.vocab_size,
@@ -146,18 +147,10 @@ def _numel(module: nn.Module | None) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def _active_parameters(block: Block, text: PreTrainedConfig) -> float:
-    """Those that one token meets: of the routed experts only the chosen ones."""
-    num_experts = _first(text, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
-    num_chosen = _first(text, ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k"))
-    share = num_chosen / num_experts if num_experts and num_chosen else 1.0
-    return sum(p.numel() * (share if ".experts." in name else 1) for name, p in parameters_of(block).items())
-
-
 def _attention_width(text: PreTrainedConfig) -> int:
-    num_heads = _first(text, ("num_attention_heads", "n_head", "num_heads"))
-    head_size = _first(text, ("head_dim",))
-    hidden_size = _first(text, ("hidden_size", "n_embd", "d_model"))
+    num_heads = first_number(text, ("num_attention_heads", "n_head", "num_heads"))
+    head_size = first_number(text, ("head_dim",))
+    hidden_size = first_number(text, ("hidden_size", "n_embd", "d_model"))
     return num_heads * head_size if head_size else hidden_size
 
 
@@ -165,16 +158,6 @@ def _has_attention(block: Block) -> bool:
     return any(
         "attn" in name.lower() or "attention" in name.lower() for part in block for name, _ in part.named_modules()
     )
-
-
-def _first(config: PreTrainedConfig, names: Iterable[str]) -> int:
-    for name in names:
-        # transformers raises it for what differs by block.
-        with suppress(RuntimeError):
-            value = getattr(config, name, None)
-            if isinstance(value, int):
-                return value
-    return 0
 
 
 class _Timer:

@@ -170,6 +170,15 @@ def test_flops_of_a_token(tokenizer):
     assert flops_of(untied) == flops_of(model)
 
 
+def test_a_token_costs_only_the_experts_that_are_chosen_for_it():
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=64, num_experts=8, num_experts_per_tok=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    size = measure_size(model)
+    # Gate, up and down of six experts in each of two blocks, and the input embedding.
+    assert size.num_multiplying == size.num_parameters - 2 * 6 * 3 * 32 * 16 - 64 * 32
+
+
 # In TFLOP/s, dense bf16 (fp16 where there is no bf16), by the names of torch.cuda.get_device_name.
 PEAKS = {
     2500: "NVIDIA GB200",

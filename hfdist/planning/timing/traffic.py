@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
+from hfdist.models.experts import num_chosen_experts
 from hfdist.models.flops import num_trained
 from hfdist.planning.costs import AxisTraffic, Phase
 from hfdist.strategies.base import Strategy
@@ -18,7 +19,6 @@ from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimension
 from hfdist.strategies.tensor.plan import Plan, first_plan
 from hfdist.strategies.traffic import StepSizes, TensorSizes
 
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _LARGEST_SMALL = 100_000
 """Elements: `stage3_param_persistence_threshold`."""
 
@@ -92,7 +92,7 @@ def step_sizes(
         small=sum(p.numel() for p in parameters.values() if p.numel() <= _LARGEST_SMALL),
         experts=sum(experts.values()),
         num_expert_blocks=len({name.partition(".experts.")[0] for name in experts}),
-        chosen_experts=next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), 0),
+        chosen_experts=num_chosen_experts(config),
         tensor=TensorSizes() if tensor == 1 else _sizes_of_plan(model, plan or first_plan(model, tensor), tensor),
         weight_bytes=weight.element_size(),
         compute_bytes=min(2, weight.element_size()) if half else weight.element_size(),

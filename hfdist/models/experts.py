@@ -1,0 +1,50 @@
+"""How many experts a block of a mixture has, and how many a token meets, by the fields of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import torch
+from transformers import PreTrainedConfig
+
+_ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Give how many experts a router of this text model chooses from; 0: there is none."""
+    return first_number(config, _ALL)
+
+
+def num_chosen_experts(config: PreTrainedConfig) -> int:
+    """Give how many experts a router of this text model chooses for a token; 0: there is none."""
+    return first_number(config, _CHOSEN)
+
+
+def num_active(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    config: PreTrainedConfig,
+    numel: Callable[[torch.Tensor], int] = torch.numel,
+) -> float:
+    """Count the elements that one token meets: of routed experts only those of the chosen ones.
+
+    Args:
+        parameters: with their names.
+        config: of the text model.
+        numel: gives the number of elements of a whole parameter.
+    """
+    every, chosen = num_experts(config), num_chosen_experts(config)
+    share = chosen / every if every and chosen else 1.0
+    return sum(numel(parameter) * (share if ".experts." in name else 1) for name, parameter in parameters)
+
+
+def first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:
+    """Give the first of these fields that is a whole number; 0: none is."""
+    for name in names:
+        # transformers raises it for what differs by block.
+        with suppress(RuntimeError):
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                return value
+    return 0
