@@ -62,8 +62,7 @@ def _write_model(folder: Path, options: argparse.Namespace) -> None:
     """The model, converted once for all runs that have the same cache."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hfdist.config.data import DataConfig
-    from hfdist.data.documents.corpus import cache_dir
+    from hfdist.config.data import DataConfig, cache_dir
     from hfdist.models.resolve import convert_gguf
     from tests.smollm2 import find_smollm2
 

@@ -13,7 +13,8 @@ def main(config: RunConfig) -> None:
     # Imported here, so that --help and a misspelt key need no torch.
     from pathlib import Path
 
-    from hfdist.data import cache_dir, open_corpus
+    from hfdist.config.data import cache_dir
+    from hfdist.data import open_corpus
     from hfdist.data.pretokenize import pretokenize, report_tokenized
     from hfdist.data.tokenization.chat_template import adopt_template
     from hfdist.models.tokenizer import load_tokenizer

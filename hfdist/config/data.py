@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hfdist.config.ranges import limited
@@ -143,3 +145,9 @@ class DataConfig:
     cache_dir: str | None = None
     file_cache_bytes: int = limited(100 * 2**30, at_least=2**20)
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """Folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
+    named = config.cache_dir or os.environ.get("HFDIST_CACHE") or Path.home() / ".cache" / "hfdist"
+    return Path(named).expanduser()

@@ -1,6 +1,6 @@
 """Text to token sequences, in an order that does not depend on the number of processes."""
 
-from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
+from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import LEDGER, Ledger
@@ -16,7 +16,6 @@ __all__ = [
     "PoolReport",
     "TokenStream",
     "build_held_out",
-    "cache_dir",
     "count_steps",
     "describe_losses",
     "open_corpus",

@@ -51,7 +51,9 @@ def advise(plan: Plan, config: RunConfig, architecture: PreTrainedConfig, machin
 
 
 def _evaluate(evaluator: Evaluator, layout: Layout) -> Candidate | None:
-    return evaluator.evaluate(layout) if passes_checks(layout.apply(evaluator.config)) else None
+    # Tensor ranks of several machines are not measured.
+    is_known = (layout.tensor, layout.expert) in evaluator.model.shares
+    return evaluator.evaluate(layout) if is_known and passes_checks(layout.apply(evaluator.config)) else None
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from hfdist.config.checks.preflight import check_model_paths, plan_run
@@ -87,9 +89,16 @@ def _plan(arguments: list[str]) -> None:
         go_offline()
     # Imported here, so that --help and a mistake need no torch.
     with quick_imports():
+        import torch
+
         from hfdist.planning.answer import answer
 
-    found = answer(request)
+    # What is computed is tiny, and threads would wait for each other.
+    torch.set_num_threads(1)
+    # DeepSpeed looks for a GPU, and logs to stdout. A plan computes nothing, and stdout is for its result.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with redirect_stdout(sys.stderr):
+        found = answer(request)
     sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)

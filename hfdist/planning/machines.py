@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from hfdist.atomic_write import write_atomically
+from hfdist.config.data import cache_dir
 from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.data import cache_dir
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.calibration import calibrate, read_steps
 from hfdist.planning.timing.hardware import find_hardware, measure_cpu

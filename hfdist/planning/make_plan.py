@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
 from hfdist.config.checks.preflight import plan_run
+from hfdist.config.data import cache_dir
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
-from hfdist.data import cache_dir
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
 from hfdist.models.build import make_without_values

@@ -2,6 +2,8 @@
 
 import json
 import resource
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -50,3 +52,11 @@ def test_a_run_that_a_plan_says_does_not_fit_fails_and_one_that_fits_runs(tmp_pa
         assert "there is not enough memory" in words
         assert not (tmp_path / "run" / "grade.json").exists()
         assert "Traceback" not in words
+
+
+def test_json_is_all_that_a_plan_prints():
+    layout = ("strategy=zero3", "plan.processes=2", "plan.hardware=h100_80gb")
+    command = [sys.executable, "-m", "hfdist", "plan", "model=tiny", "model.config.vocab_size=256", *layout, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["processes"] == 2
+    assert done.stderr == ""

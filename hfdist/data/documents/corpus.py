@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import datasets
@@ -14,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hfdist.config.checks.data import check_mixture
-from hfdist.config.data import DataConfig, SourceConfig
+from hfdist.config.data import DataConfig, SourceConfig, cache_dir
 from hfdist.data.cache import digest_of
 from hfdist.data.documents.inventory import Inventory
 from hfdist.data.order.shuffle import cut_runs, permutation
@@ -217,9 +215,3 @@ def open_corpus(
                 hint=f"data.lanes={lanes}, or more data" if lanes else "more data, or fewer processes",
             )
     return corpus
-
-
-def cache_dir(config: DataConfig) -> Path:
-    """Folder for what is computed once: `data.cache_dir`, $HFDIST_CACHE, or ~/.cache/hfdist."""
-    named = config.cache_dir or os.environ.get("HFDIST_CACHE") or Path.home() / ".cache" / "hfdist"
-    return Path(named).expanduser()

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig
+from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import digest_of, load_array, write_once
-from hfdist.data.documents.corpus import Corpus, cache_dir, open_corpus
+from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Place
 from hfdist.data.packing.concat import concat

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.config.data import BadRows, DataConfig, TooLong
-from hfdist.data.documents.corpus import Corpus, cache_dir
+from hfdist.config.data import BadRows, DataConfig, TooLong, cache_dir
+from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard

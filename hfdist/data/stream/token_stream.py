@@ -22,9 +22,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, Packing, TooLong
+from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
 from hfdist.data.cache import digest_of, write_once
-from hfdist.data.documents.corpus import Corpus, cache_dir
+from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain

@@ -7,6 +7,7 @@ norm, whether something overflowed), it gets a harmless one.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
         # accelerate's makes sure that there is an Accelerator.
         patch.object(pipelines_zero, "DeepSpeedOptimizerWrapper", lambda optimizer: optimizer),
+        # It warns of what the run will warn of.
+        patch.object(logging.getLogger("DeepSpeed"), "disabled", True),
         _Values(),
         _Addresses(),
     ):
@@ -147,12 +150,13 @@ def trace_deepspeed(
         prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config)
         engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
         _name_buckets(prepared.optimizer, trace)
+        num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)
         # The first makes the optimizer's state.
-        for _ in range(2):
+        for number in (1, num_microbatches):
             name_what_is_held(engine, prepared, trace)
             state = trace.held
             trace.forget_peak()
-            _run_step(strategy, prepared, batch, loss_head, trace)
+            _run_step(prepared, batch, loss_head, trace, num_microbatches=number)
     return state
 
 
@@ -179,12 +183,16 @@ def _name_buckets(zero: Any, trace: Trace) -> None:
 
 
 def _run_step(
-    strategy: ZeroStrategy, prepared: Any, batch: dict[str, torch.Tensor], loss_head: LossHead | None, trace: Trace
+    prepared: Any,
+    batch: dict[str, torch.Tensor],
+    loss_head: LossHead | None,
+    trace: Trace,
+    *,
+    num_microbatches: int,
 ) -> None:
     """Run a step as accelerate does; of many micro batches, the first and the last."""
     compute_loss = loss_function(prepared.module, loss_head)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
-    num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)
     for microbatch in range(num_microbatches):
         is_last = microbatch == num_microbatches - 1
         if is_last:

@@ -30,6 +30,7 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.composition.diff import Change, check_changes, find_changes
+from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.data import (
@@ -40,7 +41,6 @@ from hfdist.data import (
     Ledger,
     TokenStream,
     build_held_out,
-    cache_dir,
     count_steps,
     open_corpus,
     open_held_out_sources,

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.checkpoint import read_state
 from hfdist.checkpoint.folder import STEP_NAME
 from hfdist.checkpoint.manifest import MANIFEST
+from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
-from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, cache_dir, open_corpus
+from hfdist.data import LEDGER, Corpus, Cursor, TokenStream, open_corpus
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import Records, Status
 from hfdist.data.packing.sequence import ids_and_labels

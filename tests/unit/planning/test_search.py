@@ -1,6 +1,7 @@
 """The search: all that it gives can be run, nothing better is missed, and it takes seconds."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -9,12 +10,14 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
 from hfdist.config.strategy import Offload
 from hfdist.errors import ResourceError
+from hfdist.planning import advice
 from hfdist.planning.searching import search
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.planning.searching.layouts import Layout
 from hfdist.strategies.select import select_strategy
 from tests.unit.planning.models import make_constants
+from tests.unit.planning.plans import TOO_LARGE
 
 GIB = 2**30
 BASE = ("model=tiny", "data.sequence_length=1024", "train.global_batch_size=64", "train.precision=fp32")
@@ -127,3 +130,11 @@ def test_an_asked_layout_is_read_from_its_config():
     layout = Layout.of(config, 8, 2)
     assert (layout.data, layout.pipeline, layout.stages_per_rank, layout.num_microbatches) == (4, 2, 2, 8)
     assert layout.apply(config).strategy.pipeline == 2
+
+
+def test_advice_keeps_tensor_ranks_within_a_machine(monkeypatch):
+    monkeypatch.setattr(advice, "measure", lambda *_, **__: MODEL)
+    config = compose_config([*BASE, "strategy=tensor", "strategy.tensor=8"])
+    words = advice.advise(replace(TOO_LARGE, processes=16), config, None, machines(20.0))
+    assert words is not None
+    assert "strategy.tensor=16" not in words
