@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,14 @@ from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
 
 
+class ByteRange(NamedTuple):
+    """Bytes of a file, from `begin` to before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+
 class _Saved(NamedTuple):
     """What a checkpoint holds."""
 
@@ -35,7 +43,9 @@ class _Saved(NamedTuple):
     state: dict[str, Any]
 
 
-def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+def read_checkpoint(
+    path: Path, pieces: Iterable[Piece], fetch: Callable[[list[ByteRange]], None] | None = None
+) -> dict[str, Any]:
     """Fill the views of `pieces` and give back the `state` that was saved. A collective.
 
     Any layout reads any checkpoint. Float32 copies are read from the weights where the checkpoint has none, and
@@ -44,6 +54,7 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     Args:
         path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
         pieces: where this rank wants what; between them the ranks must want exactly what was saved.
+        fetch: called on all ranks with what each is about to read, if it may not be there yet.
 
     Raises:
         CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
@@ -61,6 +72,8 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
 
     declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_declare)]
     sources = _match(path, saved[0], merge_specs(declared))
+    if fetch is not None:
+        fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in own])
     on_all_ranks(lambda: _fill(own, sources))
     _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
@@ -193,6 +206,11 @@ def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpe
     is_trained_as_it_is = (spec.name, MASTER) not in wanted and spec.name in trained
     is_rounded = spec.key == WEIGHT and not is_trained_as_it_is
     return is_rounded or torch.promote_types(saved, own) == own
+
+
+def _range_of(piece: Piece, entry: Entry) -> ByteRange:
+    size = entry.dtype.itemsize
+    return ByteRange(entry.path, entry.begin + piece.start * size, entry.begin + piece.stop * size)
 
 
 @torch.no_grad()
