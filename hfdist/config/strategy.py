@@ -47,6 +47,18 @@ class Offload(Enum):
     cpu = "cpu"
 
 
+class Compression(Enum):
+    """How gradients travel in DDP."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+    """As two narrow matrices."""
+    topk = "topk"
+    """The largest entries."""
+
+
 class Balance(Enum):
     """What is made equal over the ranks of a pipeline."""
 
@@ -86,6 +98,13 @@ class StrategyConfig:
     balance: Balance = Balance.flops
     blocks_per_stage: list[int] | None = None
     offload: Offload = Offload.none
+    compression: Compression = Compression.none
+    compression_rank: int = limited(1, at_least=1)
+    """Width of PowerSGD's matrices."""
+    compression_share: float = limited(0.01, above=0, at_most=1)
+    """Of the entries that topk sends."""
+    compression_warmup_steps: int = limited(10, at_least=2)
+    """First steps, in which powersgd and topk send all: DDP makes its buckets anew behind the first one."""
     reshard: bool | None = None
     """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward.
 

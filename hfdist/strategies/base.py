@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
@@ -107,6 +108,9 @@ class Engine:
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: Any = None
+        self.compression: StrategyConfig | None = None
+        """How DDP's gradients travel; None: as they are."""
+        self._compressed: nn.Module | None = None
         self._whole_steps: WholeSteps | None = None
         """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
         self.context = context
@@ -139,7 +143,22 @@ class Engine:
             The optimizer that the Trainer steps.
         """
         self._keep(optimizer, scaler)
+        if self.compression is not None:
+            self._compress(prepared, self.compression)
         return optimizer
+
+    def _compress(self, prepared: nn.Module, config: StrategyConfig) -> None:
+        """Let gradients travel in fewer bytes, once for a model that several trainings may share."""
+        if not isinstance(prepared, DistributedDataParallel):
+            where, found = "strategy.compression", f"{config.compression.value}, with one process"
+            hint = "strategy.compression=none, or launch.processes=2"
+            raise ConfigError("one process sends no gradients", where=where, found=found, hint=hint)
+        if prepared is not self._compressed:
+            # It takes time that other layouts save.
+            from hfdist.strategies.compression import compress_gradients
+
+            compress_gradients(prepared, config)
+            self._compressed = prepared
 
     def _keep(self, optimizer: Any, scaler: Any) -> None:
         """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
@@ -418,6 +437,7 @@ class Strategy(Partitioning):
         self._partition_once(model)
         context = self._shard_sequences(model)
         engine = Engine(model, context, self._shard_parameters(model))
+        engine.compression = None if self.config.compression is Compression.none else self.config
         self._count_fractions(engine)
         return engine
 
