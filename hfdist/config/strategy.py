@@ -115,6 +115,12 @@ class StrategyConfig:
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 
     @property
+    def num_uncompressed_steps(self) -> int:
+        """First steps of each start that send gradients whole, where later ones do not."""
+        is_deferred = self.compression in (Compression.powersgd, Compression.topk)
+        return self.compression_warmup_steps if is_deferred else 0
+
+    @property
     def shards_state(self) -> bool:
         """Whether the optimizer steps a share of the parameters on each rank."""
         return self.sharding is not Sharding.none

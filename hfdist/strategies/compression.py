@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hfdist.config.strategy import Compression, StrategyConfig
 
 _Future = torch.futures.Future[torch.Tensor]
-_LEAST_WARM_UP_STEPS = 2
-"""DDP makes its buckets anew behind the first step."""
 
 
 @dataclass
@@ -33,7 +31,7 @@ class _Largest:
 
 def compress_gradients(model: DistributedDataParallel, config: StrategyConfig) -> None:
     """Let the gradients of a model travel as `strategy.compression` says; before its first backward."""
-    warm_up_steps = max(config.compression_warmup_steps, _LEAST_WARM_UP_STEPS)
+    warm_up_steps = config.compression_warmup_steps
     hooks: dict[Compression, tuple[Any, Callable[..., _Future]]] = {
         Compression.fp16: (torch.float16, _send_rounded),
         Compression.bf16: (torch.bfloat16, _send_rounded),
