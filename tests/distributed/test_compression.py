@@ -12,6 +12,8 @@ from benchmarks.mesh.theory import Model
 from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
 from hfdist.config.strategy import Compression, StrategyConfig
+from hfdist.config.train import TrainConfig
+from hfdist.planning.traffic import step_sizes
 from hfdist.strategies.compression import compress_gradients
 from hfdist.testing import forget_parent, run_ranks
 from hfdist.trainer.reporting.traffic import Traffic
@@ -36,7 +38,7 @@ RING = 2 * (NUM_RANKS - 1) / NUM_RANKS
 
 
 def train():
-    """By name: losses, bytes of a step, and whether all ranks have the same weights."""
+    """By name: losses, bytes of a step, whether all ranks have the same weights, and bytes as a plan has them."""
     found = {}
     for name, keys in KEYS.items():
         forget_parent()
@@ -50,7 +52,10 @@ def train():
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         sums = gather_json([float(p.detach().double().sum()) for p in trainer.model.parameters()])
-        found[name] = losses, lines[0]["traffic/data_bytes"] if lines else 0, all(own == sums[0] for own in sums)
+        sizes = step_sizes(trainer.model, TrainConfig(), is_gpu=False)
+        planned = sum(one.num_bytes for one in trainer.strategy.traffic(sizes))
+        sent = lines[0]["traffic/data_bytes"] if lines else 0
+        found[name] = losses, sent, all(own == sums[0] for own in sums), planned
     return found
 
 
@@ -83,6 +88,13 @@ EXPECTED_BYTES = {
 @pytest.mark.parametrize("name", KEYS)
 def test_a_step_sends_what_the_kind_promises(trained, name):
     assert trained[name][1] == pytest.approx(EXPECTED_BYTES[name], rel=0.05)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_plan_knows_what_is_sent(trained, name):
+    # The norms are no matrices, and these matrices are wider than the hidden states.
+    bound = 0.5 if name == "powersgd" else 0.05
+    assert trained[name][3] == pytest.approx(trained[name][1], rel=bound)
 
 
 @pytest.mark.parametrize("name", KEYS)
