@@ -103,8 +103,8 @@ class StrategyConfig:
     """Width of PowerSGD's matrices."""
     compression_share: float = limited(0.01, above=0, at_most=1)
     """Of the entries that topk sends."""
-    compression_warmup_steps: int = limited(10, at_least=2)
-    """First steps, in which powersgd and topk send all: DDP makes its buckets anew behind the first one."""
+    compression_warmup_steps: int = limited(10, at_least=0)
+    """First steps of a run, in which powersgd and topk send all."""
     reshard: bool | None = None
     """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward.
 
@@ -115,10 +115,14 @@ class StrategyConfig:
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
 
     @property
+    def defers_gradients(self) -> bool:
+        """Whether each rank keeps what it does not send of a gradient for the next step."""
+        return self.compression in (Compression.powersgd, Compression.topk)
+
+    @property
     def num_uncompressed_steps(self) -> int:
-        """First steps of each start that send gradients whole, where later ones do not."""
-        is_deferred = self.compression in (Compression.powersgd, Compression.topk)
-        return self.compression_warmup_steps if is_deferred else 0
+        """First steps of a run that send gradients whole, where later ones do not."""
+        return self.compression_warmup_steps if self.defers_gradients else 0
 
     @property
     def shards_state(self) -> bool:

@@ -40,6 +40,7 @@ from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
+    from hfdist.strategies.compression import GradientCompressor
     from hfdist.strategies.context import ContextParallel
     from hfdist.strategies.parallel_plans import Plans
 
@@ -108,8 +109,9 @@ class Engine:
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: Any = None
-        self.compression: StrategyConfig | None = None
-        """How DDP's gradients travel; None: as they are."""
+        self.make_compressor: Callable[[nn.Module], GradientCompressor] | None = None
+        """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
+        self.compressor: GradientCompressor | None = None
         self._compressed: nn.Module | None = None
         self._whole_steps: WholeSteps | None = None
         """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
@@ -143,22 +145,13 @@ class Engine:
             The optimizer that the Trainer steps.
         """
         self._keep(optimizer, scaler)
-        if self.compression is not None:
-            self._compress(prepared, self.compression)
+        # Once for a model that several trainings share.
+        if self.make_compressor is not None and prepared is not self._compressed:
+            self._compressed, self.compressor = prepared, self.make_compressor(self.model)
+            # A plan has a model without others.
+            if isinstance(prepared, DistributedDataParallel):
+                self.compressor.register(prepared)
         return optimizer
-
-    def _compress(self, prepared: nn.Module, config: StrategyConfig) -> None:
-        """Let gradients travel in fewer bytes, once for a model that several trainings may share."""
-        if not isinstance(prepared, DistributedDataParallel):
-            where, found = "strategy.compression", f"{config.compression.value}, with one process"
-            hint = "strategy.compression=none, or launch.processes=2"
-            raise ConfigError("one process sends no gradients", where=where, found=found, hint=hint)
-        if prepared is not self._compressed:
-            # It takes time that other layouts save.
-            from hfdist.strategies.compression import compress_gradients
-
-            compress_gradients(prepared, config)
-            self._compressed = prepared
 
     def _keep(self, optimizer: Any, scaler: Any) -> None:
         """Keep both. What an optimizer must see whole, and ranks have parts of, is replaced in its groups.
@@ -331,6 +324,8 @@ class Engine:
         if wholes is not None and reader is not None:
             for named in wholes.named:
                 yield from reader.pieces_of(*named)
+        if self.compressor is not None:
+            yield from self.compressor.pieces()
 
     def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
         """Give pieces of the whole model, from one of this rank's model."""
@@ -382,6 +377,10 @@ class Strategy(Partitioning):
         self._partitioned: nn.Module | None = None
         self._plans: list[Plans] = []
         """For the parameters of the partitioned model, the best first; empty: ranks share none."""
+        if config.compression is not Compression.none and topology.world_size == 1:
+            found = f"{config.compression.value}, with one process"
+            hint = "strategy.compression=none, or launch.processes=2"
+            raise ConfigError("one process sends no gradients", where="strategy.compression", found=found, hint=hint)
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
@@ -437,7 +436,11 @@ class Strategy(Partitioning):
         self._partition_once(model)
         context = self._shard_sequences(model)
         engine = Engine(model, context, self._shard_parameters(model))
-        engine.compression = None if self.config.compression is Compression.none else self.config
+        if self.config.compression is not Compression.none:
+            # It takes time that other layouts save.
+            from hfdist.strategies.compression import GradientCompressor
+
+            engine.make_compressor = partial(GradientCompressor, topology=self.topology, config=self.config)
         self._count_fractions(engine)
         return engine
 

@@ -1,6 +1,7 @@
 """Compressed gradients: the bytes that travel, what the ranks make of them, and what is left for a later step."""
 
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from benchmarks.small_llama import make_trainer
 from hfdist.collectives import gather_json
 from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.planning.traffic import step_sizes
-from hfdist.strategies.compression import compress_gradients
+from hfdist.planning.timing.traffic import step_sizes
+from hfdist.records import RunRecorder, read_run
+from hfdist.strategies.compression import GradientCompressor
 from hfdist.testing import forget_parent, run_ranks
+from hfdist.topology import Topology
 from hfdist.trainer.reporting.traffic import Traffic
+from tests.distributed.runs import losses, pretrain, weights
+from tests.distributed.test_resume import SAVING, stopped
 
 pytestmark = pytest.mark.distributed
 
@@ -42,19 +47,20 @@ def train():
     found = {}
     for name, keys in KEYS.items():
         forget_parent()
-        folder = gather_json(tempfile.mkdtemp())[0]
+        folder = Path(gather_json(tempfile.mkdtemp())[0])
         trainer = make_trainer(
-            folder, keys, SIZES, batch=(NUM_RANKS, 1), sequence_tokens=32, max_steps=NUM_STEPS, callbacks=[]
+            str(folder), keys, SIZES, batch=(NUM_RANKS, 1), sequence_tokens=32, max_steps=NUM_STEPS, callbacks=[]
         )
         trainer.args.logging_steps, trainer.state.logging_steps = 1, 1
-        lines = []
-        trainer.add_callback(Traffic(trainer.strategy.topology, None, lines.append))
+        recorder = RunRecorder(folder, {}, NUM_RANKS) if dist.get_rank() == 0 else None
+        warm_up_steps = trainer.strategy.config.num_uncompressed_steps
+        trainer.add_callback(Traffic(trainer.strategy.topology, recorder, warm_up_steps=warm_up_steps))
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         sums = gather_json([float(p.detach().double().sum()) for p in trainer.model.parameters()])
         sizes = step_sizes(trainer.model, TrainConfig(), is_gpu=False)
         planned = sum(one.num_bytes for one in trainer.strategy.traffic(sizes))
-        sent = lines[0]["traffic/data_bytes"] if lines else 0
+        sent = read_run(folder).sent_bytes()["data"] if recorder is not None else 0
         found[name] = losses, sent, all(own == sums[0] for own in sums), planned
     return found
 
@@ -122,7 +128,8 @@ def exchange(kind, is_bad_at):
     """Each rank's gradients, and what it got for them, by step."""
     model = DistributedDataParallel(Given())
     config = StrategyConfig(compression=Compression[kind], compression_warmup_steps=2, compression_share=0.1)
-    compress_gradients(model, config)
+    topology = Topology.of(config.degrees, world_size=2, rank=dist.get_rank())
+    GradientCompressor(model.module, topology, config).register(model)
     random = torch.Generator().manual_seed(dist.get_rank())
     given, got = [], []
     for number in range(40):
@@ -163,8 +170,36 @@ def test_layouts_without_ddp_refuse_it():
     import hfdist
     from hfdist.errors import ConfigError
 
-    for keys in ({"sharding": "fsdp2"}, {"pipeline": 2}, {"tensor": 2}):
-        with pytest.raises(ConfigError, match="compress"):
+    for keys in ({"sharding": "fsdp2"}, {"pipeline": 2}, {"tensor": 2}, {}):
+        with pytest.raises(ConfigError, match="compress|one process"):
             hfdist.make_strategy(
                 global_batch_size=4, micro_batch_size=1, sequence_length=32, compression="fp16", **keys
             )
+
+
+DEFERRED = ("strategy=ddp", "strategy.compression_warmup_steps=3", "strategy.compression_share=0.05", *SAVING)
+
+
+@pytest.fixture(scope="module", params=["powersgd", "topk"])
+def whole(request, tmp_path_factory, cache_dir):
+    kind = f"strategy.compression={request.param}"
+    return pretrain(tmp_path_factory.mktemp(request.param), 2, *DEFERRED, kind), kind
+
+
+def test_a_resume_has_what_was_left_out(whole, tmp_path):
+    run, kind = whole
+    stopped(run, tmp_path, 10)
+    pretrain(tmp_path, 2, *DEFERRED, kind)
+    assert losses(tmp_path) == losses(run)
+    for name, reference in weights(run).items():
+        assert torch.equal(weights(tmp_path)[name], reference), name
+
+
+def test_other_layouts_go_on_without_it(whole, tmp_path):
+    run, kind = whole
+    stopped(run, tmp_path, 10)
+    pretrain(tmp_path, 4, *DEFERRED, kind, "train.micro_batch_size=1")
+    assert losses(tmp_path) == pytest.approx(losses(run), rel=0.02)
+    stopped(run, tmp_path / "zero", 10)
+    pretrain(tmp_path / "zero", 2, *SAVING, "strategy=zero1")
+    assert losses(tmp_path / "zero") == pytest.approx(losses(run), rel=0.02)
