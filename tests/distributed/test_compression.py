@@ -171,7 +171,7 @@ def test_layouts_without_ddp_refuse_it():
     from hfdist.errors import ConfigError
 
     for keys in ({"sharding": "fsdp2"}, {"pipeline": 2}, {"tensor": 2}, {}):
-        with pytest.raises(ConfigError, match="compress|one process"):
+        with pytest.raises(ConfigError, match=r"compress|one process"):
             hfdist.make_strategy(
                 global_batch_size=4, micro_batch_size=1, sequence_length=32, compression="fp16", **keys
             )
