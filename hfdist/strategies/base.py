@@ -30,7 +30,7 @@ from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.gradients import local_tensor, total_norm
+from hfdist.strategies.gradients.reduction import local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
@@ -40,8 +40,8 @@ from hfdist.strategies.whole import ShardedParameter, WholeSteps
 from hfdist.topology import Topology
 
 if TYPE_CHECKING:
-    from hfdist.strategies.compression import GradientCompressor
     from hfdist.strategies.context import ContextParallel
+    from hfdist.strategies.gradients.compression import GradientCompressor
     from hfdist.strategies.parallel_plans import Plans
 
 Batch = dict[str, torch.Tensor]
@@ -438,7 +438,7 @@ class Strategy(Partitioning):
         engine = Engine(model, context, self._shard_parameters(model))
         if self.config.compression is not Compression.none:
             # It takes time that other layouts save.
-            from hfdist.strategies.compression import GradientCompressor
+            from hfdist.strategies.gradients.compression import GradientCompressor
 
             engine.make_compressor = partial(GradientCompressor, topology=self.topology, config=self.config)
         self._count_fractions(engine)

@@ -35,7 +35,7 @@ from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, Stage
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 
