@@ -320,7 +320,8 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
         trainer.add_callback(alerts)
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
-    trainer.add_callback(Traffic(trainer.strategy.topology, recorder))
+    warm_up_steps = config.strategy.num_uncompressed_steps
+    trainer.add_callback(Traffic(trainer.strategy.topology, recorder, warm_up_steps=warm_up_steps))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
 
