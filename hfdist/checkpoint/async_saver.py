@@ -38,6 +38,7 @@ while the interpreter ends would abort the process."""
 _ALIGNMENT_BYTES = 64
 
 _Job = Callable[[], None]
+_WriteFiles = Callable[[Path, bool], object]
 
 
 class SaveReport(NamedTuple):
@@ -135,8 +136,7 @@ class Saver:
         step: int,
         pieces: Iterable[Piece],
         state: dict[str, Any],
-        write_model_files: Callable[[Path], object] = lambda folder: None,
-        write_progress: Callable[[Path], object] = lambda folder: None,
+        write_files: _WriteFiles = lambda folder, is_replica: None,
         keep: Keep | None = None,
         begin_seconds: float,
     ) -> None:
@@ -148,9 +148,8 @@ class Saver:
             step: optimizer steps done.
             pieces: what this rank holds.
             state: JSON values that `read_checkpoint` gives back; rank 0's is written.
-            write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0, and maybe
-                while training goes on; replicas have none of these.
-            write_progress: the same, of what a start needs, so that replicas have it, too.
+            write_files: called with a folder and whether it is a replica, on rank 0, and maybe while training goes on;
+                writes what goes with the tensors. A replica needs only what a start does.
             keep: which checkpoints stay; None: all.
             begin_seconds: when training began to stand still, by `time.monotonic`.
 
@@ -158,12 +157,12 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        contents = self._collect(step, pieces, state, write_progress)
+        contents = self._collect(step, pieces, state)
         stall_seconds = None
         if self._copy is not None:
             contents = replace(contents, elements=self._copy.take(contents.elements))
             stall_seconds = time.monotonic() - begin_seconds
-        job = partial(self._write, path, step, contents, write_model_files, keep, begin_seconds, stall_seconds)
+        job = partial(self._write, path, step, contents, write_files, keep, begin_seconds, stall_seconds)
         if self._copy is None:
             job()
             self.wait()
@@ -199,9 +198,7 @@ class Saver:
         # The thread may add one meanwhile.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _collect(
-        self, step: int, pieces: Iterable[Piece], state: dict[str, Any], write_progress: Callable[[Path], object]
-    ) -> Contents:
+    def _collect(self, step: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Contents:
         """Agree on what is written where, and write nothing yet. A collective."""
         plan, elements, numbers = self._planner.plan(pieces)
         content = {"format": FORMAT, "step": step, "world_size": world_size()}
@@ -213,21 +210,20 @@ class Saver:
             # Raised in `write_files`, where all ranks hear of it.
             problem = CheckpointError("the state to save holds a value that JSON cannot", found=error)
 
-        def write_files(folder: Path) -> None:
+        def write_state(folder: Path) -> None:
             if problem is not None:
                 raise problem
-            write_progress(folder)
             (folder / STATE_FILE).parent.mkdir(exist_ok=True)
             (folder / STATE_FILE).write_text(json.dumps(json.loads(text), indent=1), encoding="utf-8")
 
-        return Contents(plan=plan, elements=elements, write_files=write_files, random_state=RandomState())
+        return Contents(plan=plan, elements=elements, write_files=write_state, random_state=RandomState())
 
     def _write(
         self,
         path: Path | None,
         step: int,
         contents: Contents,
-        write_model_files: Callable[[Path], object],
+        write_files: _WriteFiles,
         keep: Keep | None,
         begin_seconds: float,
         stall_seconds: float | None,
@@ -238,16 +234,19 @@ class Saver:
             num_bytes = contents.plan.num_bytes
             self._reports.append(SaveReport(written, step, num_bytes, stalled, total_seconds, is_replica))
 
-        def write_files(folder: Path) -> None:
-            write_model_files(folder)
-            contents.write_files(folder)
+        def with_files(*, is_replica: bool) -> Contents:
+            def write(folder: Path) -> None:
+                write_files(folder, is_replica)
+                contents.write_files(folder)
+
+            return replace(contents, write_files=write)
 
         try:
             on_all_ranks(self._write_first, self._group)
-            if self.replicas is not None and self._replicate(self.replicas, step, contents):
+            if self.replicas is not None and self._replicate(self.replicas, step, with_files(is_replica=True)):
                 report(self.replicas.folder, is_replica=True)
             if path is not None:
-                self._write_to_disk(path, step, replace(contents, write_files=write_files), keep)
+                self._write_to_disk(path, step, with_files(is_replica=False), keep)
                 report(path, is_replica=False)
         except Exception as error:
             self._error = error

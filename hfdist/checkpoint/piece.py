@@ -24,6 +24,10 @@ TRAINED = f"{NUMBER}trained"
 """The key of a number that is always 1, of parameters for which the optimizer keeps no other."""
 
 
+OPTIONAL = "+"
+"""What the keys begin with of what a run can do without: it is read where this run has it in the same shape."""
+
+
 def is_number(key: str) -> bool:
     """Whether a key is that of one number of a parameter, which all who hold a part of it have."""
     return key == STEP or key.startswith(NUMBER)

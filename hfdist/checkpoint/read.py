@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.manifest import FORMAT, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
-from hfdist.checkpoint.piece import MASTER, NUMBER, STEP, WEIGHT, Piece, is_number
+from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, list_first, merge_specs
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import (
@@ -25,6 +26,8 @@ from hfdist.checkpoint.save_plan import (
 )
 from hfdist.collectives import on_all_ranks
 from hfdist.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 class ByteRange(NamedTuple):
@@ -49,7 +52,8 @@ def read_checkpoint(
     """Fill the views of `pieces` and give back the `state` that was saved. A collective.
 
     Any layout reads any checkpoint. Float32 copies are read from the weights where the checkpoint has none, and
-    weights without copies from the copies where it has some, so the best precision that was saved is used.
+    weights without copies from the copies where it has some, so the best precision that was saved is used. What is
+    `OPTIONAL` stays as it is where the checkpoint has none of the same shape.
 
     Args:
         path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
@@ -71,12 +75,31 @@ def read_checkpoint(
         return declare([*own, *numbers])
 
     declared = [[Region.from_json(values) for values in other] for other in on_all_ranks(open_and_declare)]
-    sources = _match(path, saved[0], merge_specs(declared))
+    wanted = merge_specs(declared)
+    left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved[0], wanted)
+    if left_out:
+        logger.warning("%s is not read: the checkpoint has none of this layout", _list_keys(left_out))
+    wanted = {tensor: spec for tensor, spec in wanted.items() if tensor not in left_out}
+    own = [piece for piece in own if (piece.name, piece.key) in wanted]
+    sources = _match(path, saved[0], wanted)
     if fetch is not None:
         fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in own])
     on_all_ranks(lambda: _fill(own, sources))
     _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
+
+
+def _usable(saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> set[TensorId]:
+    """List what is saved just as it is wanted."""
+    return {
+        tensor
+        for tensor, spec in wanted.items()
+        if tensor in saved.entries and spec.shape == saved.entries[tensor].shape
+    }
+
+
+def _list_keys(tensors: Iterable[TensorId]) -> str:
+    return ", ".join(sorted({key.removeprefix(OPTIONAL) for _, key in tensors}))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -175,7 +198,9 @@ def _match(path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> dic
     unwanted = [
         f"{name}/{key}"
         for name, key in saved.entries
-        if (name, key) not in wanted and not (key == MASTER and (name, WEIGHT) in wanted)
+        if (name, key) not in wanted
+        and not (key == MASTER and (name, WEIGHT) in wanted)
+        and not key.startswith(OPTIONAL)
     ]
     unwanted += ["/".join(number) for number in saved.numbers if number not in wanted]
     problems = {"missing in it": missing, "unknown to this run": unwanted, "of another shape or type": mismatched}

@@ -47,6 +47,18 @@ class Offload(Enum):
     cpu = "cpu"
 
 
+class Compression(Enum):
+    """How gradients travel in DDP."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+    """As two narrow matrices."""
+    topk = "topk"
+    """The largest entries."""
+
+
 class Balance(Enum):
     """What is made equal over the ranks of a pipeline."""
 
@@ -86,6 +98,13 @@ class StrategyConfig:
     balance: Balance = Balance.flops
     blocks_per_stage: list[int] | None = None
     offload: Offload = Offload.none
+    compression: Compression = Compression.none
+    compression_rank: int = limited(1, at_least=1)
+    """Width of PowerSGD's matrices."""
+    compression_share: float = limited(0.01, above=0, at_most=1)
+    """Of the entries that topk sends."""
+    compression_warmup_steps: int = limited(10, at_least=0)
+    """First steps of a run, in which powersgd and topk send all."""
     reshard: bool | None = None
     """Whether FSDP2 frees a block's gathered parameters after its forward, and gathers them again for its backward.
 
@@ -94,6 +113,16 @@ class StrategyConfig:
     """Blocks whose parameters FSDP2 gathers ahead of the one that computes; 0: one, and only in the backward."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own config, merged over the generated one and checked against its schema."""
+
+    @property
+    def defers_gradients(self) -> bool:
+        """Whether each rank keeps what it does not send of a gradient for the next step."""
+        return self.compression in (Compression.powersgd, Compression.topk)
+
+    @property
+    def num_uncompressed_steps(self) -> int:
+        """First steps of a run that send gradients whole, where later ones do not."""
+        return self.compression_warmup_steps if self.defers_gradients else 0
 
     @property
     def shards_state(self) -> bool:

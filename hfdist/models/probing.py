@@ -359,6 +359,21 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
 
 
 @unset_fake_temporarily()
+def class_keeps_documents_apart(model: PreTrainedModel) -> bool | None:
+    """Ask `keeps_documents_apart` of a small model of the same class: of this one a rank may have a part.
+
+    Returns:
+        None also where it cannot be made small.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_model(model)
+        except Exception:  # whatever a model raises that cannot be made small
+            return None
+        return keeps_documents_apart(small)
+
+
+@unset_fake_temporarily()
 def uses_all_parameters(model: PreTrainedModel) -> bool:
     """Run a small model of the same class on a few tokens, here and alone: all ranks find the same.
 

@@ -18,18 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import device_of
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.models.partitioning import Partitioning
 from hfdist.optim.probe import Reach, describe, needs_whole_parameters
 from hfdist.pipeline.timeline import Recorder
-from hfdist.strategies.gradients import local_tensor, total_norm
+from hfdist.strategies.gradients.reduction import local_tensor, total_norm
 from hfdist.strategies.held import state_tensors, storage_bytes
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
@@ -40,6 +41,7 @@ from hfdist.topology import Topology
 
 if TYPE_CHECKING:
     from hfdist.strategies.context import ContextParallel
+    from hfdist.strategies.gradients.compression import GradientCompressor
     from hfdist.strategies.parallel_plans import Plans
 
 Batch = dict[str, torch.Tensor]
@@ -107,6 +109,10 @@ class Engine:
         self._optimizer: Any = None
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: Any = None
+        self.make_compressor: Callable[[nn.Module], GradientCompressor] | None = None
+        """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
+        self.compressor: GradientCompressor | None = None
+        self._compressed: nn.Module | None = None
         self._whole_steps: WholeSteps | None = None
         """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
         self.context = context
@@ -139,6 +145,12 @@ class Engine:
             The optimizer that the Trainer steps.
         """
         self._keep(optimizer, scaler)
+        # Once for a model that several trainings share.
+        if self.make_compressor is not None and prepared is not self._compressed:
+            self._compressed, self.compressor = prepared, self.make_compressor(self.model)
+            # A plan has a model without others.
+            if isinstance(prepared, DistributedDataParallel):
+                self.compressor.register(prepared)
         return optimizer
 
     def _keep(self, optimizer: Any, scaler: Any) -> None:
@@ -312,6 +324,8 @@ class Engine:
         if wholes is not None and reader is not None:
             for named in wholes.named:
                 yield from reader.pieces_of(*named)
+        if self.compressor is not None:
+            yield from self.compressor.pieces()
 
     def _own_pieces(self, piece: Piece) -> Iterable[Piece]:
         """Give pieces of the whole model, from one of this rank's model."""
@@ -363,6 +377,10 @@ class Strategy(Partitioning):
         self._partitioned: nn.Module | None = None
         self._plans: list[Plans] = []
         """For the parameters of the partitioned model, the best first; empty: ranks share none."""
+        if config.compression is not Compression.none and topology.world_size == 1:
+            found = f"{config.compression.value}, with one process"
+            hint = "strategy.compression=none, or launch.processes=2"
+            raise ConfigError("one process sends no gradients", where="strategy.compression", found=found, hint=hint)
 
     def training_arguments(self) -> dict[str, object]:
         """Fields of TrainingArguments that this layout needs."""
@@ -418,6 +436,11 @@ class Strategy(Partitioning):
         self._partition_once(model)
         context = self._shard_sequences(model)
         engine = Engine(model, context, self._shard_parameters(model))
+        if self.config.compression is not Compression.none:
+            # It takes time that other layouts save.
+            from hfdist.strategies.gradients.compression import GradientCompressor
+
+            engine.make_compressor = partial(GradientCompressor, topology=self.topology, config=self.config)
         self._count_fractions(engine)
         return engine
 

@@ -31,7 +31,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.architecture import count_heads
 from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.models.routers import COUNTED
-from hfdist.strategies.gradients import sum_gradients
+from hfdist.strategies.gradients.reduction import sum_gradients
 from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
 
 # Not public; these collectives alone have a backward and can be compiled.

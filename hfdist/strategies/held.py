@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:

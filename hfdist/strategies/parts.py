@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfdist.checkpoint.piece import Piece, is_number
 from hfdist.collectives import broadcast, device_of
-from hfdist.strategies.gradients import average_gradients, divide_gradients, sum_gradients
+from hfdist.strategies.gradients.reduction import average_gradients, divide_gradients, sum_gradients
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR, ParameterShard
 from hfdist.strategies.same_batch import check_same_batch
 

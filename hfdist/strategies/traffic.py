@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfdist.config.batch import BatchPlan
-from hfdist.config.strategy import ContextMethod, StrategyConfig
+from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
@@ -158,8 +158,25 @@ class Axes:
     def average_gradients(self, *, hidden_by: str | None = None) -> Iterator[Sent]:
         """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
         calls = max(1, round(self.held() * self.sizes.weight_bytes / _DDP_BUCKET_BYTES))
-        yield from self.reduce(ALL_REDUCE, DATA, self.held(), calls=calls, hidden_by=hidden_by)
+        kind, share = self._compressed()
+        yield from self.reduce(kind, DATA, self.held() * share, calls=calls, hidden_by=hidden_by)
         yield from self.reduce(ALL_REDUCE, DATA, self.held_experts(), calls=1, of_experts=True)
+
+    def _compressed(self) -> tuple[str, float]:
+        """Give how gradients of DDP travel, and what of them does, as a share of their bytes."""
+        config, item_bytes = self.config, self.sizes.weight_bytes
+        match config.compression:
+            case Compression.fp16 | Compression.bf16:
+                return ALL_REDUCE, 2 / item_bytes
+            case Compression.powersgd:
+                # Of matrices as wide as the hidden states; those that are wider send a little less.
+                return ALL_REDUCE, min(1.0, 2 * config.compression_rank / self.sizes.hidden)
+            case Compression.topk:
+                # Of each rank numbers and their places.
+                num_ranks = self.topology.data * self.topology.context
+                return ALL_GATHER, num_ranks * config.compression_share * (1 + 4 / item_bytes)
+            case Compression.none:
+                return ALL_REDUCE, 1.0
 
     def shard_weights(self, *, again: float, microbatches: int, begins: str | None, ends: str | None) -> Iterator[Sent]:
         """FSDP2: gathers weights, reduces gradients to shards, and averages these over replicas.

@@ -18,7 +18,7 @@ from torch import nn
 
 from hfdist.checkpoint.piece import WEIGHT, Piece, view_rows
 from hfdist.collectives import gather_json
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 
 Group = dict[str, Any]
 

@@ -18,7 +18,7 @@ from hfdist.errors import ConfigError
 from hfdist.pipeline.pipeline import Stage
 from hfdist.strategies.base import TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks

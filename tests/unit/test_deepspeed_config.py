@@ -92,3 +92,17 @@ def test_on_a_cpu_gradients_are_reduced_to_the_rank_that_steps_them(monkeypatch,
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     section = config(StrategyConfig(sharding=Sharding.zero2))["zero_optimization"]
     assert section["use_multi_rank_bucket_allreduce"] is has_gpu
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_zero_plus_plus_needs_a_gpu(monkeypatch, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    strategy = StrategyConfig(
+        sharding=Sharding.zero3, deepspeed={"zero_optimization": {"zero_quantized_gradients": True}}
+    )
+    if has_gpu:
+        assert config(strategy)["zero_optimization"]["zero_quantized_gradients"] is True
+        return
+    with pytest.raises(ConfigError, match="on GPUs only") as caught:
+        config(strategy)
+    assert caught.value.where == "strategy.deepspeed.zero_optimization.zero_quantized_gradients"

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfdist.strategies import gradients
-from hfdist.strategies.gradients import sum_gradients, total_norm
+from hfdist.strategies.gradients import reduction
+from hfdist.strategies.gradients.reduction import sum_gradients, total_norm
 from hfdist.testing import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +31,7 @@ def answers():
     large = [parameter(rank, shape=(5,)) for _ in range(4)]
     transposed = parameter(0, shape=(4, 2))
     transposed.grad = (torch.arange(8.0).view(2, 4) * (rank + 1)).t()
-    gradients._BUCKET_ELEMENTS = 12
+    reduction._BUCKET_ELEMENTS = 12
     together = [everywhere, once, never, frozen, half, *large, transposed]
     sum_gradients(together, group)
     summed = [None if p.grad is None else p.grad.tolist() for p in together]

@@ -8,7 +8,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError
 from hfdist.models import build_model, find_architecture, fit_vocabulary, load_tokenizer
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
-from hfdist.models.probing import keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart
 from hfdist.models.tokenizer import train_bpe
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
@@ -156,6 +156,22 @@ def test_models_are_asked_whether_they_keep_documents_apart(tokenizer):
     assert keeps_documents_apart(random_model(tokenizer)) is True
     mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
     assert keeps_documents_apart(AutoModelForCausalLM.from_config(mamba)) is not True
+
+
+def test_a_rank_with_a_part_of_the_blocks_knows_it_too():
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", vocab_size=64, **sizes))
+    for module in model.model.layers[0].modules():
+        module._parameters = dict.fromkeys(module._parameters)
+    state = torch.get_rng_state()
+    assert class_keeps_documents_apart(model) is True
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def flops_of(model):

@@ -18,7 +18,7 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.loss import LossHead
 from hfdist.strategies.base import Strategy, TrainerHooks
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.models import tiny_batch, tiny_model

@@ -10,7 +10,7 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.pipeline.infer_stage_io import infer_stage_io
 from hfdist.pipeline.split import split_at_blocks
 from hfdist.strategies.base import build_mesh
-from hfdist.strategies.gradients import sum_gradients
+from hfdist.strategies.gradients.reduction import sum_gradients
 from hfdist.testing import run_ranks
 from hfdist.topology import Degrees, Topology
 from tests.zoo.models import tiny_batch, tiny_model

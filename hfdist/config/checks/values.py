@@ -18,7 +18,7 @@ from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Ini
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
 from hfdist.config.schema import find_key, flatten, plain
-from hfdist.config.strategy import ContextMethod, Offload, Sharding, StrategyConfig
+from hfdist.config.strategy import Compression, ContextMethod, Offload, Sharding, StrategyConfig
 from hfdist.config.train import Compile, Precision, Recompute, TrainConfig
 from hfdist.errors import ConfigError, nearest
 
@@ -155,6 +155,8 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what = "the loss scale lies on the device, and offloaded gradients do not"
         hint = "train.precision=bf16, or strategy=zero3_offload"
         raise _conflict(config, "train.precision strategy.offload", what, allowed="fp32, bf16", hint=hint)
+    if strategy.compression is not Compression.none:
+        _check_compression(config)
     if strategy.deepspeed and not strategy.sharding.is_deepspeed:
         what = "these keys are DeepSpeed's, and without ZeRO DeepSpeed is not used"
         hint = "strategy=zero1, or leave strategy.deepspeed empty"
@@ -198,6 +200,18 @@ def check_layout(strategy: StrategyConfig, train: TrainConfig) -> None:
         what = "a pipeline runs the model from block to block, so it cannot be compiled as a whole"
         keys, hint = "train.compile strategy.pipeline", "train.compile=blocks"
         raise _conflict(config, keys, what, allowed="none, blocks", hint=hint)
+
+
+def _check_compression(config: RunConfig) -> None:
+    """Compressed are the gradients of DDP, which other layouts do without."""
+    strategy, what = config.strategy, "DDP compresses gradients, and this layout reduces them by itself"
+    if strategy.sharding is not Sharding.none:
+        keys, hint = "strategy.compression strategy.sharding", "strategy=ddp, or strategy.compression=none"
+        raise _conflict(config, keys, what, allowed="none", hint=hint)
+    for axis in ("pipeline", "tensor", "expert"):
+        if getattr(strategy, axis) > 1:
+            hint = f"strategy.{axis}=1, or strategy.compression=none"
+            raise _conflict(config, f"strategy.compression strategy.{axis}", what, allowed="1", hint=hint)
 
 
 def _check_shared(config: RunConfig, axis: str, what: str) -> None:

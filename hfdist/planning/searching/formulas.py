@@ -19,7 +19,7 @@ from hfdist.strategies.base import ShardFractions
 _BUCKET_ELEMENTS = 50e6
 """Of DeepSpeed's buckets, as strategies/deepspeed/deepspeed_config.py sets them."""
 _SUM_ELEMENTS = 16 * 1024 * 1024
-"""That are added up over ranks at a time (strategies/gradients.py)."""
+"""That are added up over ranks at a time (strategies/gradients/reduction.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from hfdist.models.blocks import checkpoint_blocks, find_block_parts
 from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
-from hfdist.models.probing import keeps_documents_apart, small_model
+from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.optim.registry import make_small, values_per_weight
 from hfdist.pipeline.partition import costs_by_flops
 from hfdist.pipeline.stage_module import Block, Place, copy_structure
@@ -73,7 +73,7 @@ def measure_constants(
         loss_head = choose_loss(config, model, strategy)
         if loss_head is not None and is_gpu:
             loss_head = LossHead(loss_head.choice, CHUNK_LOGITS["cuda"])
-        shares_tokens = keeps_documents_apart(small_model(model)) is not False
+        shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, ends = measurement.kinds(), measurement.ends

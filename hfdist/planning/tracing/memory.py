@@ -33,9 +33,9 @@ from hfdist.optim.muon import MuonWithAdamW
 from hfdist.optim.registry import find_optimizer
 from hfdist.planning.costs import MemoryUse, PeakMemory, Phase, RankCosts, StageCosts
 from hfdist.planning.tracing.fake_model import loss_function, make_fake_model, prepare_as_trainer
-from hfdist.planning.tracing.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Trace
+from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import select_strategy
 from hfdist.topology import Topology
 
@@ -203,6 +203,8 @@ def _trace_engine(
     with trace if is_zero else nullcontext():
         # DeepSpeed makes flat buffers.
         optimizer = make_optimizer(config, engine, device_type)
+    if engine.compressor is not None:
+        trace.hold(engine.compressor.residuals.values(), BUFFERS)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))

@@ -30,7 +30,7 @@ from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.planning.costs import OpCosts, Phase, StageCosts
 from hfdist.planning.tracing.trace import GRADIENTS, Trace
 from hfdist.strategies.base import Batch
-from hfdist.strategies.gradients import local_tensor
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.pipeline import PipelineStrategy
 from hfdist.topology import Topology
 

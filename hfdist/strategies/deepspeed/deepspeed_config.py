@@ -47,6 +47,9 @@ _TOP_LEVEL: dict[str, type] = {
     "zero_force_ds_cpu_optimizer": bool,
 }
 
+# ZeRO++, whose kernels are of CUDA.
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
 STAGE = {Sharding.zero1: 1, Sharding.zero2: 2, Sharding.zero3: 3}
 
 
@@ -54,9 +57,10 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan) -> 
     """Give the dict that `deepspeed.initialize` reads, with `strategy.deepspeed` merged over it.
 
     Raises:
-        ConfigError: a key of `strategy.deepspeed` that DeepSpeed does not know or that hfdist sets itself.
+        ConfigError: a key of `strategy.deepspeed` that DeepSpeed does not know, hfdist sets itself, or needs a GPU.
     """
     check_extra_keys(strategy.deepspeed)
+    _check_device(strategy.deepspeed)
     return _merge(_generated(strategy, train, batch), strategy.deepspeed)
 
 
@@ -132,6 +136,14 @@ def check_extra_keys(extra: dict[str, Any]) -> None:
             _check_scalar(key, value, _TOP_LEVEL[key])
         else:
             raise _unknown(key, value, [*sections, *_TOP_LEVEL], "")
+
+
+def _check_device(extra: dict[str, Any]) -> None:
+    asked = [name for name in _QUANTIZED if extra.get("zero_optimization", {}).get(name)]
+    if asked and not torch.cuda.is_available():
+        what, where = "ZeRO++ quantizes on GPUs only", f"{_PLACE}.zero_optimization.{asked[0]}"
+        hint = "a GPU, or strategy=ddp with strategy.compression=bf16"
+        raise ConfigError(what, where=where, found="True, on a CPU", allowed="False", hint=hint)
 
 
 def _sections() -> dict[str, type[BaseModel]]:

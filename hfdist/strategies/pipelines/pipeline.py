@@ -30,7 +30,7 @@ from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.stage_module import refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Batch, Engine, Strategy, TrainerHooks
-from hfdist.strategies.gradients import average_gradients, sum_gradients
+from hfdist.strategies.gradients.reduction import average_gradients, sum_gradients
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.same_batch import check_same_batch
 from hfdist.strategies.traffic import Axes, Sent

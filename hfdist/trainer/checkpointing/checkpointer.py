@@ -137,12 +137,10 @@ class Checkpointer:
         progress.log_history = list(progress.log_history)
         progress.stateful_callbacks = self._states_of_callbacks()
 
-        def write_model_files(folder: Path) -> None:
-            for name, content in files.items():
+        def write_files(folder: Path, is_replica: bool) -> None:
+            for name, content in () if is_replica else files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
-
-        def write_progress(folder: Path) -> None:
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
 
@@ -151,8 +149,7 @@ class Checkpointer:
             step=trainer.state.global_step,
             pieces=self._pieces(),
             state=self._state(cursor),
-            write_model_files=write_model_files,
-            write_progress=write_progress,
+            write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
         )

@@ -22,9 +22,11 @@ class Traffic(TrainerCallback):
     Args:
         topology: of this rank.
         recorder: on rank 0.
+        warm_up_steps: of each start, which send more than the others; the fourth behind them is counted.
     """
 
-    def __init__(self, topology: Topology, recorder: RunRecorder | None) -> None:
+    def __init__(self, topology: Topology, recorder: RunRecorder | None, *, warm_up_steps: int = 0) -> None:
+        self._counted_step = _COUNTED_STEP + warm_up_steps
         self._topology, self._recorder = topology, recorder
         self._step: int | None = None
         """After how many steps the counted one begins; None: nothing is to be counted."""
@@ -32,7 +34,7 @@ class Traffic(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Choose the step. A collective where there are other ranks."""
-        self._step = min(state.global_step + _COUNTED_STEP, state.max_steps) - 1 if world_size() > 1 else None
+        self._step = min(state.global_step + self._counted_step, state.max_steps) - 1 if world_size() > 1 else None
         # Made by all ranks together, and not in the counted step.
         control_group()
 

@@ -50,7 +50,7 @@ from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
 from hfdist.models.float8 import use_float8
 from hfdist.models.loss import choose_loss
-from hfdist.models.probing import keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.optim.registry import check_optimizer, find_optimizer
@@ -195,7 +195,7 @@ class Run:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
         run_dir, checkpoint, train = Path(config.run.dir), config.checkpoint, config.train
-        if not self.strategy.partitions_in_constructor and keeps_documents_apart(model) is False:
+        if not self.strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
             )
@@ -324,7 +324,8 @@ def _add_reports(trainer: Trainer, config: RunConfig, recorder: RunRecorder | No
         trainer.add_callback(alerts)
     else:
         trainer.add_callback(RankTimes(run_dir, trainer.throughput))
-    trainer.add_callback(Traffic(trainer.strategy.topology, recorder))
+    warm_up_steps = config.strategy.num_uncompressed_steps
+    trainer.add_callback(Traffic(trainer.strategy.topology, recorder, warm_up_steps=warm_up_steps))
     # The progress bar and metrics.jsonl say the same, and are easier to read.
     trainer.remove_callback(PrinterCallback)
 

@@ -1,0 +1,1 @@
+"""Gradients of the ranks: how they are added up, and how they travel."""
