@@ -118,17 +118,7 @@ def write_folder(
         with _removed_on_failure(unfinished, memories), _room_for(num_bytes, parent):
             if num_bytes > shutil.disk_usage(parent).free:
                 raise _no_room(parent, num_bytes)
-            unfinished.mkdir()
-            if rank() == 0:
-                contents.write_files(unfinished)
-                if plan.index is not None:
-                    (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
-            small = list_files(unfinished)
-            for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
-                (unfinished / name).parent.mkdir(exist_ok=True)
-            for name, file in plan.files.items():
-                safetensors_io.create(unfinished / name, file, is_sparse=memories.count > 1)
-            return [hash_file(unfinished, name) for name in small]
+            return _lay_out(unfinished, contents, is_sparse=memories.count > 1)
 
     def write_own() -> list[Part]:
         given = contents.elements
@@ -154,6 +144,22 @@ def write_folder(
         held = common + [part for number in memories.held() for part in shares[number]]
         whole = common + [part for share in shares for part in share]
         on_all_ranks(lambda: finish(unfinished, whole, held) if memories.leads else None, group)
+
+
+def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[Part]:
+    """Make a folder with all files at their full size; give the hashes of those that are written whole, on rank 0."""
+    plan = contents.plan
+    unfinished.mkdir()
+    if rank() == 0:
+        contents.write_files(unfinished)
+        if plan.index is not None:
+            (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
+    small = list_files(unfinished)
+    for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
+        (unfinished / name).parent.mkdir(exist_ok=True)
+    for name, file in plan.files.items():
+        safetensors_io.create(unfinished / name, file, is_sparse=is_sparse)
+    return [hash_file(unfinished, name) for name in small]
 
 
 def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:
