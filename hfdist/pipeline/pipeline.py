@@ -7,7 +7,6 @@ the critical path makes steps 3 to 10 % longer than this loop does.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -185,7 +184,6 @@ class Runtime:
         self._inputs: _Inbox = {}
         self._gradients: _Inbox = {}
         self._losses: dict[int, torch.Tensor] = {}
-        self._sending: deque[dist.Work] = deque()
 
     def run(self, instructions: Sequence[Instruction]) -> list[torch.Tensor]:
         """Run them; give the losses in order of micro batches if the last stage is here, else an empty list."""
@@ -210,8 +208,7 @@ class Runtime:
                 case Operation.receive_output_gradient:
                     empty = stage.empty_output_gradients(microbatch)
                     self._gradients[index, microbatch] = self._receive(empty, index + 1)
-        for work in self._sending:
-            work.wait()
+        self._channel.flush()
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def _forward(self, stage: Stage, index: int, microbatch: int) -> None:
@@ -239,12 +236,7 @@ class Runtime:
         rank = self._channel.rank_of_stage[to_stage]
         with self._recorder.span(Action.send, stage=index, microbatch=microbatch):
             for tensor in inbox.pop((to_stage, microbatch)).tensors:
-                work = dist.isend(tensor.contiguous(), group=self._channel.group, group_dst=rank)
-                assert work is not None
-                self._sending.append(work)
-        while self._sending and self._sending[0].is_completed():
-            # Work that is held holds its tensor.
-            self._sending.popleft()
+                self._channel.start_send(rank, tensor)
 
     def _receive(self, empty: Tensors, from_stage: int) -> _Message:
         rank = self._channel.rank_of_stage[from_stage]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from hfdist.collectives import device_of
+from hfdist.pipeline.sends import Sends
 
 
 class Outputs(Enum):
@@ -135,7 +136,7 @@ class P2PChannel:
         self.receives_early = dist.get_backend(group) == "gloo"
         """Whether a receive that waits holds up nothing else."""
         self._handed_over: dict[int, deque[Activations | None]] = defaultdict(deque)
-        self._sending: list[tuple[dist.Work | None, torch.Tensor]] = []
+        self._sends = Sends(tells=dist.get_backend(group) != "gloo")
 
     def send(self, stage: int, activations: Activations | None) -> None:
         """Send to `stage`, without waiting. None says that there is none: an earlier stage failed."""
@@ -149,8 +150,13 @@ class P2PChannel:
         length = torch.tensor([len(text)], dtype=torch.int64)
         payload = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
         for tensor in (length, payload, *tensors):
-            data = tensor.detach().to(self._network_device).contiguous()
-            self._sending.append((dist.isend(data, group=self.group, group_dst=peer), data))
+            self.start_send(peer, tensor.detach().to(self._network_device))
+
+    def start_send(self, peer: int, tensor: torch.Tensor) -> None:
+        """Send a tensor alone to another rank, without waiting."""
+        work = dist.isend(tensor.contiguous(), group=self.group, group_dst=peer)
+        assert work is not None  # this rank is in the group
+        self._sends.add(work)
 
     def receive(self, stage: int) -> Activations | None:
         """Wait for what was sent to `stage`. Tensors that a gradient flows back through are leaves that want one."""
@@ -167,10 +173,7 @@ class P2PChannel:
 
     def flush(self) -> None:
         """Wait until everything is sent."""
-        for work, _ in self._sending:
-            if work is not None:
-                work.wait()
-        self._sending.clear()
+        self._sends.wait()
 
     def _receive_tensor(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._network_device)
