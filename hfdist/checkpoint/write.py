@@ -125,12 +125,7 @@ def write_folder(
         joined = join_columns(plan.transfers, given, between)
         elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
         with _room_for(num_bytes, parent):
-            parts = _write_shard(unfinished, plan.items, elements)
-            if contents.random_state is not None:
-                name, content = random_file(rank()), contents.random_state.to_bytes()
-                (unfinished / name).write_bytes(content)
-                parts.append(Part.first(name, content))
-        return parts
+            return _write_own(unfinished, contents, elements)
 
     begun = on_all_ranks(begin, group)
     unfinished = parent / begun[0][0]
@@ -160,6 +155,15 @@ def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[P
     for name, file in plan.files.items():
         safetensors_io.create(unfinished / name, file, is_sparse=is_sparse)
     return [hash_file(unfinished, name) for name in small]
+
+
+def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor]) -> list[Part]:
+    parts = _write_shard(unfinished, contents.plan.items, elements)
+    if contents.random_state is not None:
+        name, content = random_file(rank()), contents.random_state.to_bytes()
+        (unfinished / name).write_bytes(content)
+        parts.append(Part.first(name, content))
+    return parts
 
 
 def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:
