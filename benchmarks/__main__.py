@@ -29,6 +29,7 @@ LINES = {
     "text": "benchmarks.data",
     "packing": "benchmarks.packing",
     "checkpoint": "benchmarks.checkpoint",
+    "replicas": "benchmarks.replicas",
     "loss head": "benchmarks.head",
     "one GPU": "benchmarks.gpu",
     "start": "benchmarks.start",

@@ -143,7 +143,6 @@ def _ours(pieces: Callable[[], list[Piece]]) -> Save:
             step=1,
             pieces=pieces(),
             state={},
-            write_model_files=lambda path: None,
             keep=None,
             begin_seconds=begin_seconds,
         )

@@ -5,10 +5,12 @@ from hfdist.checkpoint.folder import Keep, find_newest, prune
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
 from hfdist.checkpoint.read import read_checkpoint, read_state
+from hfdist.checkpoint.replicas import Replicas
 from hfdist.checkpoint.write import export_model
 
 __all__ = [
     "Keep",
+    "Replicas",
     "Saver",
     "export_model",
     "find_newest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import threading
 import time
 import weakref
@@ -19,13 +20,16 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
-from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part, hash_file
+from hfdist.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Part
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
+from hfdist.checkpoint.replicas import Replicas
 from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers_as_json
-from hfdist.checkpoint.write import Contents, list_files, write_folder
+from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, ResourceError
+
+logger = logging.getLogger(__name__)
 
 _LAST_SECONDS = 3.0
 """For a save at the end of a process that has failed. A thread that comes back from gloo, whose peers may end as well,
@@ -34,6 +38,7 @@ while the interpreter ends would abort the process."""
 _ALIGNMENT_BYTES = 64
 
 _Job = Callable[[], None]
+_WriteFiles = Callable[[Path, bool], object]
 
 
 class SaveReport(NamedTuple):
@@ -47,6 +52,8 @@ class SaveReport(NamedTuple):
     """For which training stood still, as long as a save before was not done included."""
     total_seconds: float
     """From the wish to save until the checkpoint had its name."""
+    is_replica: bool = False
+    """Whether it is in memory, and not on the disk."""
 
 
 class _HostCopy:
@@ -94,6 +101,7 @@ class Saver:
         in_background: False: training waits until all is on the disk, and no memory for a copy is needed.
         stem: of the files of weights, as of `Planner`.
         write_first: called on every rank in each save before anything else is written, while training may go on.
+        replicas: where each save leaves one, too, before it writes to the disk; None: nowhere.
     """
 
     def __init__(
@@ -102,8 +110,11 @@ class Saver:
         in_background: bool = True,
         stem: str = MODEL_STEM,
         write_first: Callable[[], None] = lambda: None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._write_first = write_first
+        self.replicas = replicas
+        """None, too, once the memory has become full."""
         self._planner = Planner(stem=stem)
         self._copy = _HostCopy() if in_background else None
         self._group = dist.new_group(backend="gloo") if in_background and world_size() > 1 else None
@@ -120,24 +131,25 @@ class Saver:
 
     def save(
         self,
-        path: Path,
+        path: Path | None,
         *,
         step: int,
         pieces: Iterable[Piece],
         state: dict[str, Any],
-        write_model_files: Callable[[Path], object],
-        keep: Keep | None,
+        write_files: _WriteFiles = lambda folder, is_replica: None,
+        keep: Keep | None = None,
         begin_seconds: float,
     ) -> None:
         """Write the checkpoint `path`, then remove what `keep` does not name. A collective.
 
         Args:
-            path: in the run's folder of checkpoints, with a name that `folder.STEP_NAME` matches.
+            path: in the run's folder of checkpoints, with a name that `folder.STEP_NAME` matches; None: no
+                checkpoint, and a replica alone.
             step: optimizer steps done.
             pieces: what this rank holds.
             state: JSON values that `read_checkpoint` gives back; rank 0's is written.
-            write_model_files: writes config, tokenizer and the like into the given folder; called on rank 0, and maybe
-                while training goes on.
+            write_files: called with a folder and whether it is a replica, on rank 0, and maybe while training goes on;
+                writes what goes with the tensors. A replica needs only what a start does.
             keep: which checkpoints stay; None: all.
             begin_seconds: when training began to stand still, by `time.monotonic`.
 
@@ -145,12 +157,12 @@ class Saver:
             CheckpointError, NumericsError, ResourceError: now, or at the next `wait`; of this save or of the last.
         """
         self.wait()
-        contents = self._collect(step, pieces, state, write_model_files)
+        contents = self._collect(step, pieces, state)
         stall_seconds = None
         if self._copy is not None:
             contents = replace(contents, elements=self._copy.take(contents.elements))
             stall_seconds = time.monotonic() - begin_seconds
-        job = partial(self._write, path, step, contents, keep, begin_seconds, stall_seconds)
+        job = partial(self._write, path, step, contents, write_files, keep, begin_seconds, stall_seconds)
         if self._copy is None:
             job()
             self.wait()
@@ -159,6 +171,11 @@ class Saver:
             self._thread.start()
         self._is_done.clear()
         self._jobs.put(job)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is going on, of which other ranks may see the end earlier."""
+        return not self._is_done.is_set()
 
     @property
     def has_failed(self) -> bool:
@@ -181,9 +198,7 @@ class Saver:
         # The thread may add one meanwhile.
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def _collect(
-        self, step: int, pieces: Iterable[Piece], state: dict[str, Any], write_model_files: Callable[[Path], object]
-    ) -> Contents:
+    def _collect(self, step: int, pieces: Iterable[Piece], state: dict[str, Any]) -> Contents:
         """Agree on what is written where, and write nothing yet. A collective."""
         plan, elements, numbers = self._planner.plan(pieces)
         content = {"format": FORMAT, "step": step, "world_size": world_size()}
@@ -195,49 +210,76 @@ class Saver:
             # Raised in `write_files`, where all ranks hear of it.
             problem = CheckpointError("the state to save holds a value that JSON cannot", found=error)
 
-        def write_files(folder: Path) -> None:
+        def write_state(folder: Path) -> None:
             if problem is not None:
                 raise problem
-            write_model_files(folder)
             (folder / STATE_FILE).parent.mkdir(exist_ok=True)
             (folder / STATE_FILE).write_text(json.dumps(json.loads(text), indent=1), encoding="utf-8")
 
-        return Contents(plan=plan, elements=elements, write_files=write_files, random_state=RandomState())
+        return Contents(plan=plan, elements=elements, write_files=write_state, random_state=RandomState())
 
     def _write(
         self,
-        path: Path,
+        path: Path | None,
         step: int,
         contents: Contents,
+        write_files: _WriteFiles,
         keep: Keep | None,
         begin_seconds: float,
         stall_seconds: float | None,
     ) -> None:
+        def report(written: Path, *, is_replica: bool) -> None:
+            total_seconds = time.monotonic() - begin_seconds
+            stalled = total_seconds if stall_seconds is None else stall_seconds
+            num_bytes = contents.plan.num_bytes
+            self._reports.append(SaveReport(written, step, num_bytes, stalled, total_seconds, is_replica))
+
+        def with_files(*, is_replica: bool) -> Contents:
+            def write(folder: Path) -> None:
+                write_files(folder, is_replica)
+                contents.write_files(folder)
+
+            return replace(contents, write_files=write)
+
+        try:
+            on_all_ranks(self._write_first, self._group)
+            if self.replicas is not None and self._replicate(self.replicas, step, with_files(is_replica=True)):
+                report(self.replicas.folder, is_replica=True)
+            if path is not None:
+                self._write_to_disk(path, step, with_files(is_replica=False), keep)
+                report(path, is_replica=False)
+        except Exception as error:
+            self._error = error
+
+    def _replicate(self, replicas: Replicas, step: int, contents: Contents) -> bool:
+        """Write a replica. If the memory has become full, training goes on without them, from all ranks alike."""
+        is_first = not replicas.has_written
+        try:
+            replicas.write(step, contents, self._group)
+        except ResourceError as error:
+            if is_first:
+                raise
+            if rank() == 0:
+                logger.warning("from step %d on there are no replicas in memory: %s", step, error)
+            self.replicas = None
+            return False
+        return True
+
+    def _write_to_disk(self, path: Path, step: int, contents: Contents, keep: Keep | None) -> None:
         def start() -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
             return temporary(path)
 
-        def finish(unfinished: Path, parts: list[Part]) -> None:
-            parts += [Part.first(name, file.header) for name, file in contents.plan.files.items()]
-            hashed = {part.file for part in parts}
-            parts += [hash_file(unfinished, name) for name in list_files(unfinished) if name not in {*hashed, MANIFEST}]
+        def finish(unfinished: Path, parts: list[Part], _: list[Part]) -> None:
             manifest = Manifest.of_parts(step, parts)
             (unfinished / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
             commit(unfinished, path)
 
-        try:
-            on_all_ranks(self._write_first, self._group)
-            write_folder(contents, path.parent, start, finish, self._group)
-            if keep is not None:
-                # Awaited by all: a rank that ends takes the others along under most launchers.
-                on_rank_zero(partial(prune, path.parent, keep), self._group)
-        except Exception as error:
-            self._error = error
-            return
-        total_seconds = time.monotonic() - begin_seconds
-        stalled = total_seconds if stall_seconds is None else stall_seconds
-        self._reports.append(SaveReport(path, step, contents.plan.num_bytes, stalled, total_seconds))
+        write_folder(contents, path.parent, start, finish, self._group)
+        if keep is not None:
+            # Awaited by all: a rank that ends takes the others along under most launchers.
+            on_rank_zero(partial(prune, path.parent, keep), self._group)
 
 
 def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:

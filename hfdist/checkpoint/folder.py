@@ -238,15 +238,18 @@ def prune(folder: Path, keep: Keep) -> None:
     if keep.every is not None:
         kept |= {path for path in complete if step_of(path.name) % keep.every == 0}
     for path in complete:
-        if path in kept:
-            continue
-        try:
-            # Renamed first: a removal that is cut short leaves nothing that looks like a checkpoint.
-            going = path.rename(temporary(path))
-        except OSError as error:
-            logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
-        else:
-            _remove(going)
+        if path not in kept:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a removal that is cut short leaves nothing that looks like one."""
+    try:
+        going = path.rename(temporary(path))
+    except OSError as error:
+        logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+    else:
+        _remove(going)
 
 
 def by_held_out_loss(folder: Path) -> list[tuple[Path, float]]:

@@ -21,9 +21,12 @@ _NUMPY_WORDS = 624
 """Of the state of a Mersenne twister."""
 
 
+RANDOM_STEM = "training_state/rng-"
+
+
 def random_file(of_rank: int) -> str:
     """Name of a rank's file within a checkpoint."""
-    return f"training_state/rng-{of_rank:05d}.safetensors"
+    return f"{RANDOM_STEM}{of_rank:05d}.safetensors"
 
 
 class RandomState:
@@ -56,7 +59,7 @@ def restore_random_state(checkpoint: Path) -> bool:
     With another number of processes than at the save no rank is touched: the generators of ranks that come or go have
     no meaning. A damaged file is a `CheckpointError`.
     """
-    names = {name for name in read_manifest(checkpoint).files if name.startswith("training_state/rng-")}
+    names = {name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)}
     if names != {random_file(index) for index in range(world_size())}:
         logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, len(names))
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,14 @@ from hfdist.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
+class ByteRange(NamedTuple):
+    """Bytes of a file, from `begin` to before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+
 class _Saved(NamedTuple):
     """What a checkpoint holds."""
 
@@ -38,7 +46,9 @@ class _Saved(NamedTuple):
     state: dict[str, Any]
 
 
-def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
+def read_checkpoint(
+    path: Path, pieces: Iterable[Piece], fetch: Callable[[list[ByteRange]], None] | None = None
+) -> dict[str, Any]:
     """Fill the views of `pieces` and give back the `state` that was saved. A collective.
 
     Any layout reads any checkpoint. Float32 copies are read from the weights where the checkpoint has none, and
@@ -48,6 +58,7 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     Args:
         path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
         pieces: where this rank wants what; between them the ranks must want exactly what was saved.
+        fetch: called on all ranks with what each is about to read, if it may not be there yet.
 
     Raises:
         CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
@@ -71,6 +82,8 @@ def read_checkpoint(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
     wanted = {tensor: spec for tensor, spec in wanted.items() if tensor not in left_out}
     own = [piece for piece in own if (piece.name, piece.key) in wanted]
     sources = _match(path, saved[0], wanted)
+    if fetch is not None:
+        fetch([_range_of(piece, sources[piece.name, piece.key]) for piece in own])
     on_all_ranks(lambda: _fill(own, sources))
     _set_numbers(numbers, saved[0].numbers)
     return saved[0].state
@@ -218,6 +231,11 @@ def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpe
     is_trained_as_it_is = (spec.name, MASTER) not in wanted and spec.name in trained
     is_rounded = spec.key == WEIGHT and not is_trained_as_it_is
     return is_rounded or torch.promote_types(saved, own) == own
+
+
+def _range_of(piece: Piece, entry: Entry) -> ByteRange:
+    size = entry.dtype.itemsize
+    return ByteRange(entry.path, entry.begin + piece.start * size, entry.begin + piece.stop * size)
 
 
 @torch.no_grad()

@@ -112,10 +112,16 @@ def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
     return FilePlan(header=header, begins=begins, num_bytes=len(header) + position)
 
 
-def create(path: Path, plan: FilePlan) -> None:
-    """Write the header and reserve the space, so that a full disk shows before any rank writes."""
+def create(path: Path, plan: FilePlan, *, is_sparse: bool = False) -> None:
+    """Write the header and reserve the space, so that a full disk shows before any rank writes.
+
+    A sparse file has its size and takes no space for what nobody writes.
+    """
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, plan.num_bytes)
+        if is_sparse:
+            os.truncate(file.fileno(), plan.num_bytes)
+        else:
+            os.posix_fallocate(file.fileno(), 0, plan.num_bytes)
         file.write(plan.header)
 
 

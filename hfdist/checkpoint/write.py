@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,12 @@ import xxhash
 from hfdist.checkpoint import folder as folders
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import gloo_group, join_columns
-from hfdist.checkpoint.manifest import Part
+from hfdist.checkpoint.manifest import Part, hash_file
+from hfdist.checkpoint.memories import Memories, move_parts
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState, random_file
 from hfdist.checkpoint.save_plan import INDEX_FILE, MODEL_STEM, Plan, Planner, WriteItem
-from hfdist.collectives import FULL_DISK, on_all_ranks, on_rank_zero, rank
+from hfdist.collectives import FULL_DISK, on_all_ranks, rank
 from hfdist.errors import NumericsError, ResourceError
 
 PART_BYTES = 256 * 2**20
@@ -67,7 +69,7 @@ def export_model(
     """
     plan, elements, _ = Planner(weights_only=True, stem=stem).plan(pieces)
     contents = Contents(plan=plan, elements=elements, write_files=write_model_files)
-    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, _: _move_into(made, folder))
+    write_folder(contents, folder, lambda: _unfinished_export(folder), lambda made, *_: _move_into(made, folder))
 
 
 def replace_model(folder: Path, write_files: Callable[[Path], object]) -> None:
@@ -83,83 +85,116 @@ def write_folder(
     contents: Contents,
     parent: Path,
     start: Callable[[], Path],
-    finish: Callable[[Path, list[Part]], None],
+    finish: Callable[[Path, list[Part], list[Part]], None],
     group: dist.ProcessGroup | None = None,
+    memories: Memories | None = None,
 ) -> None:
     """Write a folder, complete or not at all: rank 0 lays its files out, all ranks fill them. A collective.
 
     Args:
         contents: as this rank has them.
-        parent: of the folder, on a file system that all ranks share.
-        start: gives the folder's name while it is unfinished, in `parent`; called on rank 0.
-        finish: gets that folder and the hashes of what the ranks have written, and puts it into its place; on rank 0.
+        parent: of the folder, on a file system that all ranks share, if `memories` does not say otherwise.
+        start: gives the folder's name while it is unfinished, in `parent`; called on the first rank of each memory.
+        finish: gets that folder, the hashes of all that is in it, and those of what is kept in this rank's; puts it
+            into its place; called on the first rank of each memory.
         group: another group of all ranks than the default one.
+        memories: which ranks share `parent`; None: all.
 
     Raises:
         CheckpointError: files that cannot be written; on all ranks alike.
         NumericsError: a trained parameter or its state is not finite; on all ranks alike.
         ResourceError: the disk is full; on all ranks alike.
     """
-    plan = contents.plan
+    plan, memories = contents.plan, memories or Memories.shared()
+    headers = [Part.first(name, file.header) for name, file in plan.files.items()]
+    between = gloo_group(group) if plan.has_transfers or memories.count > 1 else group
 
-    def lay_out() -> str:
-        unfinished = start()
-        with _removed_on_failure(unfinished), _room_for(plan, parent):
-            if plan.num_bytes > shutil.disk_usage(parent).free:
-                raise _no_room(parent, plan)
-            unfinished.mkdir()
-            contents.write_files(unfinished)
-            for name, file in plan.files.items():
-                (unfinished / name).parent.mkdir(exist_ok=True)
-                safetensors_io.create(unfinished / name, file)
-            if plan.index is not None:
-                (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
-        return unfinished.name
+    def begin() -> list[object]:
+        return [start().name if memories.leads else None, sum(item.end - item.begin for item in plan.items)]
+
+    def lay_out() -> list[Part]:
+        if not memories.leads:
+            return []
+        with _removed_on_failure(unfinished, memories), _room_for(num_bytes, parent):
+            if num_bytes > shutil.disk_usage(parent).free:
+                raise _no_room(parent, num_bytes)
+            return _lay_out(unfinished, contents, is_sparse=memories.count > 1)
 
     def write_own() -> list[Part]:
         given = contents.elements
         joined = join_columns(plan.transfers, given, between)
         elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
-        with _room_for(plan, parent):
-            parts = _write_shard(unfinished, plan.items, elements)
-            if contents.random_state is not None:
-                name, content = random_file(rank()), contents.random_state.to_bytes()
-                (unfinished / name).write_bytes(content)
-                parts.append(Part.first(name, content))
-        return parts
+        with _room_for(num_bytes, parent):
+            return _write_own(unfinished, contents, elements)
 
-    unfinished = parent / on_rank_zero(lay_out, group)
-    between = gloo_group(group) if plan.has_transfers else group
-    with _removed_on_failure(unfinished):
-        written = on_all_ranks(write_own, group)
-        on_rank_zero(lambda: finish(unfinished, [Part(*values) for of_rank in written for values in of_rank]), group)
+    begun = on_all_ranks(begin, group)
+    unfinished = parent / begun[0][0]
+    num_bytes = sum(part.num_bytes for part in headers) + sum(begun[number][1] for number in memories.held())
+    small = _parts(on_all_ranks(lay_out, group))[0]
+    with _removed_on_failure(unfinished, memories):
+        shares = _parts(on_all_ranks(write_own, group))
+        if memories.count > 1:
+            move_parts(unfinished, memories.list_spread(small, shares), between)
+        common = [*headers, *small]
+        held = common + [part for number in memories.held() for part in shares[number]]
+        whole = common + [part for share in shares for part in share]
+        on_all_ranks(lambda: finish(unfinished, whole, held) if memories.leads else None, group)
+
+
+def _lay_out(unfinished: Path, contents: Contents, *, is_sparse: bool) -> list[Part]:
+    """Make a folder with all files at their full size; give the hashes of those that are written whole, on rank 0."""
+    plan = contents.plan
+    unfinished.mkdir()
+    if rank() == 0:
+        contents.write_files(unfinished)
+        if plan.index is not None:
+            (unfinished / INDEX_FILE).write_text(json.dumps(plan.index, indent=2), encoding="utf-8")
+    small = list_files(unfinished)
+    for name in [*plan.files, *([] if contents.random_state is None else [random_file(0)])]:
+        (unfinished / name).parent.mkdir(exist_ok=True)
+    for name, file in plan.files.items():
+        safetensors_io.create(unfinished / name, file, is_sparse=is_sparse)
+    return [hash_file(unfinished, name) for name in small]
+
+
+def _write_own(unfinished: Path, contents: Contents, elements: list[torch.Tensor]) -> list[Part]:
+    parts = _write_shard(unfinished, contents.plan.items, elements)
+    if contents.random_state is not None:
+        name, content = random_file(rank()), contents.random_state.to_bytes()
+        (unfinished / name).write_bytes(content)
+        parts.append(Part.first(name, content))
+    return parts
+
+
+def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:
+    return [[Part(*values) for values in of_rank] for of_rank in of_ranks]
 
 
 @contextlib.contextmanager
-def _room_for(plan: Plan, folder: Path) -> Iterator[None]:
+def _room_for(num_bytes: int, folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in FULL_DISK:
-            raise _no_room(folder, plan) from error
+            raise _no_room(folder, num_bytes) from error
         raise
 
 
-def _no_room(folder: Path, plan: Plan) -> ResourceError:
+def _no_room(folder: Path, num_bytes: int) -> ResourceError:
     return ResourceError(
         "the disk has no room for the checkpoint",
         where=str(folder),
-        found=f"{plan.num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
+        found=f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free",
         hint="free space, or a smaller checkpoint.keep; the same command goes on from the last checkpoint",
     )
 
 
 @contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def _removed_on_failure(path: Path, memories: Memories | None = None) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if rank() == 0:
+        if rank() == 0 if memories is None else memories.leads:
             shutil.rmtree(path, ignore_errors=True)
         raise
 

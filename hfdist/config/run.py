@@ -106,6 +106,9 @@ class CheckpointConfig:
     keep: int = limited(2, at_least=1)
     keep_every: int | None = limited(None, at_least=1)
     keep_best: bool = False
+    replicate_every: int | None = limited(None, at_least=1)
+    """Steps between replicas in the memory of this machine and of the next one; each save leaves one, too."""
+    replicate_dir: str = "/dev/shm"
     background: bool = True
     resume: str = "auto"
     """`auto`: the newest that verifies, from step 0 if there are none; `never`: refuse a folder that has checkpoints;

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from hfdist.checkpoint import Keep, restore_random_state
+from hfdist.checkpoint import Keep, Replicas, restore_random_state
 from hfdist.collectives import gather_json
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, DataError
@@ -58,6 +58,10 @@ class RunOptions:
     """The config of the run, if it has one: kept in each checkpoint, to compare with at a resume."""
     keep: Keep | None = None
     """Which checkpoints stay; None: as many as `args.save_total_limit` says."""
+    replicas: Replicas | None = None
+    """Where each save leaves a replica in memory, too; None: nowhere."""
+    replicate_every: int | None = None
+    """Steps between replicas; None: none but with the saves."""
     save_in_background: bool = True
     """Whether training goes on from a copy in memory while a checkpoint is written."""
     loss_head: LossHead | None = None
@@ -424,10 +428,16 @@ class DistributedTrainerMixin(_Trainer):
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self.read_figures()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        is_due = self.engine is not None and self.checkpointer.replicates_at(self.state.global_step)
+        if is_due and self._guard.is_sound:
+            # Behind the line of this step, which a start from the replica does not write again.
+            with self.throughput.paused():
+                self.checkpointer.replicate()
 
     def read_figures(self) -> None:
         """Read what the next training line says of speed, routers and what the run adds. A collective."""
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
+        self._figures |= self.checkpointer.replica_figures()
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

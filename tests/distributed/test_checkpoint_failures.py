@@ -208,7 +208,6 @@ def train_and_save(folder):
             step=step,
             pieces=[piece],
             state={},
-            write_model_files=lambda path: None,
             keep=Keep(newest=2),
             begin_seconds=time.monotonic(),
         )

@@ -440,6 +440,18 @@ def _check_alert_command(config: RunConfig) -> None:
         raise ConfigError(what, where=where, found=words[0] if words else command, allowed="a program", hint=hint)
 
 
+def _check_replicas(config: RunConfig, every: int | None) -> None:
+    if every is None:
+        what = "replicas in memory bridge the steps between saves, and there are none"
+        hint = "checkpoint.every=100, or checkpoint.replicate_every=null"
+        raise _conflict(config, "checkpoint.replicate_every checkpoint.every", what, hint=hint)
+    folder = config.checkpoint.replicate_dir
+    if not os.access(folder, os.W_OK | os.X_OK) or not Path(folder).is_dir():
+        what = "replicas need a folder in memory that can be written"
+        hint = "checkpoint.replicate_every=null, or another folder, such as a mounted tmpfs"
+        raise _conflict(config, "checkpoint.replicate_dir", what, allowed="a folder of every machine", hint=hint)
+
+
 def _check_checkpoints(config: RunConfig) -> None:
     every, keep_every, resume = config.checkpoint.every, config.checkpoint.keep_every, config.checkpoint.resume
     eval_every = config.train.eval_every
@@ -455,6 +467,8 @@ def _check_checkpoints(config: RunConfig) -> None:
         is_missed = eval_every is None or (keep_every is not None and keep_every % eval_every != 0)
         hint = f"train.eval_every={every}" if is_missed else f"checkpoint.every={eval_every}"
         raise _conflict(config, "checkpoint.keep_best train.eval_every", what, allowed=allowed, hint=hint)
+    if config.checkpoint.replicate_every is not None:
+        _check_replicas(config, every)
     words = ["auto", "never"]
     if resume not in words and not (resume and Path(resume).expanduser().is_dir()):
         what = "this is neither auto, nor never, nor a folder that exists"

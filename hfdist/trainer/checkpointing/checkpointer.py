@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ class Checkpointer:
         self._model_files: dict[str, bytes] | None = None
         self.saver: Saver | None = None
         """None before the first training."""
+        self._kept_step = -1
+        """Of the last save or replica."""
+        self._replica_figures: dict[str, float] = {}
+        """For the next training line."""
 
     @property
     def _stem(self) -> str:
@@ -65,8 +70,13 @@ class Checkpointer:
     def begin(self) -> None:
         """Make the saver of a training that begins."""
         in_background = self._trainer.options.save_in_background
-        self.saver = Saver(in_background=in_background, stem=self._stem, write_first=self._write_counted)
-        self._model_files = None
+        self.saver = Saver(
+            in_background=in_background,
+            stem=self._stem,
+            write_first=self._write_counted,
+            replicas=self._trainer.options.replicas,
+        )
+        self._model_files, self._kept_step = None, -1
 
     # ---- saving ----
 
@@ -95,36 +105,55 @@ class Checkpointer:
                     if name != "name"
                 }
             )
-            if trainer.train_dataset.ledger is not None:
-                trainer.train_dataset.ledger.count()
-        trainer.store_flos()
         self._note_best()
         if self._model_files is None:
             # Once: they do not change while a model is trained, and a large tokenizer takes long.
             rendered: dict[str, bytes] = {}
             on_rank_zero(lambda: rendered.update(read_files(self._write_model_files)))
             self._model_files = rendered
-        model_files = self._model_files
+        self._save(self._path(trainer.state.global_step), cursor, begin, self._model_files)
+
+    def replicates_at(self, step: int) -> bool:
+        """Whether a replica is due behind this step, beside those that saves leave. Any one rank may call it."""
+        every = self._trainer.options.replicate_every
+        return every is not None and step % every == 0
+
+    def replicate(self) -> None:
+        """Begin to write a replica in memory, if the last save or replica is written, and not of this step."""
+        begin = time.monotonic()
+        assert self.saver is not None
+        is_kept = self._trainer.state.global_step == self._kept_step
+        # A thread of another rank may be done a moment later.
+        if not is_kept and self.saver.replicas is not None and not any(gather_json(self.saver.is_busy)):
+            self._save(None, self._merged_cursor(), begin, {})
+
+    def _save(self, path: Path | None, cursor: Cursor | None, begin_seconds: float, files: dict[str, bytes]) -> None:
+        trainer = self._trainer
+        assert self.saver is not None
+        if (ledger := self._ledger) is not None:
+            ledger.count()
+        trainer.store_flos()
         progress = copy.copy(trainer.state)
         progress.log_history = list(progress.log_history)
         progress.stateful_callbacks = self._states_of_callbacks()
 
-        def write_files(path: Path) -> None:
-            for name, content in model_files.items():
-                (path / name).parent.mkdir(parents=True, exist_ok=True)
-                (path / name).write_bytes(content)
+        def write_files(folder: Path, is_replica: bool) -> None:
+            for name, content in () if is_replica else files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
             progress.log_history = newest_entries(progress.log_history)
-            progress.save_to_json(str(path / TRAINER_STATE))
+            progress.save_to_json(str(folder / TRAINER_STATE))
 
         self.saver.save(
-            self._path(trainer.state.global_step),
+            path,
             step=trainer.state.global_step,
             pieces=self._pieces(),
             state=self._state(cursor),
-            write_model_files=write_files,
+            write_files=write_files,
             keep=self._keep(),
-            begin_seconds=begin,
+            begin_seconds=begin_seconds,
         )
+        self._kept_step = trainer.state.global_step
 
     def _note_best(self) -> None:
         """Name the checkpoint with the best metric so far, if there is one or will be."""
@@ -225,6 +254,15 @@ class Checkpointer:
     def _report_saves(self) -> None:
         """Log the saves that have ended since the last call."""
         for saved in [] if self.saver is None else self.saver.take_reports():
+            if saved.is_replica:
+                stall = self._replica_figures.get("replica/stall_seconds", 0.0) + saved.stall_seconds
+                self._replica_figures = {
+                    "replica/step": saved.step,
+                    "replica/bytes": saved.num_bytes,
+                    "replica/seconds": saved.total_seconds,
+                    "replica/stall_seconds": stall,
+                }
+                continue
             if not self._trainer.is_world_process_zero():
                 continue
             logger.info(
@@ -239,6 +277,11 @@ class Checkpointer:
                     "checkpoint/stall_seconds": saved.stall_seconds,
                 }
             )
+
+    def replica_figures(self) -> dict[str, float]:
+        """Give what a training line says of the newest replica since the last line, if there is one, on this rank."""
+        figures, self._replica_figures = self._replica_figures, {}
+        return figures
 
     def _log(self, figures: dict[str, float]) -> None:
         # Not by the class's own `log`: one that adds its metrics to each line must not spend them on this one.
@@ -301,7 +344,9 @@ class Checkpointer:
     def restore(self, path: Path) -> None:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
         trainer, stream = self._trainer, self._trainer.token_stream
-        beside = path.resolve().parents[1] / LEDGER
+        replicas = trainer.options.replicas
+        is_replica = replicas is not None and replicas.holds(path)
+        beside = (self.folder.parent if is_replica else path.resolve().parents[1]) / LEDGER
         # From Python there is none, except one that the stream was given.
         ledger = beside if beside.is_dir() else None
         if stream is not None:
@@ -319,7 +364,9 @@ class Checkpointer:
 
     def restore_weights(self, path: Path) -> dict[str, Any]:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
-        state = read_checkpoint(path, self._pieces())
+        replicas = self._trainer.options.replicas
+        fetch = partial(replicas.fetch, path) if replicas is not None and replicas.holds(path) else None
+        state = read_checkpoint(path, self._pieces(), fetch)
         self._trainer.engine.after_load()
         return state
 

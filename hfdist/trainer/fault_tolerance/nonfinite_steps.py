@@ -127,6 +127,11 @@ class NonfiniteGuard:
         self._deferred = (False, False)
         """An evaluation and a save that fell on skipped steps."""
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the last step was taken, so that the state is worth keeping."""
+        return not self._counter.skipped
+
     def begin_step(self) -> None:
         """Remember what a skipped step must not change."""
         self._loss_before = self._trainer._tr_loss.clone()
@@ -166,8 +171,9 @@ class NonfiniteGuard:
         control.should_save |= self._deferred[1]
         self._deferred = False, False
         every = self._counter.limits.compare_replicas_every
-        # Before each save, too: what is found later must have a sound checkpoint to go back to.
-        is_due = every is not None and (step % every == 0 or control.should_save) and world_size() > 1
+        # Before what is kept, too: what is found later must have a sound checkpoint to go back to.
+        is_kept = control.should_save or self._trainer.checkpointer.replicates_at(step)
+        is_due = every is not None and (step % every == 0 or is_kept) and world_size() > 1
         differences = find_differences(self._trainer.engine.whole_parameters()) if is_due else []
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
@@ -218,6 +224,9 @@ class NonfiniteGuard:
             raise failure()
         self._counter.roll_back(step)
         self._deferred = False, False
+        if (replicas := self._trainer.options.replicas) is not None:
+            # Before the data go back: what was kept behind the checkpoint is no state of this run any more.
+            checkpoint = replicas.begin_line(checkpoint) or checkpoint
         self._restore(checkpoint)
         logger.warning(
             "going back from step %d to %s (%d of at most %d times without progress)",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hfdist.collectives import gather_json
 from hfdist.errors import printable
 from hfdist.records import Event, RunRecorder
 from hfdist.records.recorder import LONGEST_TEXT
+from hfdist.trainer.checkpointing.start import Start
 
 _SAVE = "checkpoint/"
 
@@ -22,12 +22,11 @@ class RecordWriter(TrainerCallback):
 
     Args:
         recorder: of this process.
-        checkpoint: from which the run goes on; None: it begins.
-        changes: of the config since then.
+        start: of this process's training.
     """
 
-    def __init__(self, recorder: RunRecorder | None, checkpoint: str | None, changes: Sequence[str]) -> None:
-        self._recorder, self._checkpoint, self._changes = recorder, checkpoint, changes
+    def __init__(self, recorder: RunRecorder | None, start: Start) -> None:
+        self._recorder, self._start = recorder, start
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write where the run begins, and on which hosts. A collective."""
@@ -36,9 +35,13 @@ class RecordWriter(TrainerCallback):
             return
         self._recorder.record.hosts, self._recorder.record.max_steps = hosts, state.max_steps
         self._go_to(self._recorder, state)
-        if self._checkpoint is not None:
-            name, changes = Path(self._checkpoint).name, [printable(change, LONGEST_TEXT) for change in self._changes]
-            self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=changes)
+        for text in self._start.passed_over:
+            self._recorder.add(Event.replica, step=state.global_step, found=printable(text, LONGEST_TEXT))
+        if self._start.checkpoint is not None:
+            name = Path(self._start.checkpoint).name
+            changes = [printable(change, LONGEST_TEXT) for change in self._start.changes]
+            memory = {"in_memory": True} if self._start.in_memory else {}
+            self._recorder.add(Event.resume, step=state.global_step, checkpoint=name, changes=changes, **memory)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -23,13 +22,11 @@ from transformers import (
     default_data_collator,
 )
 
-from hfdist.checkpoint import Keep, find_newest, read_state, verify
-from hfdist.checkpoint.manifest import MANIFEST, DamagedError
+from hfdist.checkpoint import Keep
 from hfdist.collectives import on_rank_zero
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
-from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.data import cache_dir
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
@@ -47,7 +44,7 @@ from hfdist.data import (
 )
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.errors import CheckpointError, ConfigError
+from hfdist.errors import ConfigError
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
@@ -67,6 +64,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.budget.budget import Budget
 from hfdist.trainer.budget.usage import Usage
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
+from hfdist.trainer.checkpointing.start import check_resume, find_start, open_replicas
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
 from hfdist.trainer.evaluation.generation import SAMPLES
 from hfdist.trainer.export.push_to_hub import check_push
@@ -165,7 +163,7 @@ class Run:
                 a change that needs `checkpoint.allow_changes`.
         """
         config, folder = self.config, Path(self.config.run.dir)
-        _check_resume(config, folder / CHECKPOINTS)
+        check_resume(config, folder / CHECKPOINTS)
         if self.topology.is_main:
             with _writing("run.dir", config.run.dir):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -225,6 +223,8 @@ class Run:
             options=RunOptions(
                 run_values=to_values(config),
                 keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+                replicas=open_replicas(config),
+                replicate_every=checkpoint.replicate_every,
                 save_in_background=checkpoint.background,
                 loss_head=choose_loss(config, model, self.strategy),
                 limits=Limits(
@@ -283,13 +283,17 @@ class Run:
             trainer.add_callback(budget)
             # After the callback above, which decides what follows a step.
             trainer.add_callback(watch)
-            checkpoint, changes = _resume_from(config)
-            trainer.add_callback(RecordWriter(self._recorder, checkpoint, changes))
+            replicas = trainer.options.replicas
+            start = find_start(config, replicas)
+            trainer.add_callback(RecordWriter(self._recorder, start))
             # Before all other callbacks, because it moves the lines of an earlier start away.
-            trainer.callback_handler.callbacks.insert(0, _Beginning(config, checkpoint))
-            trainer.args.eval_on_start = config.evaluate.at_start and checkpoint is None
+            trainer.callback_handler.callbacks.insert(0, _Beginning(config, goes_on=start.goes_on))
+            trainer.args.eval_on_start = config.evaluate.at_start and start.checkpoint is None
             with naming_lack_of_memory(self.plan):
-                trainer.train(resume_from_checkpoint=checkpoint)
+                trainer.train(resume_from_checkpoint=start.checkpoint)
+            if replicas is not None:
+                # All that a later start needs is on the disk.
+                replicas.remove()
             preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
             trainer.checkpointer.write_ledger()
@@ -383,8 +387,8 @@ class _Beginning(TrainerCallback):
     If the run does not continue an earlier start in the folder, this moves all lines of that start away.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: str | None) -> None:
-        self._config, self._checkpoint = config, checkpoint
+    def __init__(self, config: RunConfig, *, goes_on: bool) -> None:
+        self._config, self._goes_on = config, goes_on
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Call on all ranks."""
@@ -393,7 +397,7 @@ class _Beginning(TrainerCallback):
     def _begin(self) -> None:
         run_dir = Path(self._config.run.dir)
         (run_dir / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
-        if self._checkpoint is None or not _lies_in(Path(self._checkpoint), run_dir / CHECKPOINTS):
+        if not self._goes_on:
             for name in (METRICS, RANKS, SAMPLES):
                 set_aside(run_dir / name)
             # Trackers begin a new run, too.
@@ -408,62 +412,6 @@ def _writing(key: str, folder: str | Path) -> Iterator[None]:
     except OSError as error:
         what = f"the folder cannot be used: {error.strerror or error}"
         raise ConfigError(what, where=key, found=folder, allowed="a writable folder") from error
-
-
-def _resume_from(config: RunConfig) -> tuple[str | None, list[str]]:
-    """Give the checkpoint, if there is one, and how the config has changed since."""
-    resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
-    if resume == "never":
-        return None, []
-    # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
-    goes_on_here = resume == "auto" or not _lies_in(Path(resume), checkpoints)
-    found = find_newest(checkpoints) if goes_on_here else None
-    if found is None and resume == "auto":
-        return None, []
-    if found is None:
-        found = Path(resume)
-        on_rank_zero(lambda: verify(Path(resume)))
-    elif resume != "auto":
-        logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
-    # Compared here again: the checkpoint that verifies may be older than the newest one.
-    changes = on_rank_zero(lambda: [str(change) for change in _changes_since(found, config)])
-    logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
-    return str(found), changes
-
-
-def _lies_in(checkpoint: Path, folder: Path) -> bool:
-    # The path itself may lie there, or what it links to.
-    return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
-
-
-def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
-    """Compare the config with that of a checkpoint; a checkpoint that was made from Python may have none."""
-    before = read_state(checkpoint).get("config")
-    changes = [] if before is None else find_changes(before, to_values(config))
-    check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
-    return changes
-
-
-def _check_resume(config: RunConfig, checkpoints: Path) -> None:
-    """Refuse, before anything is built, a `checkpoint.resume` that does not fit the folder's checkpoints."""
-    resume = config.checkpoint.resume
-    present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
-    if resume == "never" and present:
-        what = "the run folder already holds checkpoints"
-        hint = "another run.name, or checkpoint.resume=auto to go on from it"
-        raise CheckpointError(what, where="checkpoint.resume=never", found=f"{present[-1]} in {checkpoints}", hint=hint)
-    path = Path(resume)
-    is_of_this_run = _lies_in(path, checkpoints)
-    if is_of_this_run and present and present[-1] > path.resolve().name:
-        what = "the run folder holds later checkpoints, and two branches cannot share a folder"
-        found = f"{path.name}, with {present[-1]} beside it"
-        hint = "another run.name, or move the later ones out of the folder"
-        raise CheckpointError(what, where="checkpoint.resume", found=found, hint=hint)
-    start = checkpoints / present[-1] if present and not is_of_this_run else path
-    if (start / MANIFEST).is_file():
-        # A damaged checkpoint is found and skipped later, when all are verified.
-        with contextlib.suppress(DamagedError):
-            _changes_since(start, config)
 
 
 def _describe_data(data: RunData) -> str:

@@ -42,7 +42,7 @@ def write_checkpoint(folder, *, step, pieces, state, write_model_files):
         step=step,
         pieces=pieces,
         state=state,
-        write_model_files=write_model_files,
+        write_files=lambda folder, is_replica: write_model_files(folder),
         keep=None,
         begin_seconds=time.monotonic(),
     )

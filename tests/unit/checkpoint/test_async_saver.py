@@ -25,7 +25,7 @@ def begin(saver, folder, step, pieces, write=lambda path: (path / "config.json")
         step=step,
         pieces=pieces,
         state={"step": step},
-        write_model_files=write,
+        write_files=lambda folder, is_replica: write(folder),
         keep=ONE,
         begin_seconds=time.monotonic(),
     )

@@ -1,0 +1,174 @@
+"""Which ranks share a folder, and parts of files on their way between ranks that do not.
+
+A checkpoint on the disk is one folder for all ranks. A replica in memory has a folder on each machine:
+
+    machine A, ranks 0 and 1:   the shares of ranks 0, 1, and of 2, 3 of the machine before
+    machine B, ranks 2 and 3:   the shares of ranks 2, 3, and of 0, 1 of the machine before
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hfdist.checkpoint.manifest import Part
+from hfdist.collectives import gather_json, on_all_ranks, rank, world_size
+
+_CHUNK_BYTES = 4 * 2**20
+_MOST_UNDER_WAY = 16
+"""Chunks of one rank that are sent or awaited at a time."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Transfer(NamedTuple):
+    """A part of a file, from a rank that has it to one whose folder lacks it."""
+
+    part: Part
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class Memories:
+    """Which ranks share a folder. The machine behind another is the next one; behind the last comes the first."""
+
+    of_rank: tuple[int, ...]
+    """For each rank the number of its folder, counted in order of their first ranks."""
+
+    @classmethod
+    def shared(cls) -> Memories:
+        """One folder for all ranks, as on a shared disk."""
+        return cls((0,) * world_size())
+
+    @classmethod
+    def find(cls, folder: Path) -> Memories:
+        """Find out which ranks see the same `folder`, which exists. A collective."""
+
+        def identify() -> str:
+            status = folder.stat()
+            # Containers of one machine have one boot id, and file systems of different numbers.
+            machine = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.is_file() else platform.node()
+            return f"{machine.strip()} {status.st_dev} {status.st_ino}"
+
+        folders = on_all_ranks(identify)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(folders))}
+        return cls(tuple(numbers[name] for name in folders))
+
+    @property
+    def count(self) -> int:
+        """How many folders there are."""
+        return max(self.of_rank) + 1
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's folder."""
+        return self.of_rank[rank()]
+
+    def ranks(self, memory: int) -> list[int]:
+        """The ranks that share a folder; the first makes it."""
+        return [number for number, own in enumerate(self.of_rank) if own == memory]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes, names and removes the folder that it shares."""
+        return rank() == self.ranks(self.own)[0]
+
+    def held(self) -> list[int]:
+        """The ranks whose shares are kept in this rank's folder."""
+        return [number for number, own in enumerate(self.of_rank) if own in {self.own, (self.own - 1) % self.count}]
+
+    def list_spread(self, common: Sequence[Part], shares: Sequence[Sequence[Part]]) -> list[Transfer]:
+        """Give how each folder gets what it keeps: `common` of rank 0, and the shares of the machine before.
+
+        Args:
+            common: parts of small files, which rank 0 has written, and which each folder gets.
+            shares: parts that each rank has written.
+        """
+        leaders = [self.ranks(memory)[0] for memory in range(1, self.count)]
+        transfers = [Transfer(part, 0, leader) for leader in leaders for part in common]
+        for memory in range(self.count if self.count > 1 else 0):
+            receivers = self.ranks((memory + 1) % self.count)
+            for place, sender in enumerate(self.ranks(memory)):
+                transfers += [Transfer(part, sender, receivers[place % len(receivers)]) for part in shares[sender]]
+        return transfers
+
+
+def move_parts(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None) -> None:
+    """Copy parts between the ranks' folders, which hold all files at their full size. A collective.
+
+    Args:
+        folder: of this rank.
+        transfers: of all ranks, in the same order on each.
+        group: of all ranks, and of gloo; None: there is one process.
+    """
+    on_all_ranks(lambda: _move(folder, transfers, group), group)
+
+
+def _move(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None) -> None:
+    failure: OSError | None = None
+    number = 0
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, int] = {}
+        # Begun in the same order on both sides, so that the oldest of all transfers is always under way on both.
+        under_way: deque[tuple[dist.Work, torch.Tensor, int | None, int]] = deque()
+
+        def end_oldest() -> OSError | None:
+            work, data, descriptor, begin = under_way.popleft()
+            work.wait()
+            try:
+                _write(descriptor, data.numpy().data, begin)
+            except OSError as error:
+                return error
+            return None
+
+        for part, sender, receiver in transfers:
+            chunks = range(part.begin, part.begin + part.num_bytes, _CHUNK_BYTES)
+            number += len(chunks)
+            if rank() not in (sender, receiver):
+                continue
+            for tag, begin in enumerate(chunks, start=number - len(chunks)):
+                data = torch.zeros(min(_CHUNK_BYTES, part.begin + part.num_bytes - begin), dtype=torch.uint8)
+                descriptor: int | None = None
+                try:
+                    if part.file not in opened:
+                        opened[part.file] = os.open(folder / part.file, os.O_RDWR | os.O_CREAT, 0o600)
+                        stack.callback(os.close, opened[part.file])
+                    descriptor = opened[part.file]
+                    if rank() == sender:
+                        # Of a file that has become shorter zeros are sent, whose hash is another.
+                        os.preadv(descriptor, [data.numpy().data], begin)
+                except OSError as error:
+                    # The peer waits for what was announced: the failure is told when all has travelled.
+                    failure = failure or error
+                if rank() == sender:
+                    work, descriptor = dist.isend(data, receiver, group, tag), None
+                else:
+                    work = dist.irecv(data, sender, group, tag)
+                assert work is not None  # this rank is in the group
+                under_way.append((work, data, descriptor, begin))
+                if len(under_way) >= _MOST_UNDER_WAY:
+                    failure = end_oldest() or failure
+        while under_way:
+            failure = end_oldest() or failure
+    if failure is not None:
+        raise failure
+
+
+def _write(descriptor: int | None, data: memoryview, position: int) -> None:
+    while descriptor is not None and data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def gather_sets(own: set[int]) -> list[set[int]]:
+    """Give the numbers of each rank. A collective."""
+    return [set(numbers) for numbers in gather_json(sorted(own))]

@@ -1,0 +1,122 @@
+"""Where a run begins: at step 0, from a checkpoint on the disk, or from a replica in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfdist.checkpoint import Replicas, find_newest, read_state, verify
+from hfdist.checkpoint.folder import list_checkpoints, step_of
+from hfdist.checkpoint.manifest import MANIFEST, DamagedError
+from hfdist.checkpoint.replicas import NAMES_FILE
+from hfdist.collectives import on_rank_zero
+from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.diff import Change, check_changes, find_changes
+from hfdist.config.run import RunConfig
+from hfdist.errors import CheckpointError
+from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: str | None
+    """Path; None: at step 0."""
+    goes_on: bool
+    """Whether it is one of this run, whose lines go on then."""
+    in_memory: bool
+    """Whether it is a replica."""
+    changes: list[str]
+    """Of the config since then."""
+    passed_over: list[str]
+    """Replicas that could not be used, and why."""
+
+
+def open_replicas(config: RunConfig) -> Replicas | None:
+    """Find the replicas of the run in memory; None: it wants none, and those of earlier starts never count again."""
+    checkpoints = Path(config.run.dir) / CHECKPOINTS
+    if config.checkpoint.replicate_every is None:
+        on_rank_zero(lambda: (checkpoints / NAMES_FILE).unlink(missing_ok=True))
+        return None
+    return Replicas(Path(config.checkpoint.replicate_dir), checkpoints)
+
+
+def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
+    """Find where the run begins: from the newest replica in memory, if no checkpoint is newer, or from the disk."""
+    resume, checkpoints = config.checkpoint.resume, Path(config.run.dir) / CHECKPOINTS
+    # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
+    goes_on_here = resume != "never" and (resume == "auto" or not _lies_in(Path(resume), checkpoints))
+    found = (_find_replica(replicas, checkpoints) or find_newest(checkpoints)) if goes_on_here else None
+    if found is not None and resume != "auto":
+        logger.warning("the run folder holds %s already: going on from it, and not from %s", found.name, resume)
+    is_own = found is not None
+    if found is None and resume not in ("auto", "never"):
+        found = Path(resume)
+        is_own = _lies_in(found, checkpoints)
+        on_rank_zero(lambda: verify(Path(resume)))
+
+    def compare() -> list[str]:
+        # Again: the checkpoint that verifies may be older than the newest one.
+        return [] if found is None else [str(change) for change in _changes_since(found, config)]
+
+    changes = on_rank_zero(compare)
+    in_memory = replicas is not None and found is not None and replicas.holds(found)
+    if replicas is not None:
+        found = replicas.begin_line(found)
+    if found is not None:
+        logger.info("resuming from %s%s", found, "".join(f"\n  changed: {change}" for change in changes))
+    return Start(
+        checkpoint=None if found is None else str(found),
+        goes_on=is_own,
+        in_memory=in_memory,
+        changes=changes,
+        passed_over=[] if replicas is None else replicas.passed_over,
+    )
+
+
+def _find_replica(replicas: Replicas | None, checkpoints: Path) -> Path | None:
+    if replicas is None:
+        return None
+    # Not verified yet: that takes the time which a replica saves.
+    newest = on_rank_zero(lambda: max((step_of(path.name) for path in list_checkpoints(checkpoints)), default=0))
+    return replicas.find(at_least=newest)
+
+
+def _lies_in(checkpoint: Path, folder: Path) -> bool:
+    # The path itself may lie there, or what it links to.
+    return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
+
+
+def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
+    """Compare the config with that of a checkpoint; a checkpoint that was made from Python may have none."""
+    before = read_state(checkpoint).get("config")
+    changes = [] if before is None else find_changes(before, to_values(config))
+    check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
+    return changes
+
+
+def check_resume(config: RunConfig, checkpoints: Path) -> None:
+    """Refuse, before anything is built, a `checkpoint.resume` that does not fit the folder's checkpoints."""
+    resume = config.checkpoint.resume
+    present = sorted(path.name for path in checkpoints.glob("step-*") if path.suffix == "")
+    if resume == "never" and present:
+        what = "the run folder already holds checkpoints"
+        hint = "another run.name, or checkpoint.resume=auto to go on from it"
+        raise CheckpointError(what, where="checkpoint.resume=never", found=f"{present[-1]} in {checkpoints}", hint=hint)
+    path = Path(resume)
+    is_of_this_run = _lies_in(path, checkpoints)
+    if is_of_this_run and present and present[-1] > path.resolve().name:
+        what = "the run folder holds later checkpoints, and two branches cannot share a folder"
+        found = f"{path.name}, with {present[-1]} beside it"
+        hint = "another run.name, or move the later ones out of the folder"
+        raise CheckpointError(what, where="checkpoint.resume", found=found, hint=hint)
+    start = checkpoints / present[-1] if present and not is_of_this_run else path
+    if (start / MANIFEST).is_file():
+        # A damaged checkpoint is found and skipped later, when all are verified.
+        with contextlib.suppress(DamagedError):
+            _changes_since(start, config)
