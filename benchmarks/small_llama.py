@@ -53,6 +53,8 @@ def make_trainer(
         disable_tqdm=True,
         **fields,
     )
+    # Before the model is made, which ZeRO-3 shards at once.
+    strategy.start()
     torch.manual_seed(0)
     tokens = torch.randint(sizes["vocab_size"], (global_batch_size * max_steps, sequence_tokens))
     return hfdist.Trainer(

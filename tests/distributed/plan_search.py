@@ -26,7 +26,7 @@ from hfdist.testing import run_ranks
 from recipes.pretrain import main
 
 BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
-NUM_STEPS, NUM_UNSTEADY, NUM_TURNS, NUM_FASTEST = 8, 3, 3, 6
+NUM_STEPS, NUM_UNSTEADY, NUM_TURNS, NUM_FASTEST = 8, 3, 3, 4
 COMMON = (
     "model=tiny", "train.global_batch_size=8", "train.micro_batch_size=1", "data.lanes=8", "data.workers=0",
     "data.eval_fraction=0", "checkpoint=none", "report=quiet", "optimizer.warmup_steps=1",
@@ -53,8 +53,8 @@ def _llama(width: int, inner: int, blocks: int, length: int) -> tuple[str, ...]:
 
 CASES = (
     Case("wide, 2 ranks", 2, _llama(256, 704, 2, 128)),
-    Case("deep, 2 ranks", 2, _llama(128, 352, 8, 64), most=20),
-    Case("long, 4 ranks", 4, _llama(128, 352, 4, 256), most=12),
+    Case("deep, 2 ranks", 2, _llama(128, 352, 8, 64), most=8),
+    Case("long, 4 ranks", 4, _llama(128, 352, 4, 256), most=6),
 )
 
 
