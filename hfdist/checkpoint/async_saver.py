@@ -252,12 +252,12 @@ class Saver:
             self._error = error
 
     def _replicate(self, replicas: Replicas, step: int, contents: Contents) -> bool:
-        """Write a replica. If the memory has become full, training goes on without them, from all ranks alike."""
+        """Write a replica. If the memory has become full, or is gone, training goes on without, on all ranks alike."""
         is_first = not replicas.has_written
         try:
             replicas.write(step, contents, self._group)
-        except ResourceError as error:
-            if is_first:
+        except (CheckpointError, ResourceError) as error:
+            if is_first and isinstance(error, ResourceError):
                 raise
             if rank() == 0:
                 logger.warning("from step %d on there are no replicas in memory: %s", step, error)

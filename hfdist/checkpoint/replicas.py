@@ -140,7 +140,8 @@ class Replicas:
             return temporary(path)
 
         def finish(unfinished: Path, parts: list[Part], held: list[Part]) -> None:
-            if not self.has_written:
+            # One that is there, as behind a start from it, is still there when the next is written.
+            if not self.has_written and not list_checkpoints(self.folder):
                 self._check_room(sum(part.num_bytes for part in held))
             manifest = Manifest.of_parts(step, parts)
             numbers = {part: number for number, part in enumerate(manifest.parts())}

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import deepspeed  # noqa: F401  # once, and not in each rank: it takes seconds
+
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import Offload
 from hfdist.models.architecture import find_architecture
@@ -22,7 +24,8 @@ from hfdist.planning.searching.layout_space import Space
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.hardware import measure_cpu
 from hfdist.records import METRICS, read_lines
-from hfdist.testing import run_ranks
+from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.run import prepare_run  # noqa: F401  # as above
 from recipes.pretrain import main
 
 BEGIN, END = "<!-- search: begin -->", "<!-- search: end -->"
@@ -52,9 +55,9 @@ def _llama(width: int, inner: int, blocks: int, length: int) -> tuple[str, ...]:
 
 
 CASES = (
-    Case("wide, 2 ranks", 2, _llama(256, 704, 2, 128)),
-    Case("deep, 2 ranks", 2, _llama(128, 352, 8, 64), most=8),
-    Case("long, 4 ranks", 4, _llama(128, 352, 4, 256), most=6),
+    Case("wide, 2 ranks", 2, _llama(256, 704, 2, 128), most=8),
+    Case("deep, 2 ranks", 2, _llama(128, 352, 8, 64), most=6),
+    Case("long, 4 ranks", 4, _llama(128, 352, 4, 256), most=4),
 )
 
 
@@ -122,7 +125,7 @@ def _step_seconds(case: Case, candidate: Candidate, folder: Path) -> list[float]
     config = compose_config([*COMMON, *case.overrides, *candidate.overrides, f"run.dir={folder}"])
     try:
         run_ranks(main.__wrapped__, case.ranks, config, group=case.ranks > 1)
-    except RuntimeError:
+    except RankFailed:
         return []
     lines = [line["step_seconds"] for line in read_lines(folder / METRICS) if "step_seconds" in line]
     return lines[NUM_UNSTEADY:]
@@ -155,4 +158,7 @@ def write(page: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), table([prove(case) for case in CASES]))
+    done: list[Outcome] = []
+    for one in CASES:
+        done.append(prove(one))
+        write(Path(sys.argv[1]), table(done))

@@ -337,6 +337,10 @@ def _check_train(config: RunConfig) -> None:
         what = "nothing is computed again without gradient checkpointing"
         hint = "train.gradient_checkpointing=true, or train.recompute=all"
         raise _conflict(config, "train.recompute train.gradient_checkpointing", what, allowed="all", hint=hint)
+    if train.recompute is Recompute.cheap and config.strategy.sharding is Sharding.zero3:
+        what = "ZeRO-3 gathers and frees parameters inside of a block, whose operations then differ the second time"
+        hint = "train.recompute=all, or strategy=fsdp2"
+        raise _conflict(config, "train.recompute strategy.sharding", what, allowed="all", hint=hint)
     if train.activation_offload and not train.gradient_checkpointing:
         what = "what is offloaded are the inputs of blocks, which gradient checkpointing keeps"
         keys, hint = "train.activation_offload train.gradient_checkpointing", "train.gradient_checkpointing=true"

@@ -123,8 +123,9 @@ class Checkpointer:
         begin = time.monotonic()
         assert self.saver is not None
         is_kept = self._trainer.state.global_step == self._kept_step
-        # A thread of another rank may be done a moment later.
-        if not is_kept and self.saver.replicas is not None and not any(gather_json(self.saver.is_busy)):
+        # A thread of another rank may be done a moment later; what it has set counts once none is busy.
+        is_busy = any(gather_json(self.saver.is_busy))
+        if not is_kept and not is_busy and self.saver.replicas is not None:
             self._save(None, self._merged_cursor(), begin, {})
 
     def _save(self, path: Path | None, cursor: Cursor | None, begin_seconds: float, files: dict[str, bytes]) -> None:

@@ -170,6 +170,12 @@ CONTRADICTIONS = [
     (["run.name='a b'"], "run.name", "plain folder name", None),
     (["run.dir=' '"], "run.dir", "not a folder", "run.dir=runs/first"),
     (["train.recompute=cheap"], "train.recompute", "nothing is computed again", "train.gradient_checkpointing=true"),
+    (
+        ["train.recompute=cheap", "train.gradient_checkpointing=true", "strategy=zero3"],
+        "train.recompute",
+        "ZeRO-3 gathers",
+        "train.recompute=all",
+    ),
     (["data=files"], "data.sources.files.path", "or as a URL", "data.sources.files.path=..."),
     (["data=hub"], "data.sources.hub.path", "Hub id or saved folder", "data.sources.hub.path=..."),
     (["data.sources.stdlib.kind=tokens"], "data.sources.stdlib.path", "recipes/pretokenize.py", "=runs/NAME/tokens"),
