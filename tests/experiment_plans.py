@@ -52,7 +52,8 @@ def plan(experiment: str) -> dict[str, Any] | str:
     try:
         return dict(json.loads(done.stdout))
     except ValueError:
-        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        # The head of hfdist's own message.
+        return next((line for line in done.stderr.splitlines() if "error:" in line), "it said nothing")
 
 
 def _is_elsewhere(experiment: str) -> bool:
