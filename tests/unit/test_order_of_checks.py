@@ -25,7 +25,7 @@ def test_the_old_run_comes_last(overrides, kind, where, tmp_path, monkeypatch):
         raise CheckpointError("the config has changed")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(builder, "_check_resume", compare)
+    monkeypatch.setattr(builder, "check_resume", compare)
     monkeypatch.setattr(builder, "set_up_logging", lambda topology: None)
     (tmp_path / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 200)
     given = ["model=tiny", "data=texts.jsonl", "data.cache_dir=cache", "data.eval_fraction=0", "run.dir=run"]
