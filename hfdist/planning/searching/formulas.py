@@ -8,7 +8,7 @@ of its own blocks; with blocks in equal shares (`even_loads`) they are the least
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfdist.config.strategy import ONE_F_ONE_B, Offload, Schedule, Sharding
 from hfdist.planning.costs import MemoryUse, OpCosts, Phase, RankCosts, StageCosts
@@ -18,6 +18,9 @@ from hfdist.strategies.base import ShardFractions
 
 _BUCKET_ELEMENTS = 50e6
 """Of DeepSpeed's buckets, as strategies/deepspeed/deepspeed_config.py sets them."""
+_COPIES_OF_GRADIENTS, _COPIES_OF_STATE = 7, 6
+"""How often DeepSpeed reads or writes each gradient more than autograd does, on its way through a bucket to its owner,
+and each element of a rank's own part more than the optimizer does: by traces of ZeRO-1, -2 and -3."""
 _SUM_ELEMENTS = 16 * 1024 * 1024
 """That are added up over ranks at a time (strategies/gradients/reduction.py)."""
 
@@ -244,10 +247,16 @@ def rank_costs(model: ModelConstants, layout: Layout, fractions: ShardFractions,
     stepped = trained * fractions.optimizer
     # Each number is read and written once, gradients are read.
     moved = stepped * (2 * (model.optimizer_bytes + model.weight_bytes) + model.gradient_bytes)
-    return RankCosts(
-        stages=tuple(_stage_costs(model, layout, shares, load) for load in loads),
-        optimizer=OpCosts(moved_bytes=moved, kernels=1),
-    )
+    stages = tuple(_stage_costs(model, layout, shares, load) for load in loads)
+    if layout.sharding.is_deepspeed and layout.pipeline == 1:
+        moved += _COPIES_OF_STATE * stepped * model.gradient_bytes
+        copies = _COPIES_OF_GRADIENTS * trained * (model.half_bytes or model.gradient_bytes)
+        if layout.sharding is Sharding.zero1:
+            # Gradients of all micro batches are reduced at once.
+            moved += copies
+        else:
+            stages = (replace(stages[0], backward=stages[0].backward + OpCosts(moved_bytes=copies)),)
+    return RankCosts(stages=stages, optimizer=OpCosts(moved_bytes=moved, kernels=1))
 
 
 def _stage_costs(model: ModelConstants, layout: Layout, shares: ShareOfParts, load: Load) -> StageCosts:

@@ -241,7 +241,9 @@ class Trace(TorchDispatchMode):
 
     def _count(self, operation: Any, args: Any, kwargs: Any, output: Any, outputs: list[torch.Tensor]) -> None:
         packet = getattr(operation, "_overloadpacket", None)
-        if packet is None or operation.is_view or packet in _ALLOCATING or not outputs:
+        if packet is None or operation.is_view or packet in _ALLOCATING:
+            return
+        if not outputs and not packet.__name__.endswith("_"):
             return
         counter = self._counters[self.phase]
         counter.kernels += 1
@@ -250,7 +252,7 @@ class Trace(TorchDispatchMode):
             counter.flops += formula(*args, **kwargs, out_val=output)
             return
         read = sum(map(_nbytes, _tensors(args)))
-        # What is written in place is among the outputs, too.
+        # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
         counter.moved_bytes += read + sum(map(_nbytes, outputs or _tensors(args)))
 
 

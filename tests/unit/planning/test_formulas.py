@@ -113,6 +113,19 @@ def test_arithmetic_is_shared_out_and_computed_again():
     assert again - whole == pytest.approx(16 * 2 * BLOCK * model.sequence_length)
 
 
+def test_what_zero_copies_costs_more_than_its_smaller_step_saves():
+    """Two ranks: ddp steps all of the state, ZeRO half of it, but copies gradients through buckets."""
+    model = make_constants()
+
+    def moved(sharding, number):
+        layout = Layout(processes=2, data=2, num_microbatches=number, sharding=sharding)
+        share = ShardFractions(optimizer=1.0 if sharding is Sharding.none else 0.5)
+        costs = rank_costs(model, layout, share, even_loads(model, layout))
+        return costs.optimizer.moved_bytes + number * sum(stage.backward.moved_bytes for stage in costs.stages)
+
+    assert moved(Sharding.none, 4) < moved(Sharding.zero1, 4) < moved(Sharding.zero2, 4)
+
+
 @pytest.fixture(scope="module")
 def measured():
     """A config, its architecture, and its constants, on CPUs."""

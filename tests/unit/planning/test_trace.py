@@ -89,6 +89,22 @@ def test_products_are_counted_as_flops_and_the_rest_as_bytes():
     assert (costs.flops, costs.moved_bytes, costs.kernels) == (2 * 8 * 16 * 4, 2 * product.nbytes, 2)
 
 
+def test_the_bytes_of_a_fused_optimizer_are_counted():
+    # It gives nothing back: weights, both moments and gradients are read, and written or seen as such.
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.zeros(MIB // 4))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        trace = Trace()
+        trace.phase = Phase.optimizer
+        with trace:
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            before = trace.costs(Phase.optimizer).moved_bytes
+            optimizer.step()
+    moved = trace.costs(Phase.optimizer).moved_bytes - before
+    assert 7 * MIB <= moved <= 9 * MIB
+
+
 def test_rows_chosen_by_a_known_mask_have_a_number():
     labels = torch.tensor([1, -100, 2])
     with FakeTensorMode(allow_non_fake_inputs=True), Trace():
