@@ -55,6 +55,8 @@ class Hardware:
     price_per_hour: float | None = limited(None, at_least=0)
     name: str = ""
     """Of the file."""
+    core_share: float = limited(1.0, above=0, at_most=1)
+    """Of a core that each process has while all of them compute: one that waits leaves its own to the others."""
 
     @property
     def is_cpu(self) -> bool:

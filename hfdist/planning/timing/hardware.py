@@ -73,6 +73,7 @@ def measure_cpu(processes: int = 1) -> Hardware:
         kernel_us=kernel / share * 1e6,
         devices_per_machine=processes,
         watts=WATTS_PER_CORE * num_cores / processes,
+        core_share=share,
     )
 
 

@@ -229,10 +229,15 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
         whole = simulate(
             config.schedule, seconds, num_microbatches, message, splits_backward=splits, sender_waits=on_cpu
         )
-        return max(0.0, alone - busy), max(0.0, whole - alone)
+        return _bubble(busy, alone, clock), max(0.0, whole - alone)
     idle = bubble_fraction(
         config.schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches
     )
     # Messages of the first and the last micro batch are waited for; on a CPU, which sends itself, all are.
     waited = 2 * (num_ranks - 1) + (2 * num_microbatches * per_rank if clock.hardware.is_cpu else 0)
-    return busy * idle / (1 - idle), waited * message
+    return _bubble(busy, busy / (1 - idle), clock), waited * message
+
+
+def _bubble(busy: float, whole: float, clock: _Clock) -> float:
+    """Give what is left of a bubble where ranks share cores: those that compute have the cores of those that wait."""
+    return max(0.0, whole * clock.hardware.core_share - busy)

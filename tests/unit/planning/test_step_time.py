@@ -163,6 +163,19 @@ def test_a_pipeline_is_timed_stage_by_stage_or_by_its_formula():
     assert stretched.bubble == pytest.approx(3.3)
 
 
+def test_ranks_that_share_cores_leave_them_to_others_while_they_wait():
+    rank = costs()
+    for num_microbatches, bubble in ((1, 3.0), (3, 3.0)):
+        strategy = layout(num_microbatches, world_size=2, pipeline=2, schedule=Schedule.gpipe)
+        for own in ([rank, rank], rank):
+            assert seconds(own, strategy, CPU).bubble == pytest.approx(bubble)
+            # Both on one core: there is always one that computes.
+            assert seconds(own, strategy, replace(CPU, core_share=0.5)).bubble == pytest.approx(0.0)
+    # Three ranks on two cores, one micro batch: one computes at a time, and one core has nothing to do.
+    alone = seconds(rank, layout(1, world_size=3, pipeline=3, schedule=Schedule.gpipe), replace(CPU, core_share=2 / 3))
+    assert alone.bubble == pytest.approx(3 * 3.0 * 2 / 3 - 3.0)
+
+
 def test_components_with_their_factors_are_the_step():
     ops = OpCosts(flops=3e12, moved_bytes=2e9, kernels=100)
     traffic = (sent(1.5, overlaps=Phase.backward), sent(0.5, axis="tensor"))
