@@ -27,6 +27,7 @@ _WORDS = {
     "job": "to= cluster= recipe= run= out= cluster. --offline",
     "plan": "plan. recipe= run= --json --offline",
     "report": "out= port= --live",
+    "serve": "port= host= least= silent_seconds=",
 }
 """What may follow a command that has no config."""
 _USAGE = """\

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hfdist.errors import CheckpointError, HfdistError, NumericsError, ResourceError
+from hfdist.errors import CheckpointError, ConfigError, HfdistError, NumericsError, PeerError, ResourceError
 
 _LENGTH_BYTES = 8
 _HEAD_BYTES = 1016
@@ -24,7 +24,9 @@ _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 """By the default group."""
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-TRAVELLING_ERRORS = {kind.__name__: kind for kind in (CheckpointError, NumericsError, ResourceError)}
+TRAVELLING_ERRORS = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, NumericsError, PeerError, ResourceError)
+}
 
 
 def rank() -> int:

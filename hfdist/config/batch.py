@@ -33,14 +33,18 @@ class BatchPlan:
 
 
 def plan_batch(
-    *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int
+    *, global_batch_size: int, micro_batch_size: int, data_size: int, sequence_length: int, lanes: int, islands: int = 1
 ) -> BatchPlan:
-    """Divide the global batch over data ranks and micro batches; ConfigError: a size does not divide."""
-    if lanes % data_size != 0:
+    """Divide the global batch over data ranks and micro batches; ConfigError: a size does not divide.
+
+    `islands` is how many runs of so many data ranks share the lanes.
+    """
+    readers = data_size * islands
+    if lanes % readers != 0:
         what = "the data ranks cannot share the lanes of the stream evenly"
-        found = f"{lanes} lanes for {data_size} data ranks"
-        allowed = f"a multiple of {data_size} (the order of the data depends on it: fix it at the start of a run)"
-        hint = f"data.lanes={nearest_multiples(lanes, data_size)[-1]}"
+        found = f"{lanes} lanes for {data_size} data ranks" + (f" of each of {islands} islands" if islands > 1 else "")
+        allowed = f"a multiple of {readers} (the order of the data depends on it: fix it at the start of a run)"
+        hint = f"data.lanes={nearest_multiples(lanes, readers)[-1]}"
         raise ConfigError(what, where="data.lanes", found=found, allowed=allowed, hint=hint)
     unit = micro_batch_size * data_size
     if global_batch_size % unit != 0:

@@ -12,6 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from hfdist.config.data import DataConfig
+from hfdist.config.islands import IslandsConfig
 from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.ranges import LIMIT, Limit, limited
@@ -183,6 +184,7 @@ class RunConfig:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)

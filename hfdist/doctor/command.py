@@ -6,11 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
+from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
 from hfdist.config.cli.command import go_offline
 from hfdist.config.run import AUTO
 from hfdist.doctor.examine import Request, check_alone, examine_rank, report
-from hfdist.doctor.processes import read_number, read_processes
+from hfdist.doctor.processes import read_processes
 
 _HELP = """\
 Examine a machine, or several, before a job: versions, GPUs, memory, limits, folders, the Hub, and each link between two

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.cli.arguments import read_number
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
 from hfdist.topology import read_launcher
@@ -39,12 +39,3 @@ def _choose(asked: int | None) -> int:
                           hint=f"processes={AUTO}")  # fmt: skip
     # A single GPU has no link to try. Without one, two ranks show whether processes of this machine reach each other.
     return asked or gpus or 2
-
-
-def read_number(values: Mapping[str, str], name: str, default: str) -> int:
-    """Read a whole number from 1; ConfigError: the value is none."""
-    text = values.get(name, default)
-    if not text.isdecimal() or int(text) < 1:
-        where, allowed = f"{name} ({COMMAND_LINE})", f"a whole number >= 1, as in {name}=2"
-        raise ConfigError("no such value", where=where, found=text, allowed=allowed)
-    return int(text)

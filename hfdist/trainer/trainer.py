@@ -22,6 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from hfdist.checkpoint import Keep, Replicas, restore_random_state
 from hfdist.collectives import gather_json
+from hfdist.config.islands import IslandsConfig
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError, DataError
 from hfdist.models.flops import flops_per_token
@@ -35,6 +36,7 @@ from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, bu
 from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
+from hfdist.trainer.islands import Islands
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
@@ -72,6 +74,8 @@ class RunOptions:
     """What each evaluation measures besides the loss."""
     figures: Callable[[], dict[str, float]] = dict
     """What each training line says besides; called on all ranks together."""
+    islands: IslandsConfig | None = None
+    """With whom it trains the model; None: alone."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -91,6 +95,7 @@ class DistributedTrainerMixin(_Trainer):
         self.options = options or RunOptions()
         self.engine: Engine | None = None
         self.checkpointer = Checkpointer(self)
+        self.islands: Islands | None = None
         self.weighted_loss = WeightedLoss(self)
         self.router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
@@ -132,6 +137,9 @@ class DistributedTrainerMixin(_Trainer):
             if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
+        if self.options.islands is not None:
+            self.islands = Islands(self, self.options.islands)
+            self.add_callback(self.islands)
 
     # ---- setting up ----
 
@@ -246,6 +254,8 @@ class DistributedTrainerMixin(_Trainer):
         inherited = super().training_step, super().compute_loss, super()._clip_grad_norm
         self._lean_step = LeanStep.make(self, self.model_wrapped, inherited)
         self.checkpointer.begin()
+        if self.islands is not None:
+            self.islands.begin()
         if came_from is not None:
             self.checkpointer.restore(came_from)
         elif self.token_stream is not None:
@@ -438,6 +448,7 @@ class DistributedTrainerMixin(_Trainer):
         """Read what the next training line says of speed, routers and what the run adds. A collective."""
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._figures |= self.checkpointer.replica_figures()
+        self._figures |= {} if self.islands is None else self.islands.figures()
         self._share_sft_metrics()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

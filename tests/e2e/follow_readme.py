@@ -18,8 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = ("python3 -m venv", "pip install", "hfdist ", "accelerate launch --config_file")
-# A model of the Hub, a bucket, files that only the user has, another package, or what is left to the reader.
-ELSEWHERE = ("model.name=", "+experiment=", "/data/", "s3://", "...", "--rdzv", ".[trl]")
+# A model of the Hub, a bucket, files that only the user has, another package, what is left to the reader, or commands
+# that wait for each other (test_islands.py).
+ELSEWHERE = ("model.name=", "+experiment=", "/data/", "s3://", "...", "--rdzv", ".[trl]",
+             "hfdist serve", "islands.address")  # fmt: skip
 TRAINS = ("hfdist pretrain ", "hfdist prove ", "accelerate launch")
 
 

@@ -56,6 +56,9 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
         what = "float8 needs a package that is not installed"
         hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"
         raise ConfigError(what, where="train.precision", found="fp8, without torchao", hint=hint)
+    if config.islands.is_used and importlib.util.find_spec("zmq") is None:
+        what, hint = "islands need a package that is not installed", "pip install 'pyzmq>=26', or islands=none"
+        raise ConfigError(what, where="islands.method", found="no pyzmq", hint=hint)
     return topology, batch
 
 
@@ -77,6 +80,7 @@ def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topol
         data_size=topology.data_size,
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
+        islands=config.islands.count,
     )
     return topology, batch
 

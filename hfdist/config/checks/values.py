@@ -14,6 +14,7 @@ from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
+from hfdist.config.islands import IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
@@ -42,6 +43,7 @@ def check_config(config: RunConfig) -> None:
     _check_alert_command(config)
     _check_checkpoints(config)
     _check_budgets(config)
+    _check_islands(config)
 
 
 def _conflict(
@@ -479,3 +481,20 @@ def _check_checkpoints(config: RunConfig) -> None:
         allowed = "auto, never, or the folder of a checkpoint"
         hint = nearest(resume.lower(), words, "checkpoint.resume={}") or "checkpoint.resume=auto"
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
+
+
+def _check_islands(config: RunConfig) -> None:
+    islands, default = config.islands, IslandsConfig()
+    if not islands.is_used:
+        for name in ("count", "index", "address"):
+            if getattr(islands, name) != getattr(default, name):
+                what = "this key belongs to islands, and there are none"
+                raise _conflict(config, f"islands.{name} islands.method", what, hint="islands=diloco")
+        return
+    if islands.address is None or not re.fullmatch(r".+:\d{1,5}", islands.address):
+        what = "the server of the islands has no address"
+        hint = "hfdist serve port=29600, and islands.address=HOST:29600"
+        raise _conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
+    if islands.index >= islands.count:
+        what, allowed = "there are fewer islands", f"0 to {islands.count - 1}"
+        raise _conflict(config, "islands.index islands.count", what, allowed=allowed)

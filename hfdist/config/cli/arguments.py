@@ -66,6 +66,15 @@ def read_flag(values: Mapping[str, str], name: str) -> bool:
     return value == "true"
 
 
+def read_number(values: Mapping[str, str], name: str, default: str) -> int:
+    """Read a whole number from 1; ConfigError: the value is none."""
+    text = values.get(name, default)
+    if not text.isdecimal() or int(text) < 1:
+        where, allowed = f"{name} ({COMMAND_LINE})", f"a whole number >= 1, as in {name}=2"
+        raise ConfigError("no such value", where=where, found=text, allowed=allowed)
+    return int(text)
+
+
 def find_run(value: str, marks: Sequence[str], key: str | None = None) -> Path:
     """Give the folder of a run.
 

@@ -87,8 +87,10 @@ class Cursor:
             raise CheckpointError("the data cursor is damaged", where="cursor", found=value) from error
 
     @staticmethod
-    def merge(cursors: Sequence[Cursor]) -> Cursor:
+    def merge(cursors: Sequence[Cursor], *, islands: int = 1) -> Cursor:
         """Join the cursors of all data ranks; ranks that share a data rank bring the same lanes.
+
+        `islands` is how many runs share the lanes, of which these are one's.
 
         CheckpointError: they are of different runs or places, or leave lanes out.
         """
@@ -101,8 +103,9 @@ class Cursor:
                 what = "the files that the data ranks read do not hold the same"
                 raise CheckpointError(what, where="data.sources", hint="the same files on each machine")
             lanes |= cursor.lanes
-        if sorted(lanes) != list(range(first.num_lanes)):
-            raise CheckpointError("lanes are missing", where="cursor", found=f"{len(lanes)} of {first.num_lanes} lanes")
+        if len(lanes) * islands != first.num_lanes or not all(0 <= lane < first.num_lanes for lane in lanes):
+            found = f"{len(lanes)} of {first.num_lanes // islands} lanes"
+            raise CheckpointError("lanes are missing", where="cursor", found=found)
         return replace(first, lanes=lanes)
 
 

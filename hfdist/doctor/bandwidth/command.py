@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
+from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.run import AUTO
 from hfdist.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
-from hfdist.doctor.processes import read_number, read_processes
+from hfdist.doctor.processes import read_processes
 from hfdist.errors import ConfigError
 
 _HELP = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import time
@@ -148,8 +149,8 @@ class Checkpointer:
         self.saver.save(
             path,
             step=trainer.state.global_step,
-            pieces=self._pieces(),
-            state=self._state(cursor),
+            pieces=self.pieces(),
+            state=self.progress_state() | self._state(cursor),
             write_files=write_files,
             keep=self._keep(),
             begin_seconds=begin_seconds,
@@ -186,20 +187,37 @@ class Checkpointer:
 
     def _state(self, cursor: Cursor | None) -> dict[str, Any]:
         trainer, held_out_loss = self._trainer, self.last_held_out_loss()
-        scaler = trainer.accelerator.scaler
         return {
-            **schedule_state(trainer.lr_scheduler),
-            "engine": trainer.engine.extra_state(),
-            "loss_scaler": None if scaler is None else scaler.state_dict(),
             "cursor": None if cursor is None else cursor.to_json(),
             "config": trainer.options.run_values,
             # JSON has no NaN, and such a loss is not the best.
             HELD_OUT_LOSS: held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None,
         }
 
-    def _pieces(self) -> Iterator[Piece]:
-        """All of the model, or its adapter alone."""
-        return adapter_pieces(self._trainer.model, self._trainer.engine.pieces())
+    def progress_state(self) -> dict[str, Any]:
+        """Give what the step depends on besides tensors and data, as JSON; see `load_progress`."""
+        trainer = self._trainer
+        scaler = trainer.accelerator.scaler
+        return {
+            **schedule_state(trainer.lr_scheduler),
+            "engine": trainer.engine.extra_state(),
+            "loss_scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def load_progress(self, state: dict[str, Any]) -> None:
+        """Take back what `progress_state` gave."""
+        trainer = self._trainer
+        trainer.engine.load_extra_state(state["engine"])
+        restore_schedule(trainer.lr_scheduler, state)
+        if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
+
+    def pieces(self) -> Iterator[Piece]:
+        """List what is kept of tensors: all of the model, or its adapter alone; and the outer state of islands."""
+        trainer = self._trainer
+        pieces = trainer.engine.pieces()
+        outer = () if trainer.islands is None else trainer.islands.pieces()
+        return adapter_pieces(trainer.model, itertools.chain(pieces, outer))
 
     def _write_model_files(self, folder: Path) -> None:
         trainer = self._trainer
@@ -209,7 +227,7 @@ class Checkpointer:
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""
-        export_model(folder, self._pieces(), self._write_model_files, stem=self._stem)
+        export_model(folder, self.pieces(), self._write_model_files, stem=self._stem)
 
     def is_saved(self) -> bool:
         """Whether there is a checkpoint of this very step."""
@@ -313,7 +331,11 @@ class Checkpointer:
     def _merged_cursor(self) -> Cursor | None:
         """Where the whole stream stands: each data rank knows only its own lanes."""
         stream = self._trainer.token_stream
-        return None if stream is None else Cursor.merge(list(map(Cursor.from_json, gather_json(stream.state_dict()))))
+        if stream is None:
+            return None
+        of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
+        islands = self._trainer.options.islands
+        return Cursor.merge(list(of_ranks), islands=1 if islands is None else islands.count)
 
     def data_reports(self) -> list[PoolReport]:
         """How much of each pool of documents the run has read."""
@@ -354,10 +376,7 @@ class Checkpointer:
             # Before the weights: other data may have made another tokenizer, and so a larger model.
             on_all_ranks(lambda: stream.check_identity(read_state(path)["cursor"], ledger=ledger))
         state = self.restore_weights(path)
-        trainer.engine.load_extra_state(state["engine"])
-        restore_schedule(trainer.lr_scheduler, state)
-        if trainer.accelerator.scaler is not None and state["loss_scaler"] is not None:
-            trainer.accelerator.scaler.load_state_dict(state["loss_scaler"])
+        self.load_progress(state)
         if stream is not None:
             on_all_ranks(lambda: stream.load_state_dict(state["cursor"], ledger=ledger))
         restore_random_state(path)
@@ -367,7 +386,7 @@ class Checkpointer:
         """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
         replicas = self._trainer.options.replicas
         fetch = partial(replicas.fetch, path) if replicas is not None and replicas.holds(path) else None
-        state = read_checkpoint(path, self._pieces(), fetch)
+        state = read_checkpoint(path, self.pieces(), fetch)
         self._trainer.engine.after_load()
         return state
 

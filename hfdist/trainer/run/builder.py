@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +67,7 @@ from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
 from hfdist.trainer.checkpointing.start import check_resume, find_start, open_replicas
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
 from hfdist.trainer.evaluation.generation import SAMPLES
+from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
@@ -194,7 +195,7 @@ class Run:
     def build_trainer(self) -> None:
         """Make the Trainer, and log what it is about to do."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        run_dir, checkpoint, train = Path(config.run.dir), config.checkpoint, config.train
+        run_dir, train = Path(config.run.dir), config.train
         if not self.strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
             logger.warning(
                 "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
@@ -220,21 +221,7 @@ class Run:
             data_collator=default_data_collator,
             callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators, self._usage],
             optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
-            options=RunOptions(
-                run_values=to_values(config),
-                keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
-                replicas=open_replicas(config),
-                replicate_every=checkpoint.replicate_every,
-                save_in_background=checkpoint.background,
-                loss_head=choose_loss(config, model, self.strategy),
-                limits=Limits(
-                    skipped_steps=train.max_skipped_steps,
-                    rollbacks=train.max_rollbacks,
-                    compare_replicas_every=train.compare_replicas_every,
-                ),
-                measures=measures,
-                figures=self._usage.figures,
-            ),
+            options=self._make_options(measures),
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
             checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)
@@ -251,6 +238,25 @@ class Run:
         if config.report.plan:
             trainer.add_callback(self._make_grader(trainer, runtime))
         self.trainer = trainer
+
+    def _make_options(self, measures: Sequence[Measure]) -> RunOptions:
+        config, checkpoint, train = self.config, self.config.checkpoint, self.config.train
+        return RunOptions(
+            run_values=to_values(config),
+            keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
+            replicas=open_replicas(config),
+            replicate_every=checkpoint.replicate_every,
+            save_in_background=checkpoint.background,
+            loss_head=choose_loss(config, self.model, self.strategy),
+            limits=Limits(
+                skipped_steps=train.max_skipped_steps,
+                rollbacks=train.max_rollbacks,
+                compare_replicas_every=train.compare_replicas_every,
+            ),
+            measures=measures,
+            figures=self._usage.figures,
+            islands=config.islands if config.islands.is_used else None,
+        )
 
     def _make_grader(self, trainer: Trainer, runtime: int | None) -> PlanGrader:
         assert trainer.engine is not None
@@ -351,13 +357,15 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
         else:
             held_out = build_held_out(corpus, tokenizer, config.data)
+    islands = config.islands
     stream = TokenStream(
         corpus,
         tokenizer,
         config.data,
-        data_rank=topology.data_rank,
-        data_size=topology.data_size,
-        global_batch_size=config.train.global_batch_size,
+        # So that an island reads the same sequences in any layout.
+        data_rank=topology.data_rank * islands.count + islands.index,
+        data_size=islands.count * topology.data_size,
+        global_batch_size=islands.count * config.train.global_batch_size,
     )
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
+from hfdist.config.islands import IslandsConfig
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents.token_reader import Documents, open_token_cache
@@ -54,6 +55,7 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         "trained": f"{what} of all" + (f": {adapter}" if config.adapter.is_used else ""),
         "layout": f"{strategy.topology.describe()}; sharding {config.strategy.sharding.value}; "
         f"{config.train.precision.value}",
+        "islands": _describe_islands(config.islands),
         "plan": "" if plan is None else describe_shortly(plan),
         "batch": f"{batch.global_batch_size:,} sequences = data ranks {parts}; {batch.tokens_per_step:,} tokens a step",
         "data": data,
@@ -62,6 +64,13 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
         "folder": config.run.dir,
     }
     return "\n".join(f"  {label:<9} {text}" for label, text in rows.items() if text)
+
+
+def _describe_islands(islands: IslandsConfig) -> str:
+    if not islands.is_used:
+        return ""
+    outer = f"outer lr {islands.outer_lr:g}, momentum {islands.outer_momentum:g}"
+    return f"{islands.index} of {islands.count}; rounds of {islands.every:,} steps; {outer}; {islands.codec.value}"
 
 
 def describe_kernels(trainer: Trainer) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 GROUPS = (
-    "model", "adapter", "data", "strategy", "optimizer", "train", "evaluate", "checkpoint", "watch", "report", "cost",
-    "export", "experiment",
+    "model", "adapter", "data", "strategy", "islands", "optimizer", "train", "evaluate", "checkpoint", "watch",
+    "report", "cost", "export", "experiment",
 )  # fmt: skip
 
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
@@ -22,6 +22,8 @@ NEEDED = {
     ("data", "chat"): ["data.sources.chat.path=/chats/*.parquet"],
     ("data", "hub"): ["data.sources.hub.path=some/dataset"],
     ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
+    ("islands", "diloco"): ["islands.address=localhost:29600"],
+    ("islands", "local_sgd"): ["islands.address=localhost:29600"],
     ("checkpoint", "best"): ["train.eval_every=1"],
     ("data", "tokens"): ["data.sources.tokens.path=some/tokens", "model.tokenizer.name=some/tokens/tokenizer"],
 }

@@ -14,7 +14,8 @@ from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF, EXPERIMENTS, GROUPS, NEEDED, OPTIONS, needed_overrides, primary_of
 
 # The file of each group in which all its keys stand with a comment.
-NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw"}
+NAMED = {"model": "small", "adapter": "none", "data": "stdlib", "strategy": "single", "optimizer": "adamw",
+         "islands": "none"}  # fmt: skip
 DOCUMENTED_IN = {"run": "pretrain.yaml", "launch": "pretrain.yaml"}
 DOCUMENTED_IN |= {group: f"{group}/{NAMED.get(group, 'default')}.yaml" for group in GROUPS if group != "experiment"}
 

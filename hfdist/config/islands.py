@@ -1,0 +1,52 @@
+"""`islands.*`: separate launches that train one model together, and speak once in many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hfdist.config.ranges import limited
+
+
+class IslandMethod(Enum):
+    """What islands make of what each has learned."""
+
+    none = "none"
+    """There are no others."""
+    diloco = "diloco"
+    """The mean of their changes is the gradient of an outer optimizer: SGD with Nesterov momentum. With the rate 1 and
+    without momentum the weights are averaged (local SGD)."""
+
+
+class Codec(Enum):
+    """How numbers travel between islands."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+    fp4 = "fp4"
+
+
+@dataclass(kw_only=True)
+class IslandsConfig:
+    """An island is a launch of its own, in any layout; all islands have the same."""
+
+    method: IslandMethod = IslandMethod.none
+    count: int = limited(1, at_least=1)
+    """Shares of the data, of which each island reads one."""
+    index: int = limited(0, at_least=0)
+    """Which of them this launch is."""
+    address: str | None = None
+    """HOST:PORT of `hfdist serve`."""
+    every: int = limited(100, at_least=1)
+    """Steps of a round."""
+    outer_lr: float = limited(0.7, above=0)
+    outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)
+    codec: Codec = Codec.fp32
+    timeout_seconds: float = limited(60.0, above=0)
+    """How long an island looks for the server when it does not answer."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are islands."""
+        return self.method is not IslandMethod.none

@@ -1,0 +1,78 @@
+"""The command line of `hfdist serve`: the server that islands meet at, until Ctrl-C or SIGTERM ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+
+from hfdist.config.cli.arguments import as_command, read_arguments, read_number
+from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.errors import ConfigError
+from hfdist.islands.server import SECRET, IslandServer
+
+_HELP = f"""\
+Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many
+steps. It says who takes part in each exchange. Weights travel between the islands themselves, and never come here.
+
+hfdist serve port=29600
+hfdist pretrain islands=diloco islands.count=2 islands.index=0 islands.address=HOST:29600 run.name=island-0 ...
+hfdist pretrain islands=diloco islands.count=2 islands.index=1 islands.address=HOST:29600 run.name=island-1 ...
+
+port=N              to listen at; default: 29600
+host=ADDRESS        to listen at; default: all of this machine
+least=N             islands with which the first round begins; default: islands.count
+silent_seconds=N    after which an island is lost that says nothing; default: 10
+
+Where strangers can reach it, give it and all islands the same {SECRET} in their environment.
+
+Exit codes: 0 it was told to end, 2 a wrong argument.
+"""
+_KEYS = {"port": "N", "host": "ADDRESS", "least": "N", "silent_seconds": "N"}
+
+
+def _serve(arguments: list[str]) -> None:
+    values = read_arguments(arguments, _KEYS)
+    port = read_number(values, "port", "29600")
+    least = read_number(values, "least", "1") if "least" in values else None
+    silent = read_number(values, "silent_seconds", "10")
+    host = values.get("host", "")
+    try:
+        listener = _listen(host, port)
+    except (OSError, OverflowError) as error:
+        what, where = "the server cannot listen there", f"host, port ({COMMAND_LINE})"
+        found, hint = f"{host or 'all addresses'}, {port}: {error}", "port=29600"
+        raise ConfigError(what, where=where, found=found, hint=hint) from error
+    secret = os.environ.get(SECRET, "")
+    server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
+    _say(f"islands.address={socket.gethostname()}:{listener.getsockname()[1]}")
+    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        asyncio.run(_until_told(server))
+
+
+async def _until_told(server: IslandServer) -> None:
+    serving = asyncio.ensure_future(server.serve())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+    sys.stdout.flush()
+
+
+main = as_command(_HELP, _serve)

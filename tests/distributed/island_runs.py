@@ -1,0 +1,99 @@
+"""Runs that are islands: each in processes of its own, with a server in another."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hfdist.islands.server import IslandServer
+from tests.distributed.runs import pretrain
+
+_FORK = multiprocessing.get_context("fork")
+_MOST_SECONDS = 100
+
+
+class Island:
+    """A run in processes of its own."""
+
+    def __init__(
+        self, folder: Path, num_ranks: int, *overrides: str, at_start: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder = folder
+        self._end, theirs = _FORK.Pipe(duplex=False)
+        self.process = _FORK.Process(target=_train, args=(theirs, folder, num_ranks, overrides, at_start))
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> str | None:
+        """What it failed with, once it has ended; None: with nothing."""
+        if not self._end.poll(_MOST_SECONDS):
+            return "it does not end"
+        try:
+            return self._end.recv()
+        except EOFError:
+            return "it was killed"
+
+    def kill(self) -> None:
+        """End whatever is left of it."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+def _train(
+    end: Connection, folder: Path, num_ranks: int, overrides: tuple[str, ...], at_start: Callable[[], None]
+) -> None:
+    try:
+        at_start()
+        pretrain(folder, num_ranks, *overrides)
+        end.send(None)
+    except BaseException:
+        end.send(traceback.format_exc())
+
+
+@contextmanager
+def served(**options: Any) -> Iterator[str]:
+    """Run a server meanwhile; gives its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    process = _FORK.Process(target=_serve, args=(listener, options))
+    process.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        process.kill()
+        process.join()
+        listener.close()
+
+
+def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
+    asyncio.run(IslandServer(listener, say=lambda line: os.write(1, f"{line}\n".encode()), **options).serve())
+
+
+def overrides_of(address: str, index: int, count: int, *more: str) -> tuple[str, ...]:
+    """Make a run one of some islands."""
+    keys = (f"islands.address={address}", f"islands.index={index}", f"islands.count={count}")
+    return ("islands=diloco", "islands.timeout_seconds=20", *keys, *more)
+
+
+def run_islands(folder: Path, count: int, num_ranks: int, *overrides: str) -> list[Path]:
+    """Run islands of one layout to their end; gives their run folders."""
+    with served() as address:
+        islands = [
+            Island(folder / f"island-{index}", num_ranks, *overrides_of(address, index, count, *overrides))
+            for index in range(count)
+        ]
+        try:
+            failures = [found for island in islands if (found := island.wait()) is not None]
+        finally:
+            for island in islands:
+                island.kill()
+    assert not failures, failures[0]
+    return [island.folder for island in islands]

@@ -1,0 +1,322 @@
+"""Islands: launches that train one model together."""
+
+import copy
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.data import TokenStream
+from hfdist.islands.link import Link
+from hfdist.islands.member import Member
+from hfdist.records import METRICS, read_lines
+from hfdist.testing import run_ranks
+from hfdist.trainer.run.builder import Run
+from tests.distributed.island_runs import Island, overrides_of, run_islands, served
+from tests.distributed.runs import SMALL, eval_losses, losses, pretrain, weights
+
+pytestmark = pytest.mark.distributed
+
+AVERAGING = ("islands=local_sgd",)
+# Adam divides gradients that are all rounding by themselves; with a larger eps less.
+PLAIN = ("optimizer.weight_decay=0", "optimizer.eps=1e-5", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
+         "train.max_grad_norm=1000", "train.max_steps=7")  # fmt: skip
+SHORT = ("train.max_steps=7", "islands.every=3", "data.sequence_length=32")
+
+
+def difference(found, wanted):
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def test_one_island_is_the_inner_run(tmp_path):
+    (island,) = run_islands(tmp_path, 1, 1, *AVERAGING, *SHORT)
+    alone = pretrain(tmp_path / "alone", 1, *SHORT[:1], *SHORT[2:])
+    assert losses(island) == pytest.approx(losses(alone), rel=1e-6)
+    assert difference(weights(island), weights(alone)) < 1e-6
+
+
+def train_in_turn(folder, count, every, lr, momentum):
+    """One process trains the shares of some islands one after another: by plain torch, without any code of islands.
+
+    Gives the losses of each island, and the last weights.
+    """
+    config = compose_config([*SMALL, *PLAIN, f"run.dir={folder}"])
+    run = Run(config)
+    for step in (run.find_model, run.open_data, run.open_folder, run.start_ranks, run.build_model):
+        step()
+    outer = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    speed = {name: torch.zeros_like(value) for name, value in outer.items()}
+    models = [copy.deepcopy(run.model).train() for _ in range(count)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0)
+                  for m in models]  # fmt: skip
+    batches = []
+    for index in range(count):
+        data = run.data.stream
+        stream = TokenStream(data.corpus, run.data.tokenizer, config.data, data_rank=index, data_size=count)
+        batches.append(iter(stream.loader(batch_size=8)))
+    found = [[] for _ in range(count)]
+    for step in range(1, 8):
+        for own, model, optimizer, batch in zip(found, models, optimizers, batches, strict=True):
+            loss = model(**next(batch)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(float(loss))
+        if step % every and step != 7:
+            continue
+        of_models = [dict(model.named_parameters()) for model in models]
+        with torch.no_grad():
+            for name, value in outer.items():
+                change = value - sum(own[name] for own in of_models) / count
+                speed[name] = momentum * speed[name] + change
+                value -= lr * (change + momentum * speed[name])
+                for own in of_models:
+                    own[name].copy_(value)
+    return found, {name: value.numpy() for name, value in outer.items()}
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["averaging", "diloco"])
+def test_islands_are_one_process_that_trains_their_shares_in_turn(tmp_path, lr, momentum):
+    keys = (f"islands.outer_lr={lr}", f"islands.outer_momentum={momentum}", "islands.every=3")
+    folders = run_islands(tmp_path, 2, 1, *PLAIN, *keys)
+    wanted, outer = run_ranks(train_in_turn, 1, tmp_path / "in_turn", 2, 3, lr, momentum, group=False)[0]
+    for folder, of_island in zip(folders, wanted, strict=True):
+        assert losses(folder) == pytest.approx(of_island, rel=1e-5)
+        found = weights(folder)
+        assert difference(found, {name: torch.from_numpy(outer[name]) for name in found}) < 1e-5
+    assert wanted[0] != wanted[1]
+
+
+def test_every_step_with_sgd_is_ddp(tmp_path):
+    sgd = ("optimizer.name=sgd", "optimizer.lr=0.1", *PLAIN, "data.packing=concat")
+    folders = run_islands(tmp_path, 2, 1, *AVERAGING, *sgd, "train.global_batch_size=4", "islands.every=1")
+    ddp = pretrain(tmp_path / "ddp", 2, "strategy=ddp", *sgd)
+    assert difference(weights(folders[0]), weights(ddp)) < 1e-6
+    mean = [sum(both) / 2 for both in zip(*map(losses, folders), strict=True)]
+    assert mean == pytest.approx(losses(ddp), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory, imported, reads_little):
+    return run_islands(tmp_path_factory.mktemp("single"), 2, 1, *SHORT)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("strategy=ddp",),
+        ("strategy=zero1",),
+        ("strategy=zero3",),
+        ("strategy=fsdp2",),
+        ("strategy=tensor",),
+        ("strategy=pipeline",),
+    ],
+    ids=lambda layout: layout[0].removeprefix("strategy="),
+)
+def test_islands_of_any_layout_train_as_those_of_one_process(tmp_path, of_one_rank, layout):
+    folders = run_islands(tmp_path, 2, 2, *layout, *SHORT)
+    for folder, wanted in zip(folders, of_one_rank, strict=True):
+        assert losses(folder) == pytest.approx(losses(wanted), rel=1e-5)
+        assert eval_losses(folder) == pytest.approx(eval_losses(wanted), rel=1e-5)
+        assert difference(weights(folder), weights(wanted)) < 1e-5
+    assert difference(weights(folders[0]), weights(folders[1])) == 0
+
+
+def sent_bytes(folder):
+    return [line["islands/sent_bytes"] for line in read_lines(folder / METRICS) if "islands/sent_bytes" in line]
+
+
+def test_what_travels_is_what_theory_says(tmp_path, of_one_rank):
+    num_elements = sum(value.numel() for value in weights(of_one_rank[0]).values())
+    # Half of the numbers to the other, and the mean of the other half.
+    assert sent_bytes(of_one_rank[0]) == [2 * 4 * num_elements / 2] * 3
+    folders = run_islands(tmp_path, 2, 1, *SHORT, "islands.codec=int8")
+    assert sent_bytes(folders[0]) == pytest.approx([2 * num_elements / 2] * 3, rel=0.02)
+    assert difference(weights(folders[0]), weights(folders[1])) == 0
+    assert eval_losses(folders[0]) == pytest.approx(eval_losses(of_one_rank[0]), rel=0.01)
+
+
+# ---- checkpoints ----
+
+SAVING = (
+    "train.max_steps=9",
+    "islands.every=4",
+    "checkpoint=default",
+    "checkpoint.every=3",
+    "checkpoint.background=false",
+)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "ddp")])
+def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
+    """The checkpoint of step 6 stands in the middle of a round."""
+    keys = (f"strategy={layout}", *SHORT, *SAVING)
+    through = run_islands(tmp_path / "through", 2, num_ranks, *keys)
+    with served() as address:
+        folders = [tmp_path / f"island-{index}" for index in range(2)]
+        for at_start in (die_at(8), lambda: None):
+            islands = [
+                Island(folder, num_ranks, *overrides_of(address, index, 2, *keys), at_start=at_start)
+                for index, folder in enumerate(folders)
+            ]
+            ends = [island.wait() for island in islands]
+            for island in islands:
+                island.kill()
+    assert ends == [None, None]
+    for folder, whole in zip(folders, through, strict=True):
+        assert losses(folder)[-3:] == losses(whole)[-3:]
+        assert difference(weights(folder), weights(whole)) == 0
+
+
+def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):
+    short = SHORT[2:]
+    before = pretrain(tmp_path / "before", 2, "strategy=ddp", *short, *SAVING[2:], "train.max_steps=6")
+    start = f"checkpoint.resume={before}/checkpoints/step-00000003"
+    allowed = "checkpoint.allow_changes=true"
+    folders = run_islands(tmp_path, 2, 1, *short, "islands.every=2", "train.max_steps=6", start, allowed)
+    assert difference(weights(folders[0]), weights(folders[1])) == 0
+    for folder in folders:
+        lines = [line for line in read_lines(folder / METRICS) if "loss" in line]
+        assert [line["step"] for line in lines] == [4, 5, 6]
+        assert lines[0]["loss"] == pytest.approx(losses(before)[3], rel=0.05)
+
+
+# ---- islands that come and go ----
+
+
+def before_steps(act):
+    """Call `act(step)` before each forward and backward, with the number of steps so far."""
+
+    def at_start():
+        build = Run.build_trainer
+
+        def build_changed(run):
+            build(run)
+            train = run.trainer.training_step
+
+            def training_step(*args, **kwargs):
+                act(run.trainer.state.global_step)
+                return train(*args, **kwargs)
+
+            run.trainer.training_step = training_step
+
+        Run.build_trainer = build_changed
+
+    return at_start
+
+
+def die_at(step):
+    def act(now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_steps(act)
+
+
+def wait_at(step, sign):
+    """Until a file is there."""
+
+    def act(now):
+        while now == step and not sign.exists():
+            time.sleep(0.05)
+
+    return before_steps(act)
+
+
+def shows(sign):
+    """Writes the file when it comes to the others."""
+
+    def at_start():
+        connect = Member.connect
+
+        def connect_and_show(member):
+            connect(member)
+            sign.touch()
+
+        Member.connect = connect_and_show
+
+    return at_start
+
+
+def dies_in_call(owner, name, number):
+    """In the so-manieth call of a method of islands."""
+
+    def at_start():
+        method, calls = getattr(owner, name), []
+
+        def call_or_die(*args, **kwargs):
+            calls.append(name)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, call_or_die)
+
+    return at_start
+
+
+DEATHS = {
+    "in a step": die_at(4),
+    "in an exchange": dies_in_call(Link, "receive", 3),
+    "before it says that it has all": dies_in_call(Member, "finish", 2),
+}
+
+
+@pytest.mark.parametrize("at_start", DEATHS.values(), ids=DEATHS)
+def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_start):
+    sign, last = tmp_path / "is there", tmp_path / "again"
+    keys = (*SHORT, "train.max_steps=18", "islands.every=3", "data.lanes=24", "checkpoint=none")
+    with served() as address:
+        own = [overrides_of(address, index, 3, *keys) for index in range(3)]
+        folders = [tmp_path / f"island-{index}" for index in range(2)]
+        islands = [Island(folder, 1, *own[index], at_start=wait_at(10, sign)) for index, folder in enumerate(folders)]
+        mortal = Island(tmp_path / "mortal", 1, *own[2], at_start=at_start)
+        assert "died without a word" in mortal.wait()
+        islands.append(Island(last, 1, *own[2], at_start=shows(sign)))
+        failures = [island.wait() for island in islands]
+        for island in (*islands, mortal):
+            island.kill()
+    assert failures == [None] * 3
+    found = [weights(folder) for folder in (*folders, last)]
+    assert difference(found[0], found[1]) == 0
+    assert difference(found[2], found[1]) == 0
+    lines = [line for line in read_lines(folders[0] / METRICS) if "islands/members" in line]
+    # Behind steps 3, 6, ..., 18.
+    assert [line["islands/members"] for line in lines] in ([2, 2, 2, 2, 3, 3], [3, 2, 2, 2, 3, 3])
+    # It came back with the state of another, and so at its step.
+    steps = [line["step"] for line in read_lines(last / METRICS) if "loss" in line]
+    assert steps == list(range(13, 19))
+
+
+def test_an_island_that_stood_still_is_left_and_comes_back_in_the_same_process(tmp_path):
+    sign, pid = tmp_path / "has left", tmp_path / "pid"
+
+    def stand_still(now):
+        if now == 4 and not pid.exists():
+            pid.write_text(f"{os.getpid()}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    folders = [tmp_path / f"island-{index}" for index in range(2)]
+    keys = (*SHORT, "train.max_steps=18", "islands.every=3", "checkpoint=none")
+    with served(silent_seconds=2) as address:
+        own = [overrides_of(address, index, 2, *keys) for index in range(2)]
+        going = Island(folders[0], 1, *own[0], at_start=wait_at(10, sign))
+        stopped = Island(folders[1], 1, *own[1], at_start=before_steps(stand_still))
+        while not any(line.get("islands/members") == 1 for line in read_lines(folders[0] / METRICS)):
+            assert going.process.is_alive()
+            time.sleep(0.2)
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+        sign.touch()
+        ends = [going.wait(), stopped.wait()]
+        going.kill()
+        stopped.kill()
+    assert ends == [None, None]
+    assert difference(weights(folders[0]), weights(folders[1])) == 0
+    steps = [line["step"] for line in read_lines(folders[1] / METRICS) if "loss" in line]
+    # It comes at the end of its round, and goes on at that of the other.
+    assert steps[:5] == [1, 2, 3, 4, 5]
+    assert steps[5:] in (list(range(9, 19)), list(range(12, 19)))

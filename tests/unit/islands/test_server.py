@@ -1,0 +1,212 @@
+"""Who takes part in a meeting, and what becomes of one where an island is lost."""
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from hfdist.errors import ConfigError, PeerError
+from hfdist.islands.member import Member
+from hfdist.islands.server import Arrival, IslandServer
+
+JOB = {"islands.count": 2, "islands.every": 10}
+
+
+@contextmanager
+def served(**options):
+    """The address of a server in a thread, and its lines."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    lines, loop = [], asyncio.new_event_loop()
+    server = IslandServer(listener, say=lines.append, **options)
+    serving = loop.create_task(server.serve())
+
+    def run():
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}", lines
+    finally:
+        loop.call_soon_threadsafe(serving.cancel)
+        thread.join()
+
+
+def member(address, island, *, rank=0, ranks=1, job=JOB, start="1", secret="", seconds=2.0):
+    hello = {"island": island, "rank": rank, "start": start, "secret": secret}
+    if rank == 0:
+        hello |= {"job": job, "addresses": [f"{island}.{place}" for place in range(ranks)]}
+    made = Member(address, hello, seconds)
+    made.connect()
+    return made
+
+
+def arrive(*arrivals):
+    """Let members arrive together; gives their meetings."""
+    found = {}
+
+    def one(place, who, arrival):
+        found[place] = who.arrive(arrival)
+
+    threads = [threading.Thread(target=one, args=(place, *pair)) for place, pair in enumerate(arrivals)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return [found.get(place) for place in range(len(arrivals))]
+
+
+def at(step, outer_step=0, digest="a"):
+    return Arrival(step=step, outer_step=outer_step, digest=digest)
+
+
+def together(*calls):
+    """What functions give that run side by side."""
+    found = {}
+    threads = [threading.Thread(target=lambda p=p, c=c: found.update({p: c()})) for p, c in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return [found.get(place) for place in range(len(calls))]
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_first_meeting_waits_for_all_and_the_next_exchange():
+    with served() as (address, lines):
+        one = member(address, 0)
+        first = threading.Thread(target=lambda: one.arrive(at(0)))
+        first.start()
+        until(lambda: "1 of 2 islands are there" in lines)
+        assert first.is_alive()
+        two = member(address, 1)
+        (start,) = arrive((two, at(0)))
+        first.join(10)
+        assert start.members == {}
+        meetings = arrive((one, at(10)), (two, at(10)))
+        assert [dict(meeting.members) for meeting in meetings] == [{0: ["0.0"], 1: ["1.0"]}] * 2
+        number = meetings[0].number
+        assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [True, True]
+        one.leave()
+        two.leave()
+
+
+def test_who_has_other_outer_weights_gets_the_state_of_a_member():
+    with served(least=1) as (address, _lines):
+        old, new, late = member(address, 0), member(address, 1), member(address, 2)
+        meetings = arrive((old, at(20, 10, "b")), (new, at(20, 10, "b")), (late, at(0)))
+        assert dict(meetings[2].members) == {0: ["0.0"], 1: ["1.0"]}
+        assert dict(meetings[2].donors) == {2: (0, ["2.0"])}
+        number = meetings[0].number
+        assert together(lambda: old.finish(number, is_ok=True), lambda: new.finish(number, is_ok=True)) == [True, True]
+        # Before the state has come no other meeting begins.
+        next_one = threading.Thread(target=lambda: arrive((old, at(30, 20, "c")), (new, at(30, 20, "c"))))
+        next_one.start()
+        time.sleep(0.2)
+        assert next_one.is_alive()
+        late.tell_done(number)
+        assert arrive((late, at(30, 20, "c")))[0].donors == {}
+        next_one.join(10)
+        for one in (old, new, late):
+            one.leave()
+
+
+def test_a_lost_member_makes_an_exchange_void_and_the_rest_meet_again():
+    with served(least=1) as (address, _lines):
+        members = [member(address, island) for island in range(3)]
+        first = arrive(*((one, at(10)) for one in members))
+        number = first[0].number
+        members[2].close()
+        assert together(*(lambda one=one: one.finish(number, is_ok=True) for one in members[:2])) == [False, False]
+        until(lambda: members[0].is_void(number))
+        again = arrive(*((one, at(10)) for one in members[:2]))
+        assert sorted(again[0].members) == [0, 1]
+        assert again[0].number > number
+        # One that could not exchange does the same.
+        number = again[0].number
+        ends = together(lambda: members[0].finish(number, is_ok=True), lambda: members[1].finish(number, is_ok=False))
+        assert ends == [False, False]
+        for one in members[:2]:
+            one.leave()
+
+
+def test_an_island_is_lost_with_any_of_its_ranks():
+    with served(least=1) as (address, _lines):
+        first, second = member(address, 0, ranks=2), member(address, 0, rank=1)
+        other = member(address, 1)
+        meetings = arrive((first, at(10)), (other, at(10)))
+        second.close()
+        assert not other.finish(meetings[1].number, is_ok=True)
+        until(lambda: first.is_void(meetings[0].number))
+        # Both ranks come back, and it is there again.
+        first.connect()
+        second.connect()
+        assert sorted(arrive((first, at(10)), (other, at(10)))[0].members) == [0, 1]
+        for one in (first, other):
+            one.leave()
+        second.close()
+
+
+def test_who_does_not_beat_is_lost(monkeypatch):
+    with served(least=1, silent_seconds=1.5) as (address, lines):
+        one, two = member(address, 0), member(address, 1)
+        monkeypatch.setattr(two._connection, "send", lambda message: None)
+        (meeting,) = arrive((one, at(10)))
+        assert sorted(meeting.members) == [0]
+        assert any("island 1 has left: rank 0 is silent" in line for line in lines)
+        two.close()
+        one.leave()
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"job": JOB | {"islands.every": 20}}, "islands.every"),
+        ({"island": 0, "start": "2"}, "islands.index"),
+        ({"secret": "wrong"}, "HFDIST_ISLANDS_SECRET"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, where):
+    with served(secret="known") as (address, _lines):
+        one = member(address, 0, secret="known")
+        with pytest.raises(ConfigError) as error:
+            member(address, **({"island": 1, "secret": "known"} | change))
+        assert error.value.where == where
+        one.leave()
+
+
+def test_a_server_that_does_not_answer_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(PeerError) as error:
+        member(f"127.0.0.1:{port}", 0, seconds=0.3)
+    assert error.value.where == "islands.address"
+    assert str(port) in str(error.value)
+
+
+def test_what_no_rank_would_send_ends_a_connection_and_nothing_else():
+    with served(least=1) as (address, _lines):
+        host, port = address.split(":")
+        for content in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"island": 0}\n', b"\xff\xfe\n", b"1" * 2**23):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.settimeout(5)
+                try:
+                    stranger.sendall(content)
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(100) == b""
+                except ConnectionError:
+                    pass
+        one = member(address, 0)
+        assert sorted(arrive((one, at(10)))[0].members) == [0]
+        one.leave()
