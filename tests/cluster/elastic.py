@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,7 +56,10 @@ def leave_and_come_back(machines: tuple[Machine, Machine], folder: Path, monkeyp
     second.set_link(up=False)
     second.kill_all()
     agents[1].join()
-    wait_for(lambda run: run and run.processes == 1 and run.state is State.running and run.step > 0)
+    wait_for(lambda run: run and run.processes == 1 and run.state is State.running)
+    # A signal before it trains would end it otherwise.
+    begun = read_run(run_dir).step
+    wait_for(lambda run: run.step > begun)
     second.set_link(up=True)
     agents[1] = start(1)
     codes = [end(agent, _MOST_SECONDS) for agent in agents]
@@ -78,4 +82,11 @@ def _run_agent(machine: Machine, endpoint: str, arguments: Sequence[str]) -> Non
         rdzv_backend="c10d", rdzv_endpoint=endpoint, local_addr=machine.address, start_method="fork",
         rdzv_configs={"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
     )  # fmt: skip
-    elastic_launch(config, run_script)(RECIPE, *arguments)
+    elastic_launch(config, _run_rank)(*arguments)
+
+
+def _run_rank(*arguments: str) -> None:
+    # A fork has torchrun's own handlers, whose exception any code may catch; a rank of torchrun has none.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    run_script(RECIPE, *arguments)
