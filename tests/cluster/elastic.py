@@ -80,7 +80,7 @@ def _run_agent(machine: Machine, endpoint: str, arguments: Sequence[str]) -> Non
     config = LaunchConfig(
         min_nodes=1, max_nodes=2, nproc_per_node=1, run_id="elastic", max_restarts=3, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint=endpoint, local_addr=machine.address, start_method="fork",
-        rdzv_configs={"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
+        rdzv_configs={"last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 3},
     )  # fmt: skip
     elastic_launch(config, _run_rank)(*arguments)
 
