@@ -42,9 +42,20 @@ class IslandsConfig:
     """Steps of a round."""
     outer_lr: float = limited(0.7, above=0)
     outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)
+    fragments: int = limited(1, at_least=1)
+    """Parts of the model that are exchanged one after another, each once in a round."""
+    overlap: int = limited(0, at_least=0)
+    """Steps that are trained while an exchange is under way."""
+    mix: float = limited(0.0, at_least=0, at_most=0.999)
+    """What stays of an island's own weights behind an exchange; the rest comes from the outer ones."""
     codec: Codec = Codec.fp32
     timeout_seconds: float = limited(60.0, above=0)
     """How long an island looks for the server when it does not answer."""
+
+    @property
+    def exchange_every(self) -> int:
+        """Steps between two exchanges."""
+        return self.every // self.fragments
 
     @property
     def is_used(self) -> bool:

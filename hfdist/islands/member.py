@@ -71,6 +71,10 @@ class Member:
             try:
                 self._connection = _Connection(self._address, self._hello, self._timeout_seconds)
                 self.nonce = self._connection.nonce
+            except _RefusedError as error:
+                if not error.may_pass or time.monotonic() > deadline:
+                    raise error.reason from None
+                time.sleep(_RETRY_SECONDS)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 if time.monotonic() > deadline:
                     raise PeerError(
@@ -119,6 +123,22 @@ class Member:
             self._connection = None
 
 
+class _RefusedError(Exception):
+    """What the server has answered."""
+
+    def __init__(self, answer: Mapping[str, Any]) -> None:
+        super().__init__(answer)
+        allowed = answer.get("allowed")
+        self.may_pass = bool(answer.get("may_pass"))
+        """Whether it may be otherwise in a moment."""
+        self.reason = ConfigError(
+            str(answer["refused"]),
+            where=answer.get("key"),
+            found=answer.get("found"),
+            allowed=None if allowed is None else str(allowed),
+        )
+
+
 class _Connection:
     """Its threads read and beat."""
 
@@ -136,10 +156,7 @@ class _Connection:
             self._answers = self._socket.makefile("rb")
             answer = json.loads(self._answers.readline(_MOST_BYTES))
             if "refused" in answer:
-                what, where, allowed = answer["refused"], answer.get("key"), answer.get("allowed")
-                raise ConfigError(
-                    what, where=where, found=answer.get("found"), allowed=None if allowed is None else str(allowed)
-                )
+                raise _RefusedError(answer)
             self.nonce = str(answer["welcome"])
         except BaseException:
             self._socket.close()

@@ -40,10 +40,20 @@ class OuterOptimizer:
         list_pieces: gives the pieces of this rank's engine, anew each time.
         lr: of the outer step.
         momentum: Nesterov's; 0: none is kept.
+        fragments: parts that are exchanged one after another.
+        mix: what stays of the own weights behind an exchange.
     """
 
-    def __init__(self, list_pieces: Callable[[], Iterable[Piece]], *, lr: float, momentum: float) -> None:
-        self._list_pieces, self._lr, self._momentum = list_pieces, lr, momentum
+    def __init__(
+        self,
+        list_pieces: Callable[[], Iterable[Piece]],
+        *,
+        lr: float,
+        momentum: float,
+        fragments: int = 1,
+        mix: float = 0.0,
+    ) -> None:
+        self._list_pieces, self._lr, self._momentum, self._mix = list_pieces, lr, momentum, mix
         self._copied = _copied(list_pieces())
         pieces = self._stepped()
         shapes = [[p.name, p.key, p.shape, p.start, p.run, p.pitch, p.view.numel()] for p in pieces]
@@ -53,8 +63,11 @@ class OuterOptimizer:
         self._first_name = min(name for _, name in told if name is not None)
         alike = [place for place, (digest, _) in enumerate(told) if digest == told[rank()][0]]
         self._group = _group_of([digest for digest, _ in told])
-        self._owner = _share_out([p.view.numel() for p in pieces], len(alike))
+        sizes = [piece.view.numel() for piece in pieces]
+        self._owner = share_out(sizes, len(alike))
         """Of each piece, its number among the ranks that hold the same."""
+        self._fragment = share_out(sizes, fragments)
+        """Of each piece."""
         self._place = alike.index(rank())
         self._step = torch.full((1,), _NEVER)
         self._owned = [
@@ -66,6 +79,7 @@ class OuterOptimizer:
             for piece, owner in zip(pieces, self._owner, strict=True)
             if owner == self._place
         ]
+        self._own_fragment = [f for f, owner in zip(self._fragment, self._owner, strict=True) if owner == self._place]
 
     def _stepped(self) -> list[Piece]:
         """What the optimizer steps: weights that are trained, or their float32 copies."""
@@ -107,42 +121,50 @@ class OuterOptimizer:
                 yield replace(one.piece, key=OUTER_MOMENTUM, view=one.momentum, set_number=None)
         yield Piece(name=self._first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
 
-    def changes(self) -> torch.Tensor:
-        """Give what the inner optimizer has taken from the weights since the last round: float32 of shape [n]."""
-        views = self._views()
+    def changes(self, fragment: int | None) -> torch.Tensor:
+        """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
+        views = [pair for pair, own in zip(self._views(), self._own_fragment, strict=True) if fragment in (None, own)]
         # A weight of less precision began at the rounded outer one.
         return _joined(one.weight.to(view.dtype).float() - _to_host(view) for one, view in views)
 
-    def take(self, mean: torch.Tensor, step: int) -> None:
-        """Move the outer weights by the mean change of all islands, and begin there. A collective of this island.
+    def take(self, mean: torch.Tensor, step: int, fragment: int | None) -> None:
+        """Move the outer weights of a fragment, or all, by the mean change of all islands, and the own ones to them.
 
-        `engine.after_load` must follow.
+        A collective of this island. `engine.after_load` must follow.
+
+        Args:
+            mean: of `changes` of all islands.
+            step: behind which these were.
+            fragment: of `changes`.
         """
-        changes = mean.split([len(one.weight) for one in self._owned]) if self._owned else ()
-        for one, change in zip(self._owned, changes, strict=True):
+        moved = [one for one, own in zip(self._owned, self._own_fragment, strict=True) if fragment in (None, own)]
+        for one, change in zip(moved, mean.split([len(one.weight) for one in moved]) if moved else (), strict=True):
             if self._momentum > 0:
                 one.momentum.mul_(self._momentum).add_(change)
                 change = change + self._momentum * one.momentum
             one.weight.sub_(change, alpha=self._lr)
         self._step.fill_(step)
-        self._spread()
+        self._spread(fragment, moved)
 
     @torch.no_grad()
-    def _spread(self) -> None:
-        """Write the outer weights into those of all ranks that hold them."""
-        pieces = self._stepped()
+    def _spread(self, fragment: int | None, moved: list[_Owned]) -> None:
+        """Move the weights of all ranks that hold what has moved."""
+        pieces = list(zip(self._stepped(), self._owner, self._fragment, strict=True))
+        # All of it behind the last exchange of a run.
+        mix = 0.0 if fragment is None else self._mix
         for owner in range(1 if self._group is None else dist.get_world_size(self._group)):
-            own = [piece for piece, place in zip(pieces, self._owner, strict=True) if place == owner]
+            own = [piece for piece, place, part in pieces if place == owner and fragment in (None, part)]
             if not own:
                 continue
             values = torch.empty(sum(piece.view.numel() for piece in own))
             if owner == self._place:
-                values = _joined(one.weight for one in self._owned)
+                values = _joined(one.weight for one in moved)
             if self._group is not None:
                 values = values.to(device_of(self._group))
                 dist.broadcast(values, group=self._group, group_src=owner)
             for piece, value in zip(own, values.split([piece.view.numel() for piece in own]), strict=True):
-                piece.view.detach().copy_(value.view(piece.view.shape))
+                view, outer = piece.view.detach(), value.view(piece.view.shape)
+                view.copy_(outer if mix == 0 else mix * view.float() + (1 - mix) * outer.to(view.device))
 
     def _views(self) -> list[tuple[_Owned, torch.Tensor]]:
         pieces = [p for p, owner in zip(self._stepped(), self._owner, strict=True) if owner == self._place]
@@ -178,9 +200,9 @@ def _group_of(digests: list[str]) -> dist.ProcessGroup | None:
     return found
 
 
-def _share_out(sizes: list[int], num_ranks: int) -> list[int]:
-    """Give each of some pieces to a rank, the largest first and to whom has least."""
-    loads, owners = [0] * num_ranks, [0] * len(sizes)
+def share_out(sizes: list[int], number: int) -> list[int]:
+    """Give each of some pieces a number, the largest first and to whom has least."""
+    loads, owners = [0] * number, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         owner = loads.index(min(loads))
         owners[place] = owner

@@ -8,6 +8,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,26 @@ from hfdist.jobs.address import find_route
 logger = logging.getLogger(__name__)
 
 _STATE = "state"
+
+
+@dataclass
+class _Exchange:
+    """One that is under way."""
+
+    step: int
+    fragment: int | None
+    changes: torch.Tensor
+    sent_before: int
+    meeting: Meeting | None = None
+    """None: there is none yet."""
+    mean: Future[torch.Tensor] | None = None
+    """Of the changes; None: this island is no member."""
+    waited_seconds: float = 0.0
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether there is nothing to exchange: others begin at the same weights."""
+        return self.meeting is not None and not self.meeting.members
 
 
 class Rounds:
@@ -53,57 +75,79 @@ class Rounds:
         if rank() == 0:
             hello |= {"job": job, "addresses": addresses}
         self._member = Member(config.address, hello, config.timeout_seconds)
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="islands")
+        self._exchange: _Exchange | None = None
         self._figures: dict[str, float] = {}
 
-    def meet(self, step: int, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Meet the other islands behind a step, or before the first one.
+    @property
+    def is_open(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._exchange is not None
+
+    @property
+    def open_step(self) -> int:
+        """Behind which it began."""
+        assert self._exchange is not None
+        return self._exchange.step
+
+    def begin(self, step: int, fragment: int | None = None) -> None:
+        """Meet the other islands behind a step, or before the first one, and begin to exchange.
 
         Args:
             step: behind which it is.
-            state: gives what an island needs besides tensors to go on as this one, as JSON.
-
-        Returns:
-            The state of the island whose tensors this one has got; None: it goes on with its own.
+            fragment: of the model, that is exchanged; None: all.
 
         Raises:
             NumericsError: the weights of this island are not finite.
             PeerError: the server does not answer.
             ConfigError: the server refuses this island.
         """
-        begin, sent = time.monotonic(), self._link.sent_bytes
-        is_start = step == self._outer.step
-        changes = torch.empty(0) if is_start else self._outer.changes()
+        begin, is_start = time.monotonic(), step == self._outer.step
+        changes = torch.empty(0) if is_start else self._outer.changes(fragment)
         if not all(gather_json(is_finite(changes))):
             what = "the weights of this island are not finite, so that it leaves the others"
             raise NumericsError(what, where=f"step {step}", hint="the same command goes on from its last checkpoint")
-        while True:
-            meeting = self._arrive(step)
-            if meeting is None:
-                continue
-            if not is_start and self._config.index in meeting.members:
-                if self._exchange(meeting, changes, step):
+        self._exchange = _Exchange(step, fragment, changes, self._link.sent_bytes)
+        self._come(self._exchange)
+        self._exchange.waited_seconds = time.monotonic() - begin
+
+    def end(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Wait for the end of the exchange, and take what it gives.
+
+        Args:
+            state: gives what an island needs besides tensors to go on as this one, as JSON.
+
+        Returns:
+            The state of the island whose tensors this one has got; None: it goes on with its own.
+
+        Raises:
+            PeerError: the server does not answer, or what another island has sent does not fit.
+            ConfigError: the server refuses this island.
+        """
+        begin, one = time.monotonic(), self._exchange
+        assert one is not None
+        found = None
+        while not one.takes_nothing:
+            meeting = one.meeting
+            if meeting is not None and one.mean is not None:
+                if self._settle(one, meeting):
                     self._hand_over(meeting, state)
-                    found = None
                     break
-            elif self._config.index in meeting.donors:
-                found = self._receive(meeting)
-                if found is not None:
-                    break
-            else:
-                # Others begin at the same weights.
-                found = None
+            elif meeting is not None and (found := self._receive(meeting)) is not None:
                 break
-        self._link.forget(meeting.number)
-        if meeting.members:
-            self._figures = {
-                "islands/members": len(meeting.members),
-                "islands/sent_bytes": self._link.sent_bytes - sent,
-                "islands/seconds": time.monotonic() - begin,
-            }
+            self._come(one)
+        self._exchange = None
+        if (meeting := one.meeting) is not None and meeting.members:
+            self._link.forget(meeting.number)
+            self._figures["islands/members"] = len(meeting.members)
+            sent = self._figures.get("islands/sent_bytes", 0) + self._link.sent_bytes - one.sent_before
+            self._figures["islands/sent_bytes"] = sent
+            waited = time.monotonic() - begin + one.waited_seconds
+            self._figures["islands/wait_seconds"] = self._figures.get("islands/wait_seconds", 0.0) + waited
         return found
 
     def figures(self) -> dict[str, float]:
-        """Give what a training line says of the last round's end since the last line, of this rank."""
+        """Give what a training line says of exchanges since the last line, of this rank."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -116,7 +160,23 @@ class Rounds:
     def close(self) -> None:
         """End all connections."""
         self._member.close()
+        # Without a connection what is under way is void.
+        self._sender.shutdown()
         self._link.close()
+
+    def _come(self, one: _Exchange) -> None:
+        """Come to a meeting, and begin to exchange if this island is a member."""
+        one.meeting, one.mean = self._arrive(one.step), None
+        if one.meeting is None or not one.meeting.members:
+            return
+        number, members = one.meeting.number, one.meeting.members
+        if self._config.index in members:
+            addresses = [members[index][rank()] for index in sorted(members)]
+            self._link.keep(addresses)
+            # One thread has the sockets at a time: this one again, once it has the result.
+            one.mean = self._sender.submit(
+                self._link.mean, number, one.changes, addresses, lambda: self._member.is_void(number)
+            )
 
     def _arrive(self, step: int) -> Meeting | None:
         """Come to a meeting; None: the connection of some rank has ended."""
@@ -131,20 +191,19 @@ class Rounds:
         donors = {int(index): tuple(donor) for index, donor in told["donors"].items()}
         return Meeting(number=told["number"], members=members, donors=donors)
 
-    def _exchange(self, meeting: Meeting, changes: torch.Tensor, step: int) -> bool:
-        """Exchange changes, and take their mean if all islands have it; False: the meeting is void."""
-        addresses = [meeting.members[index][rank()] for index in sorted(meeting.members)]
-        self._link.keep(addresses)
+    def _settle(self, one: _Exchange, meeting: Meeting) -> bool:
+        """Take the mean if all islands have it; False: the meeting is void."""
+        assert one.mean is not None
         mean: torch.Tensor | None = None
         try:
-            mean = self._link.mean(meeting.number, changes, addresses, lambda: self._member.is_void(meeting.number))
+            mean = one.mean.result()
         except VoidError:
             logger.debug("meeting %d is void", meeting.number)
         is_ok = all(gather_json(mean is not None))
         counts = gather_json(rank() == 0 and self._member.finish(meeting.number, is_ok=is_ok))[0]
         if not counts or mean is None:
             return False
-        self._outer.take(mean, step)
+        self._outer.take(mean, one.step, one.fragment)
         return True
 
     def _hand_over(self, meeting: Meeting, state: Callable[[], dict[str, Any]]) -> None:

@@ -172,8 +172,9 @@ class IslandServer:
         index, rank, start = int(hello["island"]), int(hello["rank"]), str(hello["start"])
         island = self._islands.get(index)
         if island is not None and island.start != start:
+            # Perhaps for a moment: of an island that was cut off and has started anew.
             what = "an island with this index is there already"
-            raise _RefusedError(refused=what, key="islands.index", found=index)
+            raise _RefusedError(refused=what, key="islands.index", found=index, may_pass=True)
         if island is not None and rank in island.connections:
             # It has lost the other end, and this server has not noticed yet.
             self._lose(island, "it has connected anew")

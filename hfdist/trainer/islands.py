@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,7 +29,13 @@ class Islands(TrainerCallback):
     def begin(self) -> None:
         """Make the outer optimizer of a training that begins, before a checkpoint is read into its pieces."""
         config = self._config
-        self._outer = OuterOptimizer(self._trainer.engine.pieces, lr=config.outer_lr, momentum=config.outer_momentum)
+        self._outer = OuterOptimizer(
+            self._trainer.engine.pieces,
+            lr=config.outer_lr,
+            momentum=config.outer_momentum,
+            fragments=config.fragments,
+            mix=config.mix,
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """List the outer state of this rank."""
@@ -47,14 +54,30 @@ class Islands(TrainerCallback):
         self._outer.begin(state.global_step)
         trainer = self._trainer
         self._rounds = Rounds(self._config, self._job(), self._outer, lambda: list(trainer.checkpointer.pieces()))
-        self._meet(self._outer.step, state, control)
+        self._begin(self._outer.step)
+        self._end(state, control)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Meet the others behind a round, and behind the last step."""
+        """Begin an exchange, or end one, if it is time; behind the last step exchange all."""
         assert self._outer is not None
-        is_last = state.global_step >= state.max_steps > self._outer.step
-        if state.global_step % self._config.every == 0 or is_last:
-            self._meet(state.global_step, state, control)
+        assert self._rounds is not None
+        config, rounds = self._config, self._rounds
+        # A checkpoint has no exchange that is under way.
+        is_saved = control.should_save or self._trainer.checkpointer.replicates_at(state.global_step)
+        is_due = rounds.is_open and state.global_step >= rounds.open_step + config.overlap
+        if rounds.is_open and (is_due or is_saved or state.global_step >= state.max_steps):
+            self._end(state, control)
+        # It may be that of another island by now, which has exchanged.
+        step = state.global_step
+        if step <= self._outer.step:
+            return
+        if step >= state.max_steps:
+            self._begin(step)
+            self._end(state, control)
+        elif step % config.exchange_every == 0:
+            self._begin(step, step // config.exchange_every % config.fragments)
+            if config.overlap == 0 or is_saved:
+                self._end(state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave the others."""
@@ -62,23 +85,35 @@ class Islands(TrainerCallback):
             self._rounds.leave()
             self._rounds = None
 
-    def _meet(self, step: int, state: TrainerState, control: TrainerControl) -> None:
+    def _begin(self, step: int, fragment: int | None = None) -> None:
         assert self._rounds is not None
+        with self._waiting():
+            self._rounds.begin(step, fragment)
+
+    def _end(self, state: TrainerState, control: TrainerControl) -> None:
+        assert self._rounds is not None
+        trainer = self._trainer
+        with self._waiting():
+            found = self._rounds.end(lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
+            trainer.engine.after_load()
+        if found is not None:
+            trainer.checkpointer.load_progress(found)
+            state.global_step = int(found["step"])
+            control.should_training_stop |= state.global_step >= state.max_steps
+            trainer.restart_figures()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Meanwhile no rank shows progress, and nothing is trained."""
         trainer = self._trainer
         watches = watches_among(trainer.callback_handler.callbacks)
         before = [watch.progress.exempt for watch in watches]
         for watch in watches:
             watch.progress.exempt = MEETING
         with trainer.throughput.paused():
-            found = self._rounds.meet(step, lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
-            trainer.engine.after_load()
+            yield
         for watch, exempt in zip(watches, before, strict=True):
             watch.progress.exempt = exempt
-        if found is not None:
-            trainer.checkpointer.load_progress(found)
-            state.global_step = int(found["step"])
-            control.should_training_stop |= state.global_step >= state.max_steps
-            trainer.restart_figures()
 
     def _job(self) -> dict[str, Any]:
         """What all islands must have alike, by key."""
@@ -90,6 +125,9 @@ class Islands(TrainerCallback):
             "islands.every": config.every,
             "islands.outer_lr": config.outer_lr,
             "islands.outer_momentum": config.outer_momentum,
+            "islands.fragments": config.fragments,
+            "islands.overlap": config.overlap,
+            "islands.mix": config.mix,
             "islands.codec": config.codec.value,
             "strategy": strategy.topology.describe(),
             "strategy.sharding": strategy.config.sharding.value,

@@ -12,6 +12,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.islands.link import Link
 from hfdist.islands.member import Member
+from hfdist.islands.outer import share_out
 from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
 from hfdist.trainer.run.builder import Run
@@ -39,7 +40,7 @@ def test_one_island_is_the_inner_run(tmp_path):
     assert difference(weights(island), weights(alone)) < 1e-6
 
 
-def train_in_turn(folder, count, every, lr, momentum):
+def train_in_turn(folder, count, keys):
     """One process trains the shares of some islands one after another: by plain torch, without any code of islands.
 
     Gives the losses of each island, and the last weights.
@@ -50,7 +51,9 @@ def train_in_turn(folder, count, every, lr, momentum):
         step()
     outer = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     speed = {name: torch.zeros_like(value) for name, value in outer.items()}
+    part_of = dict(zip(outer, share_out([value.numel() for value in outer.values()], keys["fragments"]), strict=True))
     models = [copy.deepcopy(run.model).train() for _ in range(count)]
+    weights_of = [dict(model.named_parameters()) for model in models]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0)
                   for m in models]  # fmt: skip
     batches = []
@@ -58,7 +61,24 @@ def train_in_turn(folder, count, every, lr, momentum):
         data = run.data.stream
         stream = TokenStream(data.corpus, run.data.tokenizer, config.data, data_rank=index, data_size=count)
         batches.append(iter(stream.loader(batch_size=8)))
-    found = [[] for _ in range(count)]
+
+    @torch.no_grad()
+    def changes(part):
+        return {
+            name: value - sum(own[name] for own in weights_of) / count
+            for name, value in outer.items()
+            if part in (None, part_of[name])
+        }
+
+    @torch.no_grad()
+    def take(found, mix):
+        for name, change in found.items():
+            speed[name] = keys["outer_momentum"] * speed[name] + change
+            outer[name] -= keys["outer_lr"] * (change + keys["outer_momentum"] * speed[name])
+            for own in weights_of:
+                own[name].copy_(mix * own[name] + (1 - mix) * outer[name])
+
+    found, stride, under_way = [[] for _ in range(count)], keys["every"] // keys["fragments"], {}
     for step in range(1, 8):
         for own, model, optimizer, batch in zip(found, models, optimizers, batches, strict=True):
             loss = model(**next(batch)).loss
@@ -66,24 +86,25 @@ def train_in_turn(folder, count, every, lr, momentum):
             optimizer.step()
             optimizer.zero_grad()
             own.append(float(loss))
-        if step % every and step != 7:
-            continue
-        of_models = [dict(model.named_parameters()) for model in models]
-        with torch.no_grad():
-            for name, value in outer.items():
-                change = value - sum(own[name] for own in of_models) / count
-                speed[name] = momentum * speed[name] + change
-                value -= lr * (change + momentum * speed[name])
-                for own in of_models:
-                    own[name].copy_(value)
+        if step % stride == 0 and step != 7:
+            under_way[min(7, step + keys["overlap"])] = changes(step // stride % keys["fragments"])
+        take(under_way.pop(step, {}), keys["mix"])
+    take(changes(None), 0.0)
     return found, {name: value.numpy() for name, value in outer.items()}
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)], ids=["averaging", "diloco"])
-def test_islands_are_one_process_that_trains_their_shares_in_turn(tmp_path, lr, momentum):
-    keys = (f"islands.outer_lr={lr}", f"islands.outer_momentum={momentum}", "islands.every=3")
-    folders = run_islands(tmp_path, 2, 1, *PLAIN, *keys)
-    wanted, outer = run_ranks(train_in_turn, 1, tmp_path / "in_turn", 2, 3, lr, momentum, group=False)[0]
+ALL_AT_ONCE = {"fragments": 1, "overlap": 0, "mix": 0.0, "every": 3}
+WAYS = {
+    "averaging": ALL_AT_ONCE | {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "diloco": ALL_AT_ONCE | {"outer_lr": 0.7, "outer_momentum": 0.9},
+    "streaming": {"fragments": 2, "overlap": 1, "mix": 0.5, "every": 4, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("keys", WAYS.values(), ids=WAYS)
+def test_islands_are_one_process_that_trains_their_shares_in_turn(tmp_path, keys):
+    folders = run_islands(tmp_path, 2, 1, *PLAIN, *(f"islands.{key}={value}" for key, value in keys.items()))
+    wanted, outer = run_ranks(train_in_turn, 1, tmp_path / "in_turn", 2, keys, group=False)[0]
     for folder, of_island in zip(folders, wanted, strict=True):
         assert losses(folder) == pytest.approx(of_island, rel=1e-5)
         found = weights(folder)

@@ -495,6 +495,13 @@ def _check_islands(config: RunConfig) -> None:
         what = "the server of the islands has no address"
         hint = "hfdist serve port=29600, and islands.address=HOST:29600"
         raise _conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
+    if islands.every % islands.fragments != 0:
+        what = "the parts of the model cannot be exchanged at equal distances"
+        allowed = f"a divisor of {islands.every}"
+        raise _conflict(config, "islands.fragments islands.every", what, allowed=allowed)
+    if islands.overlap >= islands.exchange_every:
+        what, allowed = "the next exchange would begin before the last has ended", f"0 to {islands.exchange_every - 1}"
+        raise _conflict(config, "islands.overlap islands.every islands.fragments", what, allowed=allowed)
     if islands.index >= islands.count:
         what, allowed = "there are fewer islands", f"0 to {islands.count - 1}"
         raise _conflict(config, "islands.index islands.count", what, allowed=allowed)

@@ -181,9 +181,21 @@ def test_what_does_not_fit_is_refused(change, where):
     with served(secret="known") as (address, _lines):
         one = member(address, 0, secret="known")
         with pytest.raises(ConfigError) as error:
-            member(address, **({"island": 1, "secret": "known"} | change))
+            member(address, **({"island": 1, "secret": "known", "seconds": 0.3} | change))
         assert error.value.where == where
         one.leave()
+
+
+def test_an_island_that_starts_anew_waits_until_its_old_start_is_lost():
+    with served(least=1, silent_seconds=2) as (address, lines):
+        old = member(address, 0, start="1")
+        until(lambda: lines)
+        # As where its machine has lost its power.
+        old._connection.is_broken.set()
+        new = member(address, 0, start="2", seconds=10)
+        assert any("silent" in line for line in lines)
+        new.leave()
+        old.close()
 
 
 def test_a_server_that_does_not_answer_is_named():
