@@ -16,6 +16,8 @@ class IslandMethod(Enum):
     diloco = "diloco"
     """The mean of their changes is the gradient of an outer optimizer: SGD with Nesterov momentum. With the rate 1 and
     without momentum the weights are averaged (local SGD)."""
+    parameter_server = "parameter_server"
+    """Islands push the gradients of each step to a server, which steps the optimizer."""
 
 
 class Codec(Enum):
@@ -39,7 +41,7 @@ class IslandsConfig:
     address: str | None = None
     """HOST:PORT of `hfdist serve`."""
     every: int = limited(100, at_least=1)
-    """Steps of a round."""
+    """Steps of a round; a parameter server has none."""
     outer_lr: float = limited(0.7, above=0)
     outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)
     fragments: int = limited(1, at_least=1)
@@ -48,6 +50,9 @@ class IslandsConfig:
     """Steps that are trained while an exchange is under way."""
     mix: float = limited(0.0, at_least=0, at_most=0.999)
     """What stays of an island's own weights behind an exchange; the rest comes from the outer ones."""
+    staleness: int | None = limited(0, at_least=0)
+    """Of a parameter server: steps by which an island may be ahead of the slowest one. 0: all push, then there is one
+    step with the mean of all. None: no island waits for another."""
     codec: Codec = Codec.fp32
     timeout_seconds: float = limited(60.0, above=0)
     """How long an island looks for the server when it does not answer."""

@@ -13,11 +13,14 @@ import time
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.errors import ConfigError
-from hfdist.islands.server import SECRET, IslandServer
+from hfdist.islands.membership import SECRET
+from hfdist.islands.server import IslandServer
+from hfdist.jobs.address import listen
 
 _HELP = f"""\
 Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many
-steps. It says who takes part in each exchange. Weights travel between the islands themselves, and never come here.
+steps. It says who takes part in each exchange; weights travel between the islands themselves, and never come here. With
+islands=parameter_server it is the parameter server: it has weights and optimizer, and islands push their gradients.
 
 hfdist serve port=29600
 hfdist pretrain islands=diloco islands.count=2 islands.index=0 islands.address=HOST:29600 run.name=island-0 ...
@@ -42,7 +45,7 @@ def _serve(arguments: list[str]) -> None:
     silent = read_number(values, "silent_seconds", "10")
     host = values.get("host", "")
     try:
-        listener = _listen(host, port)
+        listener = listen(host, port)
     except (OSError, OverflowError) as error:
         what, where = "the server cannot listen there", f"host, port ({COMMAND_LINE})"
         found, hint = f"{host or 'all addresses'}, {port}: {error}", "port=29600"
@@ -59,15 +62,6 @@ async def _until_told(server: IslandServer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     await serving
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if host:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
 
 
 def _say(line: str) -> None:

@@ -1,9 +1,11 @@
-"""One rank's connection to the server of the islands: it comes to meetings, and is told who takes part."""
+"""One rank's connection to the server of the islands: it comes to rendezvous, and is told who takes part."""
 
 from __future__ import annotations
 
 import json
+import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -12,37 +14,54 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from hfdist.collectives import gather_json, rank
+from hfdist.config.islands import IslandsConfig
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.server import BEAT_SECONDS, Arrival
+from hfdist.islands.membership import BEAT_SECONDS, MOST_BYTES, SECRET, encode_message
+from hfdist.islands.rendezvous import Arrival
 
 _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
-_MOST_BYTES = 2**22
-"""Of a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Who takes part."""
+class Participants:
+    """Who takes part in an exchange."""
 
     number: int
     members: Mapping[int, list[str]]
     """Islands that exchange, with the addresses of their ranks; empty: nothing is exchanged."""
-    donors: Mapping[int, tuple[int, list[str]]]
+    sources: Mapping[int, tuple[int, list[str]]]
     """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Meeting:
+    def from_json(cls, value: Mapping[str, Any]) -> Participants:
         """Read what the server has sent."""
         return cls(
             number=int(value["round"]),
             members={int(index): list(addresses) for index, addresses in value["members"].items()},
-            donors={int(index): (int(donor), list(own)) for index, (donor, own) in value["donors"].items()},
+            sources={int(index): (int(source), list(own)) for index, (source, own) in value["sources"].items()},
         )
 
 
+def make_member(config: IslandsConfig, job: Mapping[str, Any], addresses: list[str]) -> Member:
+    """Make that of this rank. A collective.
+
+    Args:
+        config: `islands.*`.
+        job: what must be the same on all islands, by key.
+        addresses: of the ranks of this island, for others.
+    """
+    assert config.address is not None
+    hello = {"island": config.index, "rank": rank(), "start": gather_json(secrets.token_hex(16))[0]}
+    hello["secret"] = os.environ.get(SECRET, "")
+    if rank() == 0:
+        hello |= {"job": dict(job), "addresses": addresses}
+    return Member(config.address, hello, config.timeout_seconds)
+
+
 class Member:
-    """Speaks to the server. Rank 0 speaks for its island; the others beat, and are told of void meetings.
+    """Speaks to the server. Rank 0 speaks for its island; the others beat, and are told of aborted rendezvous.
 
     Args:
         address: HOST:PORT of the server.
@@ -84,31 +103,38 @@ class Member:
                         hint="hfdist serve port=29600 on that machine; the same command goes on from a checkpoint",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
-        # Of earlier meetings.
+        # Of earlier rendezvous.
         self._connection.forget()
 
-    def arrive(self, arrival: Arrival) -> Meeting | None:
-        """Wait for the other islands; None: the connection has ended."""
-        assert self._connection is not None
-        self._connection.send({"at": [arrival.step, arrival.outer_step, arrival.digest]})
-        answer = self._connection.wait_for("round", None)
-        return None if answer is None else Meeting.from_json(answer)
+    def arrive(self, arrival: Arrival) -> dict[str, Any] | None:
+        """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
+        self.send({"at": [arrival.step, arrival.outer_step, arrival.digest]})
+        return self.wait_for("round")
 
-    def is_void(self, number: int) -> bool:
-        """Whether a meeting has become void, as far as this rank knows. Never waits."""
+    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
+        """Tell the server, if there is a connection."""
+        assert self._connection is not None
+        self._connection.send(message, payload)
+
+    def wait_for(self, key: str) -> dict[str, Any] | None:
+        """Wait for a message with this key; None: the connection has ended. What follows a message is its `payload`."""
+        assert self._connection is not None
+        return self._connection.wait_for(key, None)
+
+    def is_aborted(self, number: int) -> bool:
+        """Whether a rendezvous has been aborted, as far as this rank knows. Never waits."""
         connection = self._connection
-        return connection is None or connection.is_broken.is_set() or number in connection.void
+        return connection is None or connection.is_broken.is_set() or number in connection.aborted
 
     def finish(self, number: int, *, is_ok: bool) -> bool:
         """Tell whether this island has all, and wait for all others; give whether the exchange counts."""
         assert self._connection is not None
-        self._connection.send({"done": number, "ok": is_ok})
+        self.send({"done": number, "ok": is_ok})
         return self._connection.wait_for("commit", number) is not None
 
     def tell_done(self, number: int) -> None:
         """Tell that this island has got the state of another."""
-        assert self._connection is not None
-        self._connection.send({"done": number, "ok": True})
+        self.send({"done": number, "ok": True})
 
     def leave(self) -> None:
         """Take part no more."""
@@ -148,13 +174,13 @@ class _Connection:
         self._lock = threading.Lock()
         self._messages: queue.Queue[dict[str, Any]] = queue.Queue()
         self.is_broken = threading.Event()
-        self.void: set[int] = set()
+        self.aborted: set[int] = set()
         """Meetings that do not count."""
         try:
-            self._socket.sendall(json.dumps(dict(hello)).encode() + b"\n")
+            self._socket.sendall(encode_message(hello))
             # Its time-out is that of the server's beats.
             self._answers = self._socket.makefile("rb")
-            answer = json.loads(self._answers.readline(_MOST_BYTES))
+            answer = json.loads(self._answers.readline(MOST_BYTES))
             if "refused" in answer:
                 raise _RefusedError(answer)
             self.nonce = str(answer["welcome"])
@@ -165,16 +191,19 @@ class _Connection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
         """Send it, if there is a connection."""
         try:
             with self._lock:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self._socket.sendall(encode_message(message, payload))
+                # By parts: a time-out is that of a whole call.
+                for start in range(0, len(payload), MOST_BYTES):
+                    self._socket.sendall(payload[start : start + MOST_BYTES])
         except OSError:
             self.is_broken.set()
 
     def wait_for(self, key: str, number: int | None) -> dict[str, Any] | None:
-        """Wait for a message, of this meeting; None: the meeting is void, or the connection has ended."""
+        """Wait for a message, of this rendezvous; None: the rendezvous is aborted, or the connection has ended."""
         while True:
             try:
                 message = self._messages.get(timeout=_POLL_SECONDS)
@@ -184,7 +213,7 @@ class _Connection:
                 continue
             if key in message and number in (None, message[key]):
                 return message
-            if number is not None and message.get("void") == number:
+            if number is not None and message.get("aborted") == number:
                 return None
 
     def forget(self) -> None:
@@ -204,10 +233,14 @@ class _Connection:
 
     def _read(self) -> None:
         with suppress(OSError, ValueError):
-            while (line := self._answers.readline(_MOST_BYTES)).endswith(b"\n"):
+            while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
                 message = json.loads(line)
-                if "void" in message:
-                    self.void.add(int(message["void"]))
+                if num_bytes := int(message.get("bytes", 0)):
+                    message["payload"] = self._answers.read(num_bytes)
+                    if len(message["payload"]) < num_bytes:
+                        break
+                if "aborted" in message:
+                    self.aborted.add(int(message["aborted"]))
                 if "beat" not in message:
                     self._messages.put(message)
         self.is_broken.set()

@@ -1,8 +1,7 @@
 """The outer optimizer of islands: SGD with Nesterov momentum on the mean of what they have changed (DiLoCo).
 
 DiLoCo: Douillard et al. 2023 (arXiv:2311.08105). With the rate 1 and without momentum it averages weights (local SGD).
-It works on the pieces of an engine, so that it knows no layout. Ranks of an island that hold the same pieces share them
-out: each keeps the outer state of some in the memory of its host, exchanges these, and gives them to the others.
+Its state is in the memory of the host.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
-from hfdist.checkpoint.piece import MASTER, OPTIONAL, WEIGHT, Piece, is_number
-from hfdist.collectives import device_of, gather_json, rank
+from hfdist.checkpoint.piece import OPTIONAL, Piece
+from hfdist.islands.owned_pieces import OwnedPieces, join, share_out, to_host
 
 OUTER_WEIGHT, OUTER_MOMENTUM, OUTER_STEP = (f"{OPTIONAL}outer_{name}" for name in ("weight", "momentum", "step"))
 """Keys of pieces: weights and momentum behind the last round, and the step at which it ended."""
@@ -24,10 +22,9 @@ _NEVER = -1
 
 
 @dataclass(frozen=True)
-class _Owned:
+class _Outer:
     """The outer state of one piece."""
 
-    piece: Piece
     weight: torch.Tensor
     """Float32, flat, on the CPU."""
     momentum: torch.Tensor
@@ -53,45 +50,23 @@ class OuterOptimizer:
         fragments: int = 1,
         mix: float = 0.0,
     ) -> None:
-        self._list_pieces, self._lr, self._momentum, self._mix = list_pieces, lr, momentum, mix
-        self._copied = _copied(list_pieces())
-        pieces = self._stepped()
-        shapes = [[p.name, p.key, p.shape, p.start, p.run, p.pitch, p.view.numel()] for p in pieces]
-        self.layout = _digest(f"{shapes}".encode())
-        """Equal for ranks that hold the same pieces."""
-        told = gather_json([self.layout, min((p.name for p in pieces), default=None)])
-        self._first_name = min(name for _, name in told if name is not None)
-        alike = [place for place, (digest, _) in enumerate(told) if digest == told[rank()][0]]
-        self._group = _group_of([digest for digest, _ in told])
-        sizes = [piece.view.numel() for piece in pieces]
-        self._owner = share_out(sizes, len(alike))
-        """Of each piece, its number among the ranks that hold the same."""
+        self._owned = OwnedPieces(list_pieces)
+        self._lr, self._momentum, self._mix = lr, momentum, mix
+        sizes = [piece.view.numel() for piece in self._owned.held()]
         self._fragment = share_out(sizes, fragments)
-        """Of each piece."""
-        self._place = alike.index(rank())
+        """Of each piece that this rank holds."""
+        self._own_fragment = [part for part, is_own in zip(self._fragment, self._owned.is_own, strict=True) if is_own]
         self._step = torch.full((1,), _NEVER)
-        self._owned = [
-            _Owned(
-                piece,
-                torch.zeros(piece.view.numel()),
-                torch.zeros(piece.view.numel() if momentum > 0 else 0),
-            )
-            for piece, owner in zip(pieces, self._owner, strict=True)
-            if owner == self._place
+        self._outer = [
+            _Outer(torch.zeros(size), torch.zeros(size if momentum > 0 else 0))
+            for size in (piece.view.numel() for piece in self._owned.own())
         ]
-        self._own_fragment = [f for f, owner in zip(self._fragment, self._owner, strict=True) if owner == self._place]
+        self._digest: str | None = None
 
-    def _stepped(self) -> list[Piece]:
-        """What the optimizer steps: weights that are trained, or their float32 copies."""
-        pieces = list(self._list_pieces())
-        trained = {piece.name for piece in pieces if is_number(piece.key)}
-        return [
-            piece
-            for piece in pieces
-            if piece.view.numel() > 0
-            and piece.name in trained
-            and piece.key == (MASTER if piece.name in self._copied else WEIGHT)
-        ]
+    @property
+    def layout(self) -> str:
+        """Equal for ranks that hold the same pieces."""
+        return self._owned.layout
 
     @property
     def step(self) -> int:
@@ -100,32 +75,43 @@ class OuterOptimizer:
 
     def begin(self, step: int) -> None:
         """Begin at the present weights, unless a checkpoint has brought outer state."""
+        self._digest = None
         if self._step == _NEVER:
             self._step.fill_(step)
-            for one, view in self._views():
-                one.weight.copy_(_to_host(view))
+            for outer, piece in zip(self._outer, self._owned.own(), strict=True):
+                outer.weight.copy_(to_host(piece.view))
 
     def digest(self) -> str:
         """Give a hash of the outer state of this rank."""
-        found = hashlib.blake2b(digest_size=16)
-        for one in self._owned:
-            found.update(one.weight.numpy().data)
-            found.update(one.momentum.numpy().data)
-        return found.hexdigest()
+        if self._digest is None:
+            found = hashlib.blake2b(digest_size=16)
+            for outer in self._outer:
+                found.update(outer.weight.numpy().data)
+                found.update(outer.momentum.numpy().data)
+            self._digest = found.hexdigest()
+        return self._digest
+
+    def after_load(self) -> None:
+        """Take note that pieces have other values."""
+        self._digest = None
 
     def pieces(self) -> Iterator[Piece]:
         """List the outer state for a checkpoint."""
-        for one in self._owned:
-            yield replace(one.piece, key=OUTER_WEIGHT, view=one.weight, set_number=None)
+        for outer, piece in zip(self._outer, self._owned.own(), strict=True):
+            yield replace(piece, key=OUTER_WEIGHT, view=outer.weight, set_number=None)
             if self._momentum > 0:
-                yield replace(one.piece, key=OUTER_MOMENTUM, view=one.momentum, set_number=None)
-        yield Piece(name=self._first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
+                yield replace(piece, key=OUTER_MOMENTUM, view=outer.momentum, set_number=None)
+        yield Piece(name=self._owned.first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
 
     def changes(self, fragment: int | None) -> torch.Tensor:
         """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
-        views = [pair for pair, own in zip(self._views(), self._own_fragment, strict=True) if fragment in (None, own)]
+        held = zip(self._outer, self._owned.own(), self._own_fragment, strict=True)
         # A weight of less precision began at the rounded outer one.
-        return _joined(one.weight.to(view.dtype).float() - _to_host(view) for one, view in views)
+        return join(
+            outer.weight.to(piece.view.dtype).float() - to_host(piece.view)
+            for outer, piece, part in held
+            if fragment in (None, part)
+        )
 
     def take(self, mean: torch.Tensor, step: int, fragment: int | None) -> None:
         """Move the outer weights of a fragment, or all, by the mean change of all islands, and the own ones to them.
@@ -137,77 +123,19 @@ class OuterOptimizer:
             step: behind which these were.
             fragment: of `changes`.
         """
-        moved = [one for one, own in zip(self._owned, self._own_fragment, strict=True) if fragment in (None, own)]
-        for one, change in zip(moved, mean.split([len(one.weight) for one in moved]) if moved else (), strict=True):
+        moved = [outer for outer, part in zip(self._outer, self._own_fragment, strict=True) if fragment in (None, part)]
+        changes = mean.split([len(outer.weight) for outer in moved]) if moved else ()
+        for outer, change in zip(moved, changes, strict=True):
             if self._momentum > 0:
-                one.momentum.mul_(self._momentum).add_(change)
-                change = change + self._momentum * one.momentum
-            one.weight.sub_(change, alpha=self._lr)
+                outer.momentum.mul_(self._momentum).add_(change)
+                change = change + self._momentum * outer.momentum
+            outer.weight.sub_(change, alpha=self._lr)
         self._step.fill_(step)
-        self._spread(fragment, moved)
-
-    @torch.no_grad()
-    def _spread(self, fragment: int | None, moved: list[_Owned]) -> None:
-        """Move the weights of all ranks that hold what has moved."""
-        pieces = list(zip(self._stepped(), self._owner, self._fragment, strict=True))
+        self._digest = None
+        among = [fragment in (None, part) for part in self._fragment]
         # All of it behind the last exchange of a run.
         mix = 0.0 if fragment is None else self._mix
-        for owner in range(1 if self._group is None else dist.get_world_size(self._group)):
-            own = [piece for piece, place, part in pieces if place == owner and fragment in (None, part)]
-            if not own:
-                continue
-            values = torch.empty(sum(piece.view.numel() for piece in own))
-            if owner == self._place:
-                values = _joined(one.weight for one in moved)
-            if self._group is not None:
-                values = values.to(device_of(self._group))
-                dist.broadcast(values, group=self._group, group_src=owner)
-            for piece, value in zip(own, values.split([piece.view.numel() for piece in own]), strict=True):
-                view, outer = piece.view.detach(), value.view(piece.view.shape)
-                view.copy_(outer if mix == 0 else mix * view.float() + (1 - mix) * outer.to(view.device))
-
-    def _views(self) -> list[tuple[_Owned, torch.Tensor]]:
-        pieces = [p for p, owner in zip(self._stepped(), self._owner, strict=True) if owner == self._place]
-        return [(one, piece.view.detach()) for one, piece in zip(self._owned, pieces, strict=True)]
-
-
-def _copied(pieces: Iterable[Piece]) -> set[str]:
-    """Name the parameters of which some rank steps a float32 copy; others may hold their weights. A collective."""
-    own = sorted({piece.name for piece in pieces if piece.key == MASTER})
-    return {name for names in gather_json(own) for name in names}
-
-
-def _to_host(view: torch.Tensor) -> torch.Tensor:
-    return view.reshape(-1).float().cpu()
-
-
-def _joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.empty(0), *tensors])
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _group_of(digests: list[str]) -> dist.ProcessGroup | None:
-    """Give the group of the ranks that hold the same pieces; None: this one alone. A collective."""
-    found = None
-    for digest in dict.fromkeys(digests):
-        ranks = [place for place, other in enumerate(digests) if other == digest]
-        if len(ranks) > 1:
-            group = dist.new_group(ranks)
-            found = group if rank() in ranks else found
-    return found
-
-
-def share_out(sizes: list[int], number: int) -> list[int]:
-    """Give each of some pieces a number, the largest first and to whom has least."""
-    loads, owners = [0] * number, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owner = loads.index(min(loads))
-        owners[place] = owner
-        loads[owner] += sizes[place]
-    return owners
+        self._owned.spread([outer.weight for outer in moved], among=among, mix=mix)
 
 
 def is_finite(vector: torch.Tensor) -> bool:

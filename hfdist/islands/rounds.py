@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +15,12 @@ import torch
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.config.islands import IslandsConfig
+from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError, NumericsError, PeerError
-from hfdist.islands.link import Link, VoidError
-from hfdist.islands.member import Meeting, Member
+from hfdist.islands.member import Participants, make_member
 from hfdist.islands.outer import OuterOptimizer, is_finite
-from hfdist.islands.server import SECRET, Arrival, random_text
+from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.transport import AbortedError, Transport
 from hfdist.jobs.address import find_route
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ class _Exchange:
     fragment: int | None
     changes: torch.Tensor
     sent_before: int
-    meeting: Meeting | None = None
-    """None: there is none yet."""
+    participants: Participants | None = None
+    """None: they are not known yet."""
     mean: Future[torch.Tensor] | None = None
     """Of the changes; None: this island is no member."""
     waited_seconds: float = 0.0
@@ -46,7 +45,7 @@ class _Exchange:
     @property
     def takes_nothing(self) -> bool:
         """Whether there is nothing to exchange: others begin at the same weights."""
-        return self.meeting is not None and not self.meeting.members
+        return self.participants is not None and not self.participants.members
 
 
 class Rounds:
@@ -68,13 +67,9 @@ class Rounds:
     ) -> None:
         self._config, self._outer, self._list_pieces = config, outer, list_pieces
         assert config.address is not None
-        self._link = Link(_own_host(config.address, config.timeout_seconds), config.codec)
-        addresses = gather_json(self._link.address)
-        hello = {"island": config.index, "rank": rank(), "start": gather_json(random_text())[0]}
-        hello["secret"] = os.environ.get(SECRET, "")
-        if rank() == 0:
-            hello |= {"job": job, "addresses": addresses}
-        self._member = Member(config.address, hello, config.timeout_seconds)
+        self._transport = Transport(_own_host(config.address, config.timeout_seconds), config.codec)
+        addresses = gather_json(self._transport.address)
+        self._member = make_member(config, job, addresses)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="islands")
         self._exchange: _Exchange | None = None
         self._figures: dict[str, float] = {}
@@ -107,7 +102,7 @@ class Rounds:
         if not all(gather_json(is_finite(changes))):
             what = "the weights of this island are not finite, so that it leaves the others"
             raise NumericsError(what, where=f"step {step}", hint="the same command goes on from its last checkpoint")
-        self._exchange = _Exchange(step, fragment, changes, self._link.sent_bytes)
+        self._exchange = _Exchange(step, fragment, changes, self._transport.sent_bytes)
         self._come(self._exchange)
         self._exchange.waited_seconds = time.monotonic() - begin
 
@@ -128,19 +123,19 @@ class Rounds:
         assert one is not None
         found = None
         while not one.takes_nothing:
-            meeting = one.meeting
-            if meeting is not None and one.mean is not None:
-                if self._settle(one, meeting):
-                    self._hand_over(meeting, state)
+            participants = one.participants
+            if participants is not None and one.mean is not None:
+                if self._settle(one, participants):
+                    self._hand_over(participants, state)
                     break
-            elif meeting is not None and (found := self._receive(meeting)) is not None:
+            elif participants is not None and (found := self._receive(participants)) is not None:
                 break
             self._come(one)
         self._exchange = None
-        if (meeting := one.meeting) is not None and meeting.members:
-            self._link.forget(meeting.number)
-            self._figures["islands/members"] = len(meeting.members)
-            sent = self._figures.get("islands/sent_bytes", 0) + self._link.sent_bytes - one.sent_before
+        if (participants := one.participants) is not None and participants.members:
+            self._transport.forget(participants.number)
+            self._figures["islands/members"] = len(participants.members)
+            sent = self._figures.get("islands/sent_bytes", 0) + self._transport.sent_bytes - one.sent_before
             self._figures["islands/sent_bytes"] = sent
             waited = time.monotonic() - begin + one.waited_seconds
             self._figures["islands/wait_seconds"] = self._figures.get("islands/wait_seconds", 0.0) + waited
@@ -160,71 +155,66 @@ class Rounds:
     def close(self) -> None:
         """End all connections."""
         self._member.close()
-        # Without a connection what is under way is void.
+        # Without a connection what is under way is aborted.
         self._sender.shutdown()
-        self._link.close()
+        self._transport.close()
 
     def _come(self, one: _Exchange) -> None:
-        """Come to a meeting, and begin to exchange if this island is a member."""
-        one.meeting, one.mean = self._arrive(one.step), None
-        if one.meeting is None or not one.meeting.members:
+        """Come to a rendezvous, and begin to exchange if this island is a member."""
+        one.participants, one.mean = self._arrive(one.step), None
+        if one.participants is None or not one.participants.members:
             return
-        number, members = one.meeting.number, one.meeting.members
+        number, members = one.participants.number, one.participants.members
         if self._config.index in members:
             addresses = [members[index][rank()] for index in sorted(members)]
-            self._link.keep(addresses)
+            self._transport.keep(addresses)
             # One thread has the sockets at a time: this one again, once it has the result.
             one.mean = self._sender.submit(
-                self._link.mean, number, one.changes, addresses, lambda: self._member.is_void(number)
+                self._transport.mean, number, one.changes, addresses, lambda: self._member.is_aborted(number)
             )
 
-    def _arrive(self, step: int) -> Meeting | None:
-        """Come to a meeting; None: the connection of some rank has ended."""
+    def _arrive(self, step: int) -> Participants | None:
+        """Come to a rendezvous; None: the connection of some rank has ended."""
         on_all_ranks(self._member.connect)
-        self._link.begin(self._member.nonce)
-        arrival = Arrival(step=step, outer_step=self._outer.step, digest=_joined_digest(self._outer))
-        found: Meeting | None = self._member.arrive(arrival) if rank() == 0 else None
-        told = gather_json(None if found is None else vars(found))[0]
-        if told is None:
-            return None
-        members = {int(index): addresses for index, addresses in told["members"].items()}
-        donors = {int(index): tuple(donor) for index, donor in told["donors"].items()}
-        return Meeting(number=told["number"], members=members, donors=donors)
+        self._transport.begin(self._member.nonce)
+        arrival = Arrival(step=step, outer_step=self._outer.step, digest=digest_of(gather_json(self._outer.digest())))
+        answer = gather_json(self._member.arrive(arrival) if rank() == 0 else None)[0]
+        return None if answer is None else Participants.from_json(answer)
 
-    def _settle(self, one: _Exchange, meeting: Meeting) -> bool:
-        """Take the mean if all islands have it; False: the meeting is void."""
+    def _settle(self, one: _Exchange, participants: Participants) -> bool:
+        """Take the mean if all islands have it; False: the rendezvous is aborted."""
         assert one.mean is not None
         mean: torch.Tensor | None = None
         try:
             mean = one.mean.result()
-        except VoidError:
-            logger.debug("meeting %d is void", meeting.number)
+        except AbortedError:
+            logger.debug("rendezvous %d is aborted", participants.number)
         is_ok = all(gather_json(mean is not None))
-        counts = gather_json(rank() == 0 and self._member.finish(meeting.number, is_ok=is_ok))[0]
+        counts = gather_json(rank() == 0 and self._member.finish(participants.number, is_ok=is_ok))[0]
         if not counts or mean is None:
             return False
         self._outer.take(mean, one.step, one.fragment)
         return True
 
-    def _hand_over(self, meeting: Meeting, state: Callable[[], dict[str, Any]]) -> None:
+    def _hand_over(self, participants: Participants, state: Callable[[], dict[str, Any]]) -> None:
         """Send all that this island has to those that are given its state."""
-        for donor, addresses in meeting.donors.values():
-            if donor != self._config.index:
+        for source, addresses in participants.sources.values():
+            if source != self._config.index:
                 continue
             pieces = self._list_pieces()
             header = {"state": state(), "pieces": [_describe(piece) for piece in pieces]}
             contents = [_bytes_of(piece) for piece in pieces]
-            self._link.send(addresses[rank()], meeting.number, _STATE, json.dumps(header).encode(), *contents)
+            self._transport.send(addresses[rank()], participants.number, _STATE, json.dumps(header).encode(), *contents)
 
-    def _receive(self, meeting: Meeting) -> dict[str, Any] | None:
-        """Take the state of another island into all pieces; None: the meeting is void."""
-        donor, _ = meeting.donors[self._config.index]
-        address, number = meeting.members[donor][rank()], meeting.number
+    def _receive(self, participants: Participants) -> dict[str, Any] | None:
+        """Take the state of another island into all pieces; None: the rendezvous is aborted."""
+        source, _ = participants.sources[self._config.index]
+        address, number = participants.members[source][rank()], participants.number
         found: list[bytes] | None = None
         try:
-            found = self._link.receive(address, number, _STATE, lambda: self._member.is_void(number))
-        except VoidError:
-            logger.debug("meeting %d is void", number)
+            found = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
+        except AbortedError:
+            logger.debug("rendezvous %d is aborted", number)
         if not all(gather_json(found is not None)):
             return None
         assert found is not None
@@ -233,9 +223,10 @@ class Rounds:
         fits = header["pieces"] == [_describe(piece) for piece in pieces] and len(contents) == len(pieces)
         if not all(gather_json(fits)):
             what, hint = "the state of an island does not fit this one", "the same overrides for all islands"
-            raise PeerError(what, where="islands.index", found=donor, hint=hint)
+            raise PeerError(what, where="islands.index", found=source, hint=hint)
         for piece, content in zip(pieces, contents, strict=True):
             _fill(piece, content)
+        self._outer.after_load()
         if rank() == 0:
             self._member.tell_done(number)
         state: dict[str, Any] = header["state"]
@@ -250,11 +241,6 @@ def _own_host(address: str, wait_seconds: float) -> str:
     except OSError as error:
         what, allowed = "there is no way to the server of the islands", "HOST:PORT of `hfdist serve`"
         raise ConfigError(what, where="islands.address", found=f"{address}: {error}", allowed=allowed) from error
-
-
-def _joined_digest(outer: OuterOptimizer) -> str:
-    """Of all ranks of this island. A collective."""
-    return hashlib.blake2b("".join(gather_json(outer.digest())).encode(), digest_size=16).hexdigest()
 
 
 def _describe(piece: Piece) -> list[Any]:

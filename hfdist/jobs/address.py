@@ -71,6 +71,21 @@ def own_interfaces() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: item[0] not in default))
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at an address of this machine, or at all of them where `host` is empty; port 0: a free one.
+
+    Raises:
+        OSError: it is taken, or no address of this machine.
+        OverflowError: no port has this number.
+    """
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads back to this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

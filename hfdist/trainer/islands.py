@@ -1,16 +1,22 @@
-"""A Trainer that is an island: behind each round it meets the others, and goes on from what all have learned."""
+"""A Trainer that is an island: behind each round, or each step, it goes on from what all have learned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.config.islands import IslandsConfig
+from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.optimizer import OptimizerConfig
+from hfdist.config.schema import plain
 from hfdist.islands.outer import OuterOptimizer
+from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import MEETING
 
@@ -18,16 +24,87 @@ if TYPE_CHECKING:
     from hfdist.islands.rounds import Rounds
 
 
-class Islands(TrainerCallback):
-    """Leads one Trainer through the rounds. All ranks call its methods together."""
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer:
+    """How a parameter server steps."""
+
+    config: OptimizerConfig
+    max_grad_norm: float
+
+
+def make_island(trainer: Any, config: IslandsConfig) -> Island:
+    """Make what leads a Trainer."""
+    kind = ParameterIsland if config.method is IslandMethod.parameter_server else RoundIsland
+    return kind(trainer, config)
+
+
+class Island(TrainerCallback):
+    """Leads one Trainer. All ranks call its methods together."""
 
     def __init__(self, trainer: Any, config: IslandsConfig) -> None:
         self._trainer, self._config = trainer, config
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Make the state of a training that begins, before a checkpoint is read into its pieces."""
+
+    @abstractmethod
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
+        """List what a checkpoint holds of this rank."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, float]:
+        """Give what the next training line says."""
+
+    def before_save(self) -> None:
+        """Make the pieces ready for a checkpoint."""
+        return
+
+    def _go_on_from(self, found: dict[str, Any], state: TrainerState, control: TrainerControl) -> None:
+        """Go on where another island is."""
+        trainer = self._trainer
+        trainer.checkpointer.load_progress(found)
+        state.global_step = int(found["step"])
+        control.should_training_stop |= state.global_step >= state.max_steps
+        trainer.restart_figures()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Meanwhile no rank shows progress, and nothing is trained."""
+        trainer = self._trainer
+        watches = watches_among(trainer.callback_handler.callbacks)
+        before = [watch.progress.exempt for watch in watches]
+        for watch in watches:
+            watch.progress.exempt = MEETING
+        with trainer.throughput.paused():
+            yield
+        for watch, exempt in zip(watches, before, strict=True):
+            watch.progress.exempt = exempt
+
+    def _job(self, layout: str, *keys: str) -> dict[str, Any]:
+        """What all islands must have alike, by key; `keys` are those of `islands`."""
+        trainer, values = self._trainer, plain(self._config)
+        stream, strategy = trainer.token_stream, trainer.strategy
+        return {f"islands.{key}": values[key] for key in ("method", "count", "codec", *keys)} | {
+            "strategy": strategy.topology.describe(),
+            "strategy.sharding": strategy.config.sharding.value,
+            "train.max_steps": trainer.state.max_steps,
+            "train.global_batch_size": strategy.batch.global_batch_size,
+            "data": None if stream is None else stream.identity,
+            "model, or what of it is trained": layout,
+        }
+
+
+class RoundIsland(Island):
+    """Leads it through rounds."""
+
+    def __init__(self, trainer: Any, config: IslandsConfig) -> None:
+        super().__init__(trainer, config)
         self._outer: OuterOptimizer | None = None
         self._rounds: Rounds | None = None
 
     def begin(self) -> None:
-        """Make the outer optimizer of a training that begins, before a checkpoint is read into its pieces."""
+        """Make the outer optimizer."""
         config = self._config
         self._outer = OuterOptimizer(
             self._trainer.engine.pieces,
@@ -37,9 +114,9 @@ class Islands(TrainerCallback):
             mix=config.mix,
         )
 
-    def pieces(self) -> Iterator[Piece]:
-        """List the outer state of this rank."""
-        return iter(()) if self._outer is None else self._outer.pieces()
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
+        """Add the outer state."""
+        return itertools.chain(of_engine, () if self._outer is None else self._outer.pieces())
 
     def figures(self) -> dict[str, float]:
         """Give what the next training line says."""
@@ -53,7 +130,9 @@ class Islands(TrainerCallback):
         assert self._outer is not None
         self._outer.begin(state.global_step)
         trainer = self._trainer
-        self._rounds = Rounds(self._config, self._job(), self._outer, lambda: list(trainer.checkpointer.pieces()))
+        keys = ("every", "outer_lr", "outer_momentum", "fragments", "overlap", "mix")
+        job = self._job(self._outer.layout, *keys)
+        self._rounds = Rounds(self._config, job, self._outer, lambda: list(trainer.checkpointer.pieces()))
         self._begin(self._outer.step)
         self._end(state, control)
 
@@ -97,42 +176,74 @@ class Islands(TrainerCallback):
             found = self._rounds.end(lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
             trainer.engine.after_load()
         if found is not None:
-            trainer.checkpointer.load_progress(found)
-            state.global_step = int(found["step"])
-            control.should_training_stop |= state.global_step >= state.max_steps
-            trainer.restart_figures()
+            self._go_on_from(found, state, control)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Meanwhile no rank shows progress, and nothing is trained."""
-        trainer = self._trainer
-        watches = watches_among(trainer.callback_handler.callbacks)
-        before = [watch.progress.exempt for watch in watches]
-        for watch in watches:
-            watch.progress.exempt = MEETING
-        with trainer.throughput.paused():
-            yield
-        for watch, exempt in zip(watches, before, strict=True):
-            watch.progress.exempt = exempt
 
-    def _job(self) -> dict[str, Any]:
-        """What all islands must have alike, by key."""
-        trainer, config, outer = self._trainer, self._config, self._outer
-        assert outer is not None
-        stream, strategy = trainer.token_stream, trainer.strategy
-        return {
-            "islands.count": config.count,
-            "islands.every": config.every,
-            "islands.outer_lr": config.outer_lr,
-            "islands.outer_momentum": config.outer_momentum,
-            "islands.fragments": config.fragments,
-            "islands.overlap": config.overlap,
-            "islands.mix": config.mix,
-            "islands.codec": config.codec.value,
-            "strategy": strategy.topology.describe(),
-            "strategy.sharding": strategy.config.sharding.value,
-            "train.max_steps": trainer.state.max_steps,
-            "train.global_batch_size": strategy.batch.global_batch_size,
-            "data": None if stream is None else stream.identity,
-            "model, or what of it is trained": outer.layout,
+class ParameterIsland(Island):
+    """Lets a parameter server step."""
+
+    def __init__(self, trainer: Any, config: IslandsConfig) -> None:
+        super().__init__(trainer, config)
+        self._client: ParameterClient | None = None
+
+    def begin(self) -> None:
+        """Make the client."""
+        self._client = ParameterClient(self._config, self._optimizer, self._trainer.engine.pieces)
+
+    @property
+    def _optimizer(self) -> OptimizerConfig:
+        found = self._trainer.options.server_optimizer
+        assert found is not None
+        return found.config
+
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
+        """Have the server's state in place of gradients."""
+        return of_engine if self._client is None else self._client.pieces(of_engine)
+
+    def figures(self) -> dict[str, float]:
+        """Give what the next training line says."""
+        return {} if self._client is None else self._client.figures()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take the weights of the server, or bring it the own ones."""
+        assert self._client is not None
+        trainer, server = self._trainer, self._trainer.options.server_optimizer
+        job = self._job(self._client.layout, "staleness") | {
+            "optimizer": plain(server.config),
+            "train.max_grad_norm": server.max_grad_norm,
         }
+        with self._waiting():
+            found = self._client.connect(job, state.global_step, trainer.checkpointer.progress_state())
+            trainer.engine.after_load()
+        if found["step"] != state.global_step:
+            self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Push, and take weights."""
+        assert self._client is not None
+        trainer = self._trainer
+        targets = 1.0 if trainer.num_targets is None else float(trainer.num_targets)
+        progress = trainer.checkpointer.progress_state()
+        with self._waiting():
+            found = self._client.exchange(state.global_step, self._recorder(), targets, progress)
+            trainer.engine.after_load()
+        if found is not None:
+            self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
+
+    def before_save(self) -> None:
+        """Fetch what the server's optimizer keeps."""
+        assert self._client is not None
+        with self._waiting():
+            self._client.fetch()
+            self._trainer.engine.after_load()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave the others."""
+        assert self._client is not None
+        self._client.leave()
+
+    def _recorder(self) -> GradientRecorder:
+        inner = self._trainer.optimizer
+        while not isinstance(inner, GradientRecorder):
+            inner = inner.optimizer
+        return inner

@@ -36,7 +36,7 @@ from hfdist.trainer.engine_setup import adapt_accelerator, arguments_by_name, bu
 from hfdist.trainer.evaluation.loop import Evaluator, Measure, sharded_batches
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
-from hfdist.trainer.islands import Islands
+from hfdist.trainer.islands import Island, ServerOptimizer, make_island
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.reporting.throughput import Throughput
 from hfdist.trainer.step.lean_step import LeanStep
@@ -76,6 +76,8 @@ class RunOptions:
     """What each training line says besides; called on all ranks together."""
     islands: IslandsConfig | None = None
     """With whom it trains the model; None: alone."""
+    server_optimizer: ServerOptimizer | None = None
+    """Of a parameter server; None: there is none."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -95,12 +97,14 @@ class DistributedTrainerMixin(_Trainer):
         self.options = options or RunOptions()
         self.engine: Engine | None = None
         self.checkpointer = Checkpointer(self)
-        self.islands: Islands | None = None
+        self.islands: Island | None = None
         self.weighted_loss = WeightedLoss(self)
         self.router_loss = RouterLoss(self)
         self._lean_step: LeanStep | None = None
         self._figures: dict[str, float] = {}
         """For the next training line."""
+        self.num_targets: Any = None
+        """Of the step that is under way, over all ranks; None: they are not counted."""
         self._predicts = False
         """Whether an evaluation loop must keep the outputs of the model."""
         model_init: Any = None
@@ -138,7 +142,7 @@ class DistributedTrainerMixin(_Trainer):
                 self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
         if self.options.islands is not None:
-            self.islands = Islands(self, self.options.islands)
+            self.islands = make_island(self, self.options.islands)
             self.add_callback(self.islands)
 
     # ---- setting up ----
@@ -399,6 +403,7 @@ class DistributedTrainerMixin(_Trainer):
                     self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
                     return [], num_items
                 samples, num_items = read()
+        self.num_targets = num_items
         self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data_size
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen

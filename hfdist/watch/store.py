@@ -17,7 +17,7 @@ import socket
 import threading
 
 from hfdist.collectives import gather_json, rank, world_size
-from hfdist.jobs.address import find_route, is_loopback
+from hfdist.jobs.address import find_route, is_loopback, listen
 from hfdist.watch.diagnosis import Diagnosis, Heartbeat
 
 _CONNECT_SECONDS = 30
@@ -66,9 +66,7 @@ class HostedStore:
         self._verdict: Diagnosis | None = None
         self._answer = b""
         self.exchange(Heartbeat(number=0), None)
-        is_dual = socket.has_dualstack_ipv6()
-        kind = socket.AF_INET6 if is_dual else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=kind, dualstack_ipv6=is_dual)
+        self._listener = listen("", 0)
         self.port = int(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()

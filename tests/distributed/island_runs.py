@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.islands.server import IslandServer
+from hfdist.trainer.run.builder import Run
 from tests.distributed.runs import pretrain
 
 _FORK = multiprocessing.get_context("fork")
@@ -97,3 +99,37 @@ def run_islands(folder: Path, count: int, num_ranks: int, *overrides: str) -> li
                 island.kill()
     assert not failures, failures[0]
     return [island.folder for island in islands]
+
+
+def difference(found, wanted):
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def before_steps(act):
+    """Call `act(step)` before each forward and backward, with the number of steps so far."""
+
+    def at_start():
+        build = Run.build_trainer
+
+        def build_changed(run):
+            build(run)
+            train = run.trainer.training_step
+
+            def training_step(*args, **kwargs):
+                act(run.trainer.state.global_step)
+                return train(*args, **kwargs)
+
+            run.trainer.training_step = training_step
+
+        Run.build_trainer = build_changed
+
+    return at_start
+
+
+def die_at(step):
+    def act(now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_steps(act)

@@ -10,13 +10,13 @@ import torch
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
-from hfdist.islands.link import Link
 from hfdist.islands.member import Member
 from hfdist.islands.outer import share_out
+from hfdist.islands.transport import Transport
 from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
 from hfdist.trainer.run.builder import Run
-from tests.distributed.island_runs import Island, overrides_of, run_islands, served
+from tests.distributed.island_runs import Island, before_steps, die_at, difference, overrides_of, run_islands, served
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed
@@ -26,11 +26,6 @@ AVERAGING = ("islands=local_sgd",)
 PLAIN = ("optimizer.weight_decay=0", "optimizer.eps=1e-5", "optimizer.schedule=constant", "optimizer.warmup_steps=0",
          "train.max_grad_norm=1000", "train.max_steps=7")  # fmt: skip
 SHORT = ("train.max_steps=7", "islands.every=3", "data.sequence_length=32")
-
-
-def difference(found, wanted):
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
 def test_one_island_is_the_inner_run(tmp_path):
@@ -209,35 +204,6 @@ def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):
 # ---- islands that come and go ----
 
 
-def before_steps(act):
-    """Call `act(step)` before each forward and backward, with the number of steps so far."""
-
-    def at_start():
-        build = Run.build_trainer
-
-        def build_changed(run):
-            build(run)
-            train = run.trainer.training_step
-
-            def training_step(*args, **kwargs):
-                act(run.trainer.state.global_step)
-                return train(*args, **kwargs)
-
-            run.trainer.training_step = training_step
-
-        Run.build_trainer = build_changed
-
-    return at_start
-
-
-def die_at(step):
-    def act(now):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return before_steps(act)
-
-
 def wait_at(step, sign):
     """Until a file is there."""
 
@@ -282,7 +248,7 @@ def dies_in_call(owner, name, number):
 
 DEATHS = {
     "in a step": die_at(4),
-    "in an exchange": dies_in_call(Link, "receive", 3),
+    "in an exchange": dies_in_call(Transport, "receive", 3),
     "before it says that it has all": dies_in_call(Member, "finish", 2),
 }
 

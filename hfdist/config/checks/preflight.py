@@ -16,6 +16,7 @@ from hfdist.config.batch import BatchPlan, plan_batch
 from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import SourceConfig, SourceKind
+from hfdist.config.islands import IslandMethod
 from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.strategy import Sharding
 from hfdist.config.train import Compile, Precision
@@ -52,14 +53,23 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
     _check_writable("run.dir", config.run.dir)
     _check_trackers(config.report.to)
     check_budgets(config)
-    if config.train.precision is Precision.fp8 and importlib.util.find_spec("torchao") is None:
-        what = "float8 needs a package that is not installed"
-        hint = "pip install 'torchao>=0.18,<0.19', or train.precision=bf16"
-        raise ConfigError(what, where="train.precision", found="fp8, without torchao", hint=hint)
-    if config.islands.is_used and importlib.util.find_spec("zmq") is None:
-        what, hint = "islands need a package that is not installed", "pip install 'pyzmq>=26', or islands=none"
-        raise ConfigError(what, where="islands.method", found="no pyzmq", hint=hint)
+    _check_packages(config)
     return topology, batch
+
+
+def _check_packages(config: RunConfig) -> None:
+    """Check that the package is installed of each value that needs one besides hfdist's own."""
+    needs = [
+        (config.train.precision, Precision.fp8, "train.precision", "torchao", "'torchao>=0.18,<0.19'", "bf16"),
+        (config.islands.method, IslandMethod.diloco, "islands.method", "zmq", "'pyzmq>=26'", "none"),
+    ]
+    for value, needing, key, module, package, instead in needs:
+        if value is needing and importlib.util.find_spec(module) is None:
+            what, hint = (
+                "this value needs a package that is not installed",
+                f"pip install {package}, or {key}={instead}",
+            )
+            raise ConfigError(what, where=key, found=f"{value.value}, without {module}", hint=hint)
 
 
 def check_model_paths(config: RunConfig) -> None:

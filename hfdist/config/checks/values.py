@@ -14,7 +14,7 @@ from hfdist.config.batch import num_warmup_steps
 from hfdist.config.checks.budgets import find_limits
 from hfdist.config.checks.data import check_data, check_source
 from hfdist.config.data import SourceKind
-from hfdist.config.islands import IslandsConfig
+from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, Attention, Dtype, Init, Loss
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import Export, RunConfig
@@ -495,6 +495,18 @@ def _check_islands(config: RunConfig) -> None:
         what = "the server of the islands has no address"
         hint = "hfdist serve port=29600, and islands.address=HOST:29600"
         raise _conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
+    is_server = islands.method is IslandMethod.parameter_server
+    of_rounds = ("every", "outer_lr", "outer_momentum", "fragments", "overlap", "mix")
+    for name in of_rounds if is_server else ("staleness",):
+        if getattr(islands, name) != getattr(default, name):
+            what = f"this key does not belong to islands.method={islands.method.value}"
+            hint = f"islands={'diloco' if is_server else 'parameter_server'}"
+            raise _conflict(config, f"islands.{name} islands.method", what, hint=hint)
+    if is_server and config.train.precision is Precision.fp16:
+        what = "a loss scaler looks at the gradients of one island alone"
+        raise _conflict(
+            config, "train.precision islands.method", what, allowed="fp32, bf16", hint="train.precision=bf16"
+        )
     if islands.every % islands.fragments != 0:
         what = "the parts of the model cannot be exchanged at equal distances"
         allowed = f"a divisor of {islands.every}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import time
@@ -134,6 +133,8 @@ class Checkpointer:
         assert self.saver is not None
         if (ledger := self._ledger) is not None:
             ledger.count()
+        if trainer.islands is not None:
+            trainer.islands.before_save()
         trainer.store_flos()
         progress = copy.copy(trainer.state)
         progress.log_history = list(progress.log_history)
@@ -216,8 +217,7 @@ class Checkpointer:
         """List what is kept of tensors: all of the model, or its adapter alone; and the outer state of islands."""
         trainer = self._trainer
         pieces = trainer.engine.pieces()
-        outer = () if trainer.islands is None else trainer.islands.pieces()
-        return adapter_pieces(trainer.model, itertools.chain(pieces, outer))
+        return adapter_pieces(trainer.model, pieces if trainer.islands is None else trainer.islands.pieces(pieces))
 
     def _write_model_files(self, folder: Path) -> None:
         trainer = self._trainer

@@ -28,6 +28,7 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.values import check_schedule
 from hfdist.config.composition.compose import to_values, to_yaml
 from hfdist.config.data import cache_dir
+from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.data import (
@@ -45,6 +46,8 @@ from hfdist.data import (
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError
+from hfdist.islands.parameter_client import GradientRecorder
+from hfdist.islands.parameter_store import find_slots
 from hfdist.models import TrainableParameters, build_model, find_architecture, fit_vocabulary
 from hfdist.models.adapter import check_adapter
 from hfdist.models.blocks import checkpoint_blocks, compile_blocks, compiles_blocks
@@ -53,7 +56,7 @@ from hfdist.models.loss import choose_loss
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.optim.registry import check_optimizer, find_optimizer
+from hfdist.optim.registry import ClassAndSettings, check_optimizer, find_optimizer
 from hfdist.planning.machines import STEPS
 from hfdist.planning.plan import Plan
 from hfdist.records import METRICS, RANKS, RunRecorder
@@ -71,6 +74,7 @@ from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.export.push_to_hub import check_push
 from hfdist.trainer.fault_tolerance.nonfinite_steps import Limits
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.islands import ServerOptimizer
 from hfdist.trainer.reporting.alerts import Alerts
 from hfdist.trainer.reporting.callbacks import MetricsWriter, ProgressBar, TimelineDrawer
 from hfdist.trainer.reporting.logs import set_up_logging
@@ -89,6 +93,9 @@ from hfdist.trainer.trainer import RunOptions, Trainer
 from hfdist.watch.callback import Watch
 
 logger = logging.getLogger(__name__)
+
+_UNCLIPPED = 1e30
+"""A norm that no finite gradient reaches."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,12 @@ class Run:
         check_adapter(config.adapter, config.model)
         check_named(config, self.topology)
         set_up_logging(self.topology)
-        self.strategy = select_strategy(config.strategy, config.train, topology=self.topology, batch=batch)
+        self._train = config.train
+        if config.islands.method is IslandMethod.parameter_server:
+            find_slots(config.optimizer)
+            # The server clips, by the norm of all islands' gradients.
+            self._train = replace(config.train, max_grad_norm=_UNCLIPPED)
+        self.strategy = select_strategy(config.strategy, self._train, topology=self.topology, batch=batch)
         self._here = config
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
         self._recorder: RunRecorder | None = None
@@ -180,7 +192,7 @@ class Run:
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
-        self.arguments = build_arguments(self.config, self.strategy, max_steps=max_steps)
+        self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
 
     def build_model(self) -> None:
         """Make the model, random or pretrained; after `start_ranks`, since ZeRO-3 partitions it in its constructor."""
@@ -220,7 +232,7 @@ class Run:
             processing_class=data.tokenizer,
             data_collator=default_data_collator,
             callbacks=[*trackers, MetricsWriter(run_dir), *bar, *evaluators, self._usage],
-            optimizer_cls_and_kwargs=find_optimizer(config.optimizer, warmup_steps=int(arguments.warmup_steps)),
+            optimizer_cls_and_kwargs=self._find_optimizer(),
             options=self._make_options(measures),
         )
         if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
@@ -239,6 +251,12 @@ class Run:
             trainer.add_callback(self._make_grader(trainer, runtime))
         self.trainer = trainer
 
+    def _find_optimizer(self) -> ClassAndSettings:
+        config = self.config
+        if config.islands.method is IslandMethod.parameter_server:
+            return GradientRecorder, {"lr": config.optimizer.lr}
+        return find_optimizer(config.optimizer, warmup_steps=int(self.arguments.warmup_steps))
+
     def _make_options(self, measures: Sequence[Measure]) -> RunOptions:
         config, checkpoint, train = self.config, self.config.checkpoint, self.config.train
         return RunOptions(
@@ -256,6 +274,7 @@ class Run:
             measures=measures,
             figures=self._usage.figures,
             islands=config.islands if config.islands.is_used else None,
+            server_optimizer=ServerOptimizer(config=config.optimizer, max_grad_norm=train.max_grad_norm),
         )
 
     def _make_grader(self, trainer: Trainer, runtime: int | None) -> PlanGrader:

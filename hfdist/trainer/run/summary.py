@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig
-from hfdist.config.islands import IslandsConfig
+from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, TokenStream
 from hfdist.data.documents.token_reader import Documents, open_token_cache
@@ -69,8 +69,12 @@ def describe_run(config: RunConfig, trainer: Trainer, *, data: str, plan: Plan |
 def _describe_islands(islands: IslandsConfig) -> str:
     if not islands.is_used:
         return ""
+    where = f"{islands.index} of {islands.count}"
+    if islands.method is IslandMethod.parameter_server:
+        waits = {None: "asynchronous", 0: "synchronous"}.get(islands.staleness, f"staleness {islands.staleness}")
+        return f"{where}; parameter server, {waits}; {islands.codec.value}"
     outer = f"outer lr {islands.outer_lr:g}, momentum {islands.outer_momentum:g}"
-    return f"{islands.index} of {islands.count}; rounds of {islands.every:,} steps; {outer}; {islands.codec.value}"
+    return f"{where}; rounds of {islands.every:,} steps; {outer}; {islands.codec.value}"
 
 
 def describe_kernels(trainer: Trainer) -> str:

@@ -24,6 +24,8 @@ NEEDED = {
     ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
     ("islands", "diloco"): ["islands.address=localhost:29600"],
     ("islands", "local_sgd"): ["islands.address=localhost:29600"],
+    ("islands", "parameter_server"): ["islands.address=localhost:29600"],
+    ("islands", "streaming"): ["islands.address=localhost:29600"],
     ("checkpoint", "best"): ["train.eval_every=1"],
     ("data", "tokens"): ["data.sources.tokens.path=some/tokens", "model.tokenizer.name=some/tokens/tokenizer"],
 }

@@ -1,4 +1,4 @@
-"""Who takes part in a meeting, and what becomes of one where an island is lost."""
+"""Who takes part in a rendezvous, and what becomes of one where an island is lost."""
 
 import asyncio
 import socket
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.member import Member
-from hfdist.islands.server import Arrival, IslandServer
+from hfdist.islands.member import Member, Participants
+from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.server import IslandServer
 
 JOB = {"islands.count": 2, "islands.every": 10}
 
@@ -47,11 +48,12 @@ def member(address, island, *, rank=0, ranks=1, job=JOB, start="1", secret="", s
 
 
 def arrive(*arrivals):
-    """Let members arrive together; gives their meetings."""
+    """Let members arrive together; gives their rendezvous."""
     found = {}
 
     def one(place, who, arrival):
-        found[place] = who.arrive(arrival)
+        answer = who.arrive(arrival)
+        found[place] = None if answer is None else Participants.from_json(answer)
 
     threads = [threading.Thread(target=one, args=(place, *pair)) for place, pair in enumerate(arrivals)]
     for thread in threads:
@@ -94,9 +96,9 @@ def test_the_first_meeting_waits_for_all_and_the_next_exchange():
         (start,) = arrive((two, at(0)))
         first.join(10)
         assert start.members == {}
-        meetings = arrive((one, at(10)), (two, at(10)))
-        assert [dict(meeting.members) for meeting in meetings] == [{0: ["0.0"], 1: ["1.0"]}] * 2
-        number = meetings[0].number
+        rendezvous = arrive((one, at(10)), (two, at(10)))
+        assert [dict(participants.members) for participants in rendezvous] == [{0: ["0.0"], 1: ["1.0"]}] * 2
+        number = rendezvous[0].number
         assert together(lambda: one.finish(number, is_ok=True), lambda: two.finish(number, is_ok=True)) == [True, True]
         one.leave()
         two.leave()
@@ -105,18 +107,18 @@ def test_the_first_meeting_waits_for_all_and_the_next_exchange():
 def test_who_has_other_outer_weights_gets_the_state_of_a_member():
     with served(least=1) as (address, _lines):
         old, new, late = member(address, 0), member(address, 1), member(address, 2)
-        meetings = arrive((old, at(20, 10, "b")), (new, at(20, 10, "b")), (late, at(0)))
-        assert dict(meetings[2].members) == {0: ["0.0"], 1: ["1.0"]}
-        assert dict(meetings[2].donors) == {2: (0, ["2.0"])}
-        number = meetings[0].number
+        rendezvous = arrive((old, at(20, 10, "b")), (new, at(20, 10, "b")), (late, at(0)))
+        assert dict(rendezvous[2].members) == {0: ["0.0"], 1: ["1.0"]}
+        assert dict(rendezvous[2].sources) == {2: (0, ["2.0"])}
+        number = rendezvous[0].number
         assert together(lambda: old.finish(number, is_ok=True), lambda: new.finish(number, is_ok=True)) == [True, True]
-        # Before the state has come no other meeting begins.
+        # Before the state has come no other rendezvous begins.
         next_one = threading.Thread(target=lambda: arrive((old, at(30, 20, "c")), (new, at(30, 20, "c"))))
         next_one.start()
         time.sleep(0.2)
         assert next_one.is_alive()
         late.tell_done(number)
-        assert arrive((late, at(30, 20, "c")))[0].donors == {}
+        assert arrive((late, at(30, 20, "c")))[0].sources == {}
         next_one.join(10)
         for one in (old, new, late):
             one.leave()
@@ -129,7 +131,7 @@ def test_a_lost_member_makes_an_exchange_void_and_the_rest_meet_again():
         number = first[0].number
         members[2].close()
         assert together(*(lambda one=one: one.finish(number, is_ok=True) for one in members[:2])) == [False, False]
-        until(lambda: members[0].is_void(number))
+        until(lambda: members[0].is_aborted(number))
         again = arrive(*((one, at(10)) for one in members[:2]))
         assert sorted(again[0].members) == [0, 1]
         assert again[0].number > number
@@ -145,10 +147,10 @@ def test_an_island_is_lost_with_any_of_its_ranks():
     with served(least=1) as (address, _lines):
         first, second = member(address, 0, ranks=2), member(address, 0, rank=1)
         other = member(address, 1)
-        meetings = arrive((first, at(10)), (other, at(10)))
+        rendezvous = arrive((first, at(10)), (other, at(10)))
         second.close()
-        assert not other.finish(meetings[1].number, is_ok=True)
-        until(lambda: first.is_void(meetings[0].number))
+        assert not other.finish(rendezvous[1].number, is_ok=True)
+        until(lambda: first.is_aborted(rendezvous[0].number))
         # Both ranks come back, and it is there again.
         first.connect()
         second.connect()
@@ -162,8 +164,8 @@ def test_who_does_not_beat_is_lost(monkeypatch):
     with served(least=1, silent_seconds=1.5) as (address, lines):
         one, two = member(address, 0), member(address, 1)
         monkeypatch.setattr(two._connection, "send", lambda message: None)
-        (meeting,) = arrive((one, at(10)))
-        assert sorted(meeting.members) == [0]
+        (rendezvous,) = arrive((one, at(10)))
+        assert sorted(rendezvous.members) == [0]
         assert any("island 1 has left: rank 0 is silent" in line for line in lines)
         two.close()
         one.leave()

@@ -1,0 +1,192 @@
+"""An island of a parameter server: its optimizer keeps gradients in place of a step; it pushes them, and takes weights.
+
+What the server's optimizer keeps is fetched for checkpoints, under the names that it has in any other run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hfdist.checkpoint.piece import MASTER, STEP, TRAINED, WEIGHT, Piece
+from hfdist.collectives import gather_json, on_all_ranks, rank
+from hfdist.config.islands import IslandsConfig
+from hfdist.config.optimizer import OptimizerConfig
+from hfdist.errors import PeerError
+from hfdist.islands.codec import encode
+from hfdist.islands.member import Member, make_member
+from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, to_host
+from hfdist.islands.parameter_store import find_slots
+
+_GRADIENT = "gradient"
+_MOST_CONNECTIONS = 3
+"""That end one after another before anything has come."""
+
+
+class GradientRecorder(torch.optim.SGD):
+    """SGD that keeps the gradients of its last step. The weights that it makes are replaced by the server's."""
+
+    taken_lr: float | None = None
+    """The rate of the step whose gradients it has; None: they are pushed, or were not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the gradients, and step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter].setdefault(_GRADIENT, torch.zeros_like(parameter))
+                    kept.copy_(parameter.grad)
+            self.taken_lr = float(group["lr"])
+        super().step(closure)
+
+
+class ParameterClient:
+    """An island's part. All its ranks make it and call its methods together.
+
+    Args:
+        config: `islands.*`.
+        optimizer: of the server.
+        list_pieces: gives the pieces of this rank's engine, anew each time.
+    """
+
+    def __init__(
+        self, config: IslandsConfig, optimizer: OptimizerConfig, list_pieces: Callable[[], Iterable[Piece]]
+    ) -> None:
+        self._config, self._owned = config, OwnedPieces(list_pieces)
+        self._slots = find_slots(optimizer)
+        self._updates = torch.zeros(())
+        own = self._owned.own()
+        self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
+        """By slot: of each own piece what the server's optimizer keeps, as the last answer or a checkpoint has it."""
+        self._sizes = [piece.view.numel() for piece in own]
+        self._member: Member | None = None
+        """None before and after a training."""
+        self._figures: dict[str, float] = {}
+
+    @property
+    def layout(self) -> str:
+        """Equal for ranks that hold the same pieces."""
+        return self._owned.layout
+
+    def pieces(self, of_engine: Iterable[Piece]) -> Iterator[Piece]:
+        """List what a checkpoint holds: the engine's weights, and the optimizer's state in place of gradients."""
+        numbers = (STEP,) if self._slots.counts else (TRAINED,)
+        for piece in of_engine:
+            if piece.key in (WEIGHT, MASTER, *numbers):
+                yield piece
+            elif piece.key == TRAINED:
+                yield replace(piece, key=STEP, view=self._updates)
+        for key, values in self._kept.items():
+            for piece, value in zip(self._owned.own(), values, strict=True):
+                yield replace(piece, key=key, view=value, set_number=None)
+
+    def connect(self, job: dict[str, Any], step: int, state: Any) -> dict[str, Any]:
+        """Connect to the server, and take its weights.
+
+        Args:
+            job: what must be the same on all islands, by key.
+            step: at which this island is.
+            state: what others need besides tensors to go on from there, as JSON.
+
+        Returns:
+            step and state of the island that is ahead of all.
+
+        Raises:
+            PeerError: the server does not answer.
+            ConfigError: the server refuses this island.
+        """
+        self._member = make_member(self._config, job, gather_json(f"rank {rank()}"))
+        return self._join(step, state)
+
+    def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: Any) -> dict[str, Any] | None:
+        """Push the gradients of a step, and take weights.
+
+        Args:
+            step: behind which it is.
+            recorder: has them.
+            targets: of the step, over this island.
+            state: as of `connect`.
+
+        Returns:
+            None; or, if the connection had ended, what `connect` gives.
+        """
+        begin = time.monotonic()
+        lr = recorder.taken_lr
+        content = encode(self._config.codec, join(to_host(piece.view) for piece in self._owned.own_state(_GRADIENT)))
+        recorder.taken_lr = None
+        # Without a step there are none: the gradients were not finite.
+        message = {"push": step, "lr": lr or 0.0, "targets": 0.0 if lr is None else targets}
+        found = None
+        answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
+        if answer is not None:
+            self._take(answer, with_slots=False)
+        else:
+            found = self._join(step, state)
+        self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + len(content)
+        waited = self._figures.get("islands/wait_seconds", 0.0) + time.monotonic() - begin
+        self._figures |= {"islands/wait_seconds": waited, "islands/updates": float(self._updates)}
+        return found
+
+    def fetch(self) -> None:
+        """Take weights, and what the server's optimizer keeps of them, for a checkpoint.
+
+        Raises:
+            PeerError: the connection has ended.
+        """
+        answer = self._ask({"pull": 1})
+        if answer is None:
+            what, hint = "the server has ended the connection before a save", "the same command goes on from the last"
+            raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
+        self._take(answer, with_slots=True)
+
+    def figures(self) -> dict[str, float]:
+        """Give what a training line says of exchanges since the last line, of this rank."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def leave(self) -> None:
+        """Take part no more."""
+        assert self._member is not None
+        if rank() == 0:
+            self._member.leave()
+        self._member.close()
+        self._member = None
+
+    def _join(self, step: int, state: Any) -> dict[str, Any]:
+        """Bring what this island has, to begin with it or to be given what the others have."""
+        assert self._member is not None
+        for _ in range(_MOST_CONNECTIONS):
+            on_all_ranks(self._member.connect)
+            own = self._owned.own()
+            message = {"segments": list(map(place_of, own)), "step": step, "updates": int(self._updates)}
+            kept = (value for values in self._kept.values() for value in values)
+            content = join([*(to_host(piece.view) for piece in own), *kept]).numpy().tobytes()
+            answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
+            if answer is not None:
+                self._take(answer, with_slots=True)
+                found: dict[str, Any] = gather_json({"step": answer["step"], "state": answer["state"]})[0]
+                return found
+        what, hint = "the server of the islands ends each connection", "its own lines say why; start it again"
+        raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
+
+    def _ask(self, message: Mapping[str, Any], content: bytes = b"") -> dict[str, Any] | None:
+        """Send on all ranks, and wait for weights; None: the connection of some rank has ended."""
+        assert self._member is not None
+        self._member.send(message, content)
+        answer = self._member.wait_for("weights")
+        return answer if all(gather_json(answer is not None)) else None
+
+    def _take(self, answer: dict[str, Any], *, with_slots: bool) -> None:
+        content = answer.get("payload", b"")
+        values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
+        rows = values.view(1 + (len(self._slots.tensors) if with_slots else 0), -1).split(self._sizes, 1)
+        for place, row in enumerate(rows if self._sizes else ()):
+            for kept, value in zip(self._kept.values(), row[1:], strict=False):
+                kept[place].copy_(value)
+        self._updates.fill_(int(answer["weights"]))
+        self._owned.spread([row[0] for row in rows] if self._sizes else [])

@@ -1,0 +1,156 @@
+"""Weights and optimizer of a parameter server, in float32 on the CPU, as the ranks of an island exchange them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hfdist.checkpoint.piece import STEP
+from hfdist.config.optimizer import OptimizerConfig
+from hfdist.errors import ConfigError
+from hfdist.optim.probe import Reach, check, describe, moving_options, starts_from_zeros, state_after_step
+from hfdist.optim.registry import find_optimizer, make_small
+
+
+class Segment(NamedTuple):
+    """The elements of a parameter that a rank exchanges; see `Piece`."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    run: int
+    pitch: int
+    num_elements: int
+
+
+class OptimizerSlots(NamedTuple):
+    """What an optimizer keeps."""
+
+    tensors: tuple[str, ...]
+    """Keys of tensors as large as the parameter."""
+    counts: bool
+    """Whether it counts its steps."""
+
+
+def find_slots(config: OptimizerConfig) -> OptimizerSlots:
+    """Find what the optimizer keeps.
+
+    Raises:
+        ConfigError: it needs whole parameters, or keeps what a server does not give back.
+    """
+    optimizer = make_small(config)
+    check(optimizer, Reach.element, is_saved=True)
+    group, matrix = optimizer.param_groups[0], torch.zeros(4, 4)
+    state = state_after_step(optimizer, group, matrix)
+    tensors = tuple(key for key, value in state.items() if torch.is_tensor(value) and value.shape == matrix.shape)
+    others = {key for key, value in state.items() if key not in tensors and value is not None} - {STEP}
+    if others or moving_options(optimizer) or not starts_from_zeros(optimizer, group):
+        what = "a parameter server keeps for each weight what begins at zero, and a number of steps"
+        found = f"{describe(optimizer)}: {', '.join(sorted(others)) or 'it begins otherwise'}"
+        hint = "optimizer.name=adamw, or islands=diloco"
+        raise ConfigError(what, where="optimizer.name, islands.method", found=found, hint=hint)
+    return OptimizerSlots(tensors, STEP in state)
+
+
+class ParameterStore:
+    """Steps with gradients of all ranks of an island.
+
+    Args:
+        optimizer: whose rate comes with each step.
+        max_norm: to which gradients are clipped.
+        segments: by rank.
+        contents: by rank: float32 weights, and then each slot of the optimizer.
+        updates: steps so far.
+
+    Raises:
+        ConfigError: see `find_slots`.
+        ValueError: contents of another size.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        max_norm: float,
+        segments: Mapping[int, Sequence[Segment]],
+        contents: Mapping[int, bytes],
+        updates: int,
+    ) -> None:
+        self._max_norm, self.updates = max_norm, updates
+        self.segments = {rank: tuple(own) for rank, own in segments.items()}
+        slots = find_slots(optimizer)
+        self._values = {
+            rank: torch.frombuffer(bytearray(content), dtype=torch.float32).view(1 + len(slots.tensors), -1)
+            if content
+            else torch.empty(1 + len(slots.tensors), 0)
+            for rank, content in contents.items()
+        }
+        """By rank, of shape [weights and slots, elements]."""
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._counted: list[nn.Parameter] = []
+        """Each element of the model once: tensor ranks hold some of them alike."""
+        states, known = {}, set()
+        for rank, own in self.segments.items():
+            sizes = [segment.num_elements for segment in own]
+            if self.num_elements(rank) != sum(sizes):
+                raise ValueError(f"{self.num_elements(rank)} weights of rank {rank} are not {sum(sizes)}")
+            weights, *kept = (row.split(sizes) if own else () for row in self._values[rank])
+            self._parameters[rank] = [nn.Parameter(weight) for weight in weights]
+            for place, (segment, parameter) in enumerate(zip(own, self._parameters[rank], strict=True)):
+                states[parameter] = {key: kept[number][place] for number, key in enumerate(slots.tensors)}
+                if slots.counts:
+                    states[parameter][STEP] = torch.tensor(float(updates))
+                if segment not in known:
+                    known.add(segment)
+                    self._counted.append(parameter)
+        kind, settings = find_optimizer(optimizer, warmup_steps=0)
+        # As the Trainer has it: weight decay on matrices only.
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for rank, own in self.segments.items():
+            for segment, parameter in zip(own, self._parameters[rank], strict=True):
+                groups[len(segment.shape) >= 2].append(parameter)
+        decay = {True: optimizer.weight_decay, False: 0.0}
+        settings.pop("weight_decay", None)
+        self._optimizer: torch.optim.Optimizer = kind(
+            [{"params": own, "weight_decay": decay[is_matrix]} for is_matrix, own in groups.items() if own], **settings
+        )
+        self._optimizer.state.update(states)
+
+    def num_elements(self, rank: int) -> int:
+        """Count the weights of a rank."""
+        return self._values[rank].shape[1]
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[int, torch.Tensor], lr: float) -> bool:
+        """Step once. False: a gradient is not finite, and nothing has changed.
+
+        Args:
+            gradients: by rank, float32 of shape [elements]; they are overwritten.
+            lr: of this step.
+        """
+        for rank, parameters in self._parameters.items():
+            sizes = [parameter.numel() for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients[rank].split(sizes) if sizes else (), strict=True):
+                parameter.grad = gradient
+        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in self._counted]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            # As torch.nn.utils.clip_grad_norm_.
+            scale = min(1.0, self._max_norm / (norm + 1e-6))
+            for gradient in gradients.values() if scale < 1 else ():
+                gradient.mul_(scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.updates += 1
+        self._optimizer.zero_grad()
+        return is_finite
+
+    def content(self, rank: int, *, with_slots: bool) -> bytes:
+        """Give the weights of a rank, and what the optimizer keeps of them."""
+        values = self._values[rank]
+        return (values if with_slots else values[0]).numpy().tobytes()
