@@ -55,6 +55,17 @@ class _Worker:
         return self.island.is_complete and len(of_ranks) == len(self.island.addresses)
 
 
+def check_job(job: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if its optimizer cannot be stepped here."""
+    find_slots(_optimizer_of(job))
+
+
+def _optimizer_of(job: Mapping[str, Any]) -> OptimizerConfig:
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), job["optimizer"]))
+    made: OptimizerConfig = config
+    return made
+
+
 class ParameterServer:
     """Serves the islands of one job.
 
@@ -65,7 +76,6 @@ class ParameterServer:
         say: takes a line for people.
 
     Raises:
-        ConfigError: its optimizer cannot be stepped here.
         ValueError: a job that no island would have.
     """
 
@@ -78,9 +88,7 @@ class ParameterServer:
         staleness = job["islands.staleness"]
         self._staleness: int | None = None if staleness is None else int(staleness)
         """None: no island waits for another."""
-        config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), job["optimizer"]))
-        self._optimizer: OptimizerConfig = config
-        find_slots(config)
+        self._optimizer = _optimizer_of(job)
         self._max_norm = float(job["train.max_grad_norm"])
         self._workers: dict[int, _Worker] = {}
         self._store: ParameterStore | None = None
@@ -170,11 +178,16 @@ class ParameterServer:
         if self._staleness == 0:
             if len(waiting) == len(training) > 0:
                 self._update(training)
-                self._answer(training, with_slots=False)
+                self._release(training)
             return
         slowest = min((worker.step for worker in training), default=0)
         ready = [one for one in waiting if self._staleness is None or one.step <= slowest + self._staleness]
-        self._answer(ready, with_slots=False)
+        self._release(ready)
+
+    def _release(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            worker.waits = False
+        self._answer(workers, with_slots=False)
 
     # ---- the store, one call after another, beside the beats ----
 
@@ -183,8 +196,9 @@ class ParameterServer:
         lr = max(workers, key=lambda worker: worker.step).pushes[0].lr
         for worker in workers:
             worker.pushes = {}
-        assert self._store is not None
-        self._do(asyncio.to_thread(self._step_with, self._store, pushes, lr))
+        store = self._store
+        assert store is not None
+        self._do(lambda: asyncio.to_thread(self._step_with, store, pushes, lr))
 
     def _step_with(self, store: ParameterStore, pushes: Sequence[Mapping[int, _Push]], lr: float) -> None:
         weights = [push[0].targets for push in pushes]
@@ -202,19 +216,18 @@ class ParameterServer:
             self._say(f"update {store.updates}: a gradient is not finite, and is left out")
 
     def _answer(self, workers: Sequence[_Worker], *, with_slots: bool) -> None:
-        for worker in workers:
-            worker.waits = False
         told = {"step": self._step, "state": self._state}
         if workers:
-            self._do(self._give([worker.island for worker in workers], told, with_slots=with_slots))
+            islands = [worker.island for worker in workers]
+            self._do(lambda: self._give(islands, told, with_slots=with_slots))
 
-    def _do(self, behind: Coroutine[Any, Any, None]) -> None:
+    def _do(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Let it run behind all earlier ones."""
 
         async def run() -> None:
             # It wakes who waits in their order.
             async with self._order:
-                await behind
+                await call()
 
         task = asyncio.get_running_loop().create_task(run())
         self._tasks.add(task)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import importlib
 import json
 import secrets
 import socket
@@ -16,6 +17,8 @@ from hfdist.config.islands import IslandMethod
 from hfdist.errors import ConfigError
 from hfdist.islands.membership import BEAT_SECONDS, MOST_BYTES, SECRET, Connection, Coordinator, Island
 from hfdist.islands.rendezvous import Rendezvous
+
+_PARAMETER_SERVER = "hfdist.islands.parameter_server"
 
 
 class _RefusedError(Exception):
@@ -80,6 +83,9 @@ class IslandServer:
         with contextlib.suppress(*wrong):
             try:
                 hello = json.loads(await reader.readline())
+                if _has_parameter_server(hello.get("job", {})):
+                    # It loads torch, which takes seconds: not in this thread, which hears beats.
+                    await asyncio.to_thread(_check_parameter_server, hello["job"])
                 island, rank = self._admit(hello, connection)
                 while (line := await reader.readline()).endswith(b"\n"):
                     message = json.loads(line)
@@ -133,16 +139,12 @@ class IslandServer:
                     raise _RefusedError(refused=what, key=key, found=job.get(key), allowed=value)
 
     def _make_coordinator(self, job: dict[str, Any]) -> Coordinator:
-        if job.get("islands.method") != IslandMethod.parameter_server.value:
+        if not _has_parameter_server(job):
             return Rendezvous(self._islands, self._least, self._say)
-        # It needs torch, and takes seconds to load it.
-        from hfdist.islands.parameter_server import ParameterServer
-
-        try:
-            return ParameterServer(job, self._islands, self._least, self._say)
-        except ConfigError as error:
-            refused = f"the server cannot serve this: {error.what}"
-            raise _RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
+        made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(
+            job, self._islands, self._least, self._say
+        )
+        return made
 
     def _lose(self, island: Island, why: str) -> None:
         if self._islands.get(island.index) is not island:
@@ -155,6 +157,18 @@ class IslandServer:
             self._coordinator.lose(island.index)
         if not self._islands:
             self._coordinator = None
+
+
+def _has_parameter_server(job: dict[str, Any]) -> bool:
+    return job.get("islands.method") == IslandMethod.parameter_server.value
+
+
+def _check_parameter_server(job: dict[str, Any]) -> None:
+    try:
+        importlib.import_module(_PARAMETER_SERVER).check_job(job)
+    except ConfigError as error:
+        refused = f"the server cannot serve this: {error.what}"
+        raise _RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
 
 
 async def _read_payload(reader: asyncio.StreamReader, num_bytes: int, connection: Connection) -> bytes:

@@ -1,50 +1,15 @@
 """Who takes part in a rendezvous, and what becomes of one where an island is lost."""
 
-import asyncio
 import socket
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.member import Member, Participants
+from hfdist.islands.member import Participants
 from hfdist.islands.rendezvous import Arrival
-from hfdist.islands.server import IslandServer
-
-JOB = {"islands.count": 2, "islands.every": 10}
-
-
-@contextmanager
-def served(**options):
-    """The address of a server in a thread, and its lines."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    lines, loop = [], asyncio.new_event_loop()
-    server = IslandServer(listener, say=lines.append, **options)
-    serving = loop.create_task(server.serve())
-
-    def run():
-        with pytest.raises(asyncio.CancelledError):
-            loop.run_until_complete(serving)
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}", lines
-    finally:
-        loop.call_soon_threadsafe(serving.cancel)
-        thread.join()
-
-
-def member(address, island, *, rank=0, ranks=1, job=JOB, start="1", secret="", seconds=2.0):
-    hello = {"island": island, "rank": rank, "start": start, "secret": secret}
-    if rank == 0:
-        hello |= {"job": job, "addresses": [f"{island}.{place}" for place in range(ranks)]}
-    made = Member(address, hello, seconds)
-    made.connect()
-    return made
+from tests.unit.islands.servers import JOB, member, served, together, until
 
 
 def arrive(*arrivals):
@@ -67,25 +32,7 @@ def at(step, outer_step=0, digest="a"):
     return Arrival(step=step, outer_step=outer_step, digest=digest)
 
 
-def together(*calls):
-    """What functions give that run side by side."""
-    found = {}
-    threads = [threading.Thread(target=lambda p=p, c=c: found.update({p: c()})) for p, c in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    return [found.get(place) for place in range(len(calls))]
-
-
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_the_first_meeting_waits_for_all_and_the_next_exchange():
+def test_the_first_rendezvous_waits_for_all_and_the_next_exchange():
     with served() as (address, lines):
         one = member(address, 0)
         first = threading.Thread(target=lambda: one.arrive(at(0)))
@@ -124,7 +71,7 @@ def test_who_has_other_outer_weights_gets_the_state_of_a_member():
             one.leave()
 
 
-def test_a_lost_member_makes_an_exchange_void_and_the_rest_meet_again():
+def test_a_lost_member_aborts_an_exchange_and_the_rest_exchange_anew():
     with served(least=1) as (address, _lines):
         members = [member(address, island) for island in range(3)]
         first = arrive(*((one, at(10)) for one in members))

@@ -1,0 +1,62 @@
+"""A server of islands in a thread, and ranks that are connected to it."""
+
+import asyncio
+import queue
+import socket
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+from hfdist.islands.member import Member
+from hfdist.islands.server import IslandServer
+
+JOB = {"islands.count": 2, "islands.every": 10}
+
+
+@contextmanager
+def served(**options):
+    """The address of a server in a thread, and its lines."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    lines, started = [], queue.Queue()
+
+    async def serve():
+        server = IslandServer(listener, say=lines.append, **options)
+        started.put((asyncio.get_running_loop(), asyncio.current_task()))
+        with suppress(asyncio.CancelledError):
+            await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    loop, task = started.get()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}", lines
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+
+def member(address, island, *, rank=0, ranks=1, job=JOB, start="1", secret="", seconds=2.0):
+    hello = {"island": island, "rank": rank, "start": start, "secret": secret}
+    if rank == 0:
+        hello |= {"job": job, "addresses": [f"{island}.{place}" for place in range(ranks)]}
+    made = Member(address, hello, seconds)
+    made.connect()
+    return made
+
+
+def together(*calls):
+    """What functions give that run side by side."""
+    found = {}
+    threads = [threading.Thread(target=lambda p=p, c=c: found.update({p: c()})) for p, c in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return [found.get(place) for place in range(len(calls))]
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

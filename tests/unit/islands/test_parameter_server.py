@@ -1,0 +1,162 @@
+"""Who waits for whom at a parameter server, and what it steps with."""
+
+import numpy as np
+import pytest
+import torch
+
+from hfdist.config.optimizer import OptimizerConfig, OptimizerName
+from hfdist.config.schema import plain
+from hfdist.errors import ConfigError
+from hfdist.islands.parameter_store import find_slots
+from tests.unit.islands.servers import member, served, together
+
+SGD = plain(OptimizerConfig(name=OptimizerName.sgd, weight_decay=0.0))
+SEGMENTS = [["weight", [2], 0, 0, 0, 2]]
+START = [1.0, 2.0]
+
+
+def job(staleness, **more):
+    return {
+        "islands.method": "parameter_server",
+        "islands.count": 2,
+        "islands.codec": "fp32",
+        "islands.staleness": staleness,
+        "optimizer": SGD,
+        "train.max_grad_norm": 1e9,
+    } | more
+
+
+class Worker:
+    """One rank that is an island."""
+
+    def __init__(self, address, index, staleness, **more):
+        # It loads torch for the first one.
+        self._member = member(address, index, job=job(staleness, **more), seconds=60.0)
+        self.step = 0
+
+    def begin(self, step=0, weights=START, **more):
+        message = {"segments": SEGMENTS, "step": step, "updates": step, "state": {"of": step}} | more
+        self._member.send(message, np.array(weights, np.float32).tobytes())
+        return self.take()
+
+    def push(self, gradient, targets=1.0, lr=1.0):
+        self.step += 1
+        message = {"push": self.step, "lr": lr, "targets": targets, "state": {"of": self.step}}
+        self._member.send(message, np.array([gradient] * 2, np.float32).tobytes())
+
+    def pull(self):
+        self._member.send({"pull": 1})
+
+    def take(self):
+        """The weights that the server gives; they are waited for."""
+        self.answer = self._member.wait_for("weights")
+        return np.frombuffer(self.answer["payload"], np.float32).tolist()
+
+    def is_answered(self):
+        return not self._member._connection._messages.empty()
+
+    def leave(self):
+        self._member.leave()
+
+
+def begin_both(address, staleness, **more):
+    workers = [Worker(address, index, staleness, **more) for index in range(2)]
+    assert together(*(worker.begin for worker in workers)) == [START] * 2
+    return workers
+
+
+def test_a_synchronous_step_takes_the_mean_by_targets_of_all():
+    with served() as (address, _):
+        one, two = begin_both(address, 0)
+        one.push(1.0, targets=3.0)
+        assert not one.is_answered()
+        two.push(5.0, targets=1.0)
+        # (3 x 1 + 1 x 5) / 4
+        assert one.take() == two.take() == [-1.0, 0.0]
+        assert one.answer["weights"] == 1
+        # Who has nothing does not count; the others do not wait for who has left.
+        one.push(0.5)
+        two.push(9.0, targets=0.0)
+        assert one.take() == two.take() == [-1.5, -0.5]
+        one.push(1.0)
+        two.leave()
+        assert one.take() == [-2.5, -1.5]
+
+
+def test_gradients_are_clipped_by_the_norm_of_their_mean():
+    with served() as (address, _):
+        one, two = begin_both(address, 0, **{"train.max_grad_norm": 2**0.5})
+        one.push(3.0)
+        two.push(1.0)
+        assert one.take() == pytest.approx([0.0, 1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("staleness", [1, None])
+def test_without_synchronous_steps_each_push_is_a_step_and_who_is_far_ahead_waits(staleness):
+    with served() as (address, _):
+        fast, slow = begin_both(address, staleness)
+        fast.push(1.0)
+        assert fast.take() == [0.0, 1.0]
+        fast.push(1.0)
+        # Answered behind the push, whether or not that waits.
+        fast.pull()
+        assert fast.take() == [-1.0, 0.0]
+        if staleness is None:
+            assert fast.take() == [-1.0, 0.0]
+            return
+        # Two steps ahead.
+        assert not fast.is_answered()
+        slow.push(0.5)
+        assert slow.take() == [-1.5, -0.5]
+        assert fast.take() == [-1.5, -0.5]
+        fast.push(1.0)
+        slow.leave()
+        assert fast.take() == [-2.5, -1.5]
+
+
+def test_the_newest_begins_and_who_comes_later_gets_what_there_is():
+    with served() as (address, lines):
+        old, new = (Worker(address, index, 0) for index in range(2))
+        assert together(lambda: old.begin(4, [7.0, 7.0]), lambda: new.begin(6, [8.0, 8.0])) == [[8.0, 8.0]] * 2
+        assert old.answer["step"] == 6
+        assert old.answer["state"] == {"of": 6}
+        assert old.answer["weights"] == 6
+        late = Worker(address, 2, 0)
+        assert late.begin() == [8.0, 8.0]
+        assert late.answer["step"] == 6
+        assert "islands 0, 1 train from step 6" in lines or "islands 1, 0 train from step 6" in lines
+
+
+def test_what_is_no_gradient_ends_the_connection_and_a_gradient_that_is_not_finite_is_left_out():
+    with served() as (address, lines):
+        one, two = begin_both(address, None)
+        one.push(float("nan"))
+        assert one.take() == START
+        assert "update 0: a gradient is not finite, and is left out" in lines
+        two._member.send({"push": 1, "lr": 1.0, "targets": 1.0, "state": None}, b"123")
+        assert two._member.wait_for("weights") is None
+        one.push(1.0)
+        assert one.take() == [0.0, 1.0]
+
+
+def test_what_the_optimizer_keeps_comes_with_a_pull():
+    adam = plain(OptimizerConfig(fused=False, weight_decay=0.0))
+    with served(least=1) as (address, _):
+        worker = Worker(address, 0, 0, optimizer=adam)
+        assert worker.begin(weights=[*START, 0, 0, 0, 0]) == [*START, 0, 0, 0, 0]
+        worker.push(2.0, lr=0.5)
+        weights = worker.take()
+        assert weights == pytest.approx([0.5, 1.5])
+        worker.pull()
+        parameter = torch.nn.Parameter(torch.tensor(START))
+        parameter.grad = torch.full((2,), 2.0)
+        optimizer = torch.optim.AdamW([parameter], lr=0.5, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        assert worker.take() == [*parameter.tolist(), *state["exp_avg"].tolist(), *state["exp_avg_sq"].tolist()]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "schedule_free_adamw"])
+def test_an_optimizer_that_a_server_cannot_step_is_refused(name):
+    with pytest.raises(ConfigError):
+        find_slots(OptimizerConfig(name=OptimizerName(name)))
