@@ -192,7 +192,8 @@ class ParameterServer:
     # ---- the store, one call after another, beside the beats ----
 
     def _update(self, workers: Sequence[_Worker]) -> None:
-        pushes = [worker.pushes for worker in workers]
+        # In one order, so that the same sums are made whoever has connected first.
+        pushes = [worker.pushes for worker in sorted(workers, key=lambda worker: worker.island.index)]
         lr = max(workers, key=lambda worker: worker.step).pushes[0].lr
         for worker in workers:
             worker.pushes = {}

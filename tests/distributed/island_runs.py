@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hfdist.islands.member import Member
 from hfdist.islands.server import IslandServer
 from hfdist.trainer.run.builder import Run
 from tests.distributed.runs import pretrain
@@ -133,3 +135,28 @@ def die_at(step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return before_steps(act)
+
+
+def wait_at(step, sign):
+    """Until a file is there."""
+
+    def act(now):
+        while now == step and not sign.exists():
+            time.sleep(0.05)
+
+    return before_steps(act)
+
+
+def shows(sign):
+    """Writes the file when it comes to the others."""
+
+    def at_start():
+        connect = Member.connect
+
+        def connect_and_show(member):
+            connect(member)
+            sign.touch()
+
+        Member.connect = connect_and_show
+
+    return at_start

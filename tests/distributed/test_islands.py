@@ -16,7 +16,17 @@ from hfdist.islands.transport import Transport
 from hfdist.records import METRICS, read_lines
 from hfdist.testing import run_ranks
 from hfdist.trainer.run.builder import Run
-from tests.distributed.island_runs import Island, before_steps, die_at, difference, overrides_of, run_islands, served
+from tests.distributed.island_runs import (
+    Island,
+    before_steps,
+    die_at,
+    difference,
+    overrides_of,
+    run_islands,
+    served,
+    shows,
+    wait_at,
+)
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain, weights
 
 pytestmark = pytest.mark.distributed
@@ -202,31 +212,6 @@ def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):
 
 
 # ---- islands that come and go ----
-
-
-def wait_at(step, sign):
-    """Until a file is there."""
-
-    def act(now):
-        while now == step and not sign.exists():
-            time.sleep(0.05)
-
-    return before_steps(act)
-
-
-def shows(sign):
-    """Writes the file when it comes to the others."""
-
-    def at_start():
-        connect = Member.connect
-
-        def connect_and_show(member):
-            connect(member)
-            sign.touch()
-
-        Member.connect = connect_and_show
-
-    return at_start
 
 
 def dies_in_call(owner, name, number):

@@ -1,9 +1,26 @@
 """A parameter server: islands push gradients, it steps, and they take weights."""
 
-import pytest
+import json
 
-from tests.distributed.island_runs import difference, run_islands
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
+from hfdist.records import METRICS, read_lines
+from tests.distributed.island_runs import (
+    Island,
+    die_at,
+    difference,
+    overrides_of,
+    run_islands,
+    served,
+    shows,
+    wait_at,
+)
 from tests.distributed.runs import eval_losses, losses, pretrain, weights
+
+pytestmark = pytest.mark.distributed
 
 SERVER = ("islands=parameter_server", "train.micro_batch_size=2", "data.packing=concat", "data.lanes=24")
 STEPS = (*SERVER, "train.max_steps=6", "optimizer.lr=0.003", "train.max_grad_norm=0.5", "optimizer.eps=1e-5")
@@ -27,3 +44,71 @@ def test_a_synchronous_server_is_ddp(tmp_path, of_ddp, layout):
     assert eval_losses(folders[0]) == pytest.approx(eval_losses(of_ddp), rel=1e-5)
     assert difference(weights(folders[0]), weights(of_ddp)) < 1e-5
     assert difference(weights(folders[0]), weights(folders[1])) == 0
+
+
+SAVING = ("checkpoint=default", "checkpoint.every=3", "checkpoint.background=false")
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "zero1")])
+def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
+    keys = (f"strategy={layout}", *EACH, *SAVING)
+    through = run_islands(tmp_path / "through", 2, num_ranks, *keys)
+    with served() as address:
+        folders = [tmp_path / f"island-{index}" for index in range(2)]
+        for at_start in (die_at(5), lambda: None):
+            islands = [
+                Island(folder, num_ranks, *overrides_of(address, index, 2, *keys), at_start=at_start)
+                for index, folder in enumerate(folders)
+            ]
+            ends = [island.wait() for island in islands]
+            for island in islands:
+                island.kill()
+    assert ends == [None, None]
+    for folder, whole in zip(folders, through, strict=True):
+        assert losses(folder)[-3:] == losses(whole)[-3:]
+        assert difference(weights(folder), weights(whole)) == 0
+
+
+def state_of(run):
+    """All tensors of its checkpoint of step 3."""
+    folder = run / "checkpoints" / "step-00000003"
+    files = [folder / "model.safetensors", *folder.glob(f"{OPTIMIZER_STEM}-*.safetensors")]
+    steps = json.loads((folder / STATE_FILE).read_text())["steps"]
+    tensors = {name: value for file in files for name, value in load_file(file).items()}
+    return tensors | {f"{name}/step": torch.tensor(float(value)) for name, value in steps.items()}
+
+
+def test_a_checkpoint_holds_what_that_of_ddp_does(tmp_path):
+    folders = run_islands(tmp_path, 2, 2, "strategy=fsdp2", *EACH, *SAVING)
+    ddp = pretrain(tmp_path / "ddp", 2, "strategy=ddp", *BOTH, *SAVING)
+    assert difference(state_of(folders[0]), state_of(ddp)) < 1e-5
+    with pytest.raises(RankFailed, match="knows its own share of the data only"):
+        pretrain(folders[0], 1, *BOTH, "checkpoint.allow_changes=true")
+
+
+def test_islands_begin_at_a_checkpoint_of_ddp_and_train_what_it_would(tmp_path, of_ddp):
+    before = pretrain(tmp_path / "before", 2, "strategy=ddp", *BOTH, *SAVING)
+    start = (f"checkpoint.resume={before}/checkpoints/step-00000003", "checkpoint.allow_changes=true")
+    folders = run_islands(tmp_path, 2, 1, *EACH, *start)
+    assert difference(weights(folders[0]), weights(folders[1])) == 0
+    assert of_both(folders)[-1] == pytest.approx(losses(before)[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("staleness", ["0", "1", "null"])
+def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, staleness):
+    keys = (*EACH, "train.max_steps=12", "checkpoint=none", f"islands.staleness={staleness}")
+    sign, last = tmp_path / "is there", tmp_path / "again"
+    with served() as address:
+        going = Island(tmp_path / "going", 1, *overrides_of(address, 0, 2, *keys), at_start=wait_at(8, sign))
+        mortal = Island(tmp_path / "mortal", 1, *overrides_of(address, 1, 2, *keys), at_start=die_at(4))
+        assert "died without a word" in mortal.wait()
+        again = Island(last, 1, *overrides_of(address, 1, 2, *keys), at_start=shows(sign))
+        ends = [going.wait(), again.wait()]
+        for island in (going, mortal, again):
+            island.kill()
+    assert ends == [None, None]
+    steps = [line["step"] for line in read_lines(last / METRICS) if "loss" in line]
+    # It begins where the other one is.
+    assert steps == list(range(9, 13))
+    if staleness == "0":
+        assert difference(weights(going.folder), weights(last)) == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hfdist.checkpoint import Replicas, find_newest, read_state, verify
 from hfdist.checkpoint.folder import list_checkpoints, step_of
@@ -97,7 +99,22 @@ def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
     before = read_state(checkpoint).get("config")
     changes = [] if before is None else find_changes(before, to_values(config))
     check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
+    if before is not None:
+        _check_share(before.get("islands") or {}, config, checkpoint)
     return changes
+
+
+def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path) -> None:
+    """Refuse an island's checkpoint where another share of the data is read: it does not know where that stands."""
+    count, index, islands = before.get("count", 1), before.get("index", 0), config.islands
+    if count > 1 and (count, index) != (islands.count, islands.index):
+        raise CheckpointError(
+            "the checkpoint of an island knows its own share of the data only",
+            where=str(checkpoint),
+            found=f"island {index} of {count}",
+            allowed=f"islands.count={count} islands.index={index}",
+            hint=f"a new run that begins with its weights: model=hub model.path={checkpoint}",
+        )
 
 
 def check_resume(config: RunConfig, checkpoints: Path) -> None:
