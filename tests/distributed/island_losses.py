@@ -21,6 +21,7 @@ from tests.imports import import_all
 
 BEGIN, END = "<!-- losses: begin -->", "<!-- losses: end -->"
 NUM_ISLANDS, NUM_STEPS, BATCH = 4, 1600, 4
+MOST_SECONDS = 1800
 INNER = (1.5e-3, 3e-3)
 OUTER = ((0.7, 0.8), (0.7, 0.5), (1.0, 0.5))
 """Rates and momenta."""
@@ -62,7 +63,9 @@ def arms_of(way: Way) -> Iterator[Arm]:
         rates = () if outer is None else (f"islands.outer_lr={outer[0]}", f"islands.outer_momentum={outer[1]}")
         with tempfile.TemporaryDirectory() as folder:
             sizes = (f"train.global_batch_size={BATCH}", f"optimizer.lr={lr}")
-            one, *_ = run_islands(Path(folder), NUM_ISLANDS, 1, *COMMON, *sizes, *way.overrides, *rates)
+            one, *_ = run_islands(
+                Path(folder), NUM_ISLANDS, 1, *COMMON, *sizes, *way.overrides, *rates, most_seconds=MOST_SECONDS
+            )
             sent = sum(line.get("islands/sent_bytes", 0) for line in read_lines(one / METRICS))
             yield Arm(lr, outer, eval_losses(one)[-1], sent)
 
@@ -72,7 +75,7 @@ def arms_of_ddp() -> Iterator[Arm]:
     for lr in INNER:
         with tempfile.TemporaryDirectory() as folder:
             sizes = (f"train.global_batch_size={NUM_ISLANDS * BATCH}", f"optimizer.lr={lr}")
-            run = pretrain(Path(folder) / "run", 1, *COMMON, *sizes)
+            run = pretrain(Path(folder) / "run", 1, *COMMON, *sizes, timeout_seconds=MOST_SECONDS)
             num_elements = sum(value.numel() for value in weights(run).values())
             ring = 2 * (NUM_ISLANDS - 1) / NUM_ISLANDS * 4 * num_elements
             yield Arm(lr, None, eval_losses(run)[-1], ring * NUM_STEPS)

@@ -21,7 +21,7 @@ from hfdist.trainer.run.builder import Run
 from tests.distributed.runs import pretrain
 
 _FORK = multiprocessing.get_context("fork")
-_MOST_SECONDS = 100
+MOST_SECONDS = 100
 
 
 class Island:
@@ -36,9 +36,9 @@ class Island:
         self.process.start()
         theirs.close()
 
-    def wait(self) -> str | None:
+    def wait(self, most_seconds: float = MOST_SECONDS) -> str | None:
         """What it failed with, once it has ended; None: with nothing."""
-        if not self._end.poll(_MOST_SECONDS):
+        if not self._end.poll(most_seconds):
             return "it does not end"
         try:
             return self._end.recv()
@@ -57,7 +57,7 @@ def _train(
 ) -> None:
     try:
         at_start()
-        pretrain(folder, num_ranks, *overrides)
+        pretrain(folder, num_ranks, *overrides, timeout_seconds=3600)
         end.send(None)
     except BaseException:
         end.send(traceback.format_exc())
@@ -87,7 +87,9 @@ def overrides_of(address: str, index: int, count: int, *more: str) -> tuple[str,
     return ("islands=diloco", "islands.timeout_seconds=20", *keys, *more)
 
 
-def run_islands(folder: Path, count: int, num_ranks: int, *overrides: str) -> list[Path]:
+def run_islands(
+    folder: Path, count: int, num_ranks: int, *overrides: str, most_seconds: float = MOST_SECONDS
+) -> list[Path]:
     """Run islands of one layout to their end; gives their run folders."""
     with served() as address:
         islands = [
@@ -95,7 +97,7 @@ def run_islands(folder: Path, count: int, num_ranks: int, *overrides: str) -> li
             for index in range(count)
         ]
         try:
-            failures = [found for island in islands if (found := island.wait()) is not None]
+            failures = [found for island in islands if (found := island.wait(most_seconds)) is not None]
         finally:
             for island in islands:
                 island.kill()

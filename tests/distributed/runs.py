@@ -28,10 +28,10 @@ SMALL = (
 )
 
 
-def pretrain(folder: Path, num_processes: int, *overrides: str) -> Path:
+def pretrain(folder: Path, num_processes: int, *overrides: str, timeout_seconds: float = 120) -> Path:
     """Run the recipe with `SMALL` and `overrides`, and give its run folder."""
     config = compose_config([*SMALL, f"run.dir={folder}", *overrides])
-    run_ranks(main.__wrapped__, num_processes, config, group=num_processes > 1)
+    run_ranks(main.__wrapped__, num_processes, config, group=num_processes > 1, timeout_seconds=timeout_seconds)
     return folder
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
 from hfdist.records import METRICS, read_lines
+from hfdist.testing import RankFailed
 from tests.distributed.island_runs import (
     Island,
     die_at,
