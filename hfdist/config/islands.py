@@ -16,8 +16,19 @@ class IslandMethod(Enum):
     diloco = "diloco"
     """The mean of their changes is the gradient of an outer optimizer: SGD with Nesterov momentum. With the rate 1 and
     without momentum the weights are averaged (local SGD)."""
+    federated = "federated"
+    """Each island is a client with data of its own, which never leave it. Changes are weighted by the tokens that made
+    them (FedAvg)."""
     parameter_server = "parameter_server"
     """Islands push the gradients of each step to a server, which steps the optimizer."""
+
+
+class OuterRule(Enum):
+    """How the mean change of all islands moves the weights."""
+
+    nesterov = "nesterov"
+    adam = "adam"
+    """FedAdam (Reddi et al. 2021): `outer_momentum` is its beta1."""
 
 
 class Codec(Enum):
@@ -35,27 +46,40 @@ class IslandsConfig:
 
     method: IslandMethod = IslandMethod.none
     count: int = limited(1, at_least=1)
-    """Shares of the data, of which each island reads one."""
+    """Islands with which the training begins. Each reads one of so many shares of the data; clients have their own."""
     index: int = limited(0, at_least=0)
     """Which of them this launch is."""
     address: str | None = None
     """HOST:PORT of `hfdist serve`."""
     every: int = limited(100, at_least=1)
     """Steps of a round; a parameter server has none."""
+    outer_optimizer: OuterRule = OuterRule.nesterov
     outer_lr: float = limited(0.7, above=0)
     outer_momentum: float = limited(0.9, at_least=0, at_most=0.999)
+    outer_beta2: float = limited(0.99, at_least=0, at_most=0.9999)
+    """This and `outer_eps` are Adam's."""
+    outer_eps: float = limited(1e-3, above=0)
     fragments: int = limited(1, at_least=1)
     """Parts of the model that are exchanged one after another, each once in a round."""
     overlap: int = limited(0, at_least=0)
     """Steps that are trained while an exchange is under way."""
     mix: float = limited(0.0, at_least=0, at_most=0.999)
     """What stays of an island's own weights behind an exchange; the rest comes from the outer ones."""
+    participation: float = limited(1.0, above=0, at_most=1)
+    """Share of the clients that train in a round, drawn anew for each; the others wait."""
+    proximal: float = limited(0.0, at_least=0)
+    """How strongly the weights are held to those at the round's begin (FedProx), as decoupled decay towards them."""
     staleness: int | None = limited(0, at_least=0)
     """Of a parameter server: steps by which an island may be ahead of the slowest one. 0: all push, then there is one
     step with the mean of all. None: no island waits for another."""
     codec: Codec = Codec.fp32
     timeout_seconds: float = limited(60.0, above=0)
     """How long an island looks for the server when it does not answer."""
+
+    @property
+    def shares(self) -> int:
+        """Of the data, of which each island reads one."""
+        return 1 if self.method is IslandMethod.federated else self.count
 
     @property
     def exchange_every(self) -> int:

@@ -31,6 +31,10 @@ class Participants:
     number: int
     members: Mapping[int, list[str]]
     """Islands that exchange, with the addresses of their ranks; empty: nothing is exchanged."""
+    weights: Mapping[int, float]
+    """Of what each of them has learned."""
+    resting: list[int]
+    """Islands that do not train in the next round."""
     sources: Mapping[int, tuple[int, list[str]]]
     """By the index of an island that gets the state of another: that other, and the addresses of its own ranks."""
 
@@ -40,6 +44,8 @@ class Participants:
         return cls(
             number=int(value["round"]),
             members={int(index): list(addresses) for index, addresses in value["members"].items()},
+            weights={int(index): float(weight) for index, weight in value["weights"].items()},
+            resting=[int(index) for index in value["resting"]],
             sources={int(index): (int(source), list(own)) for index, (source, own) in value["sources"].items()},
         )
 
@@ -108,7 +114,7 @@ class Member:
 
     def arrive(self, arrival: Arrival) -> dict[str, Any] | None:
         """Wait for the other islands; give `Participants` as JSON, or None: the connection has ended."""
-        self.send({"at": [arrival.step, arrival.outer_step, arrival.digest]})
+        self.send({"at": [arrival.step, arrival.outer_step, arrival.digest, arrival.weight, arrival.rests]})
         return self.wait_for("round")
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:

@@ -1,7 +1,7 @@
-"""The outer optimizer of islands: SGD with Nesterov momentum on the mean of what they have changed (DiLoCo).
+"""The outer optimizer of islands: a step along the mean of what they have changed; its state is in the host's memory.
 
-DiLoCo: Douillard et al. 2023 (arXiv:2311.08105). With the rate 1 and without momentum it averages weights (local SGD).
-Its state is in the memory of the host.
+SGD with Nesterov momentum: DiLoCo (Douillard et al. 2023, arXiv:2311.08105). With the rate 1 and without momentum it
+averages weights (local SGD, FedAvg). Adam without correction of the bias: FedAdam (Reddi et al., arXiv:2003.00295).
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfdist.checkpoint.piece import OPTIONAL, Piece
+from hfdist.config.islands import IslandsConfig, OuterRule
 from hfdist.islands.owned_pieces import OwnedPieces, join, share_out, to_host
 
-OUTER_WEIGHT, OUTER_MOMENTUM, OUTER_STEP = (f"{OPTIONAL}outer_{name}" for name in ("weight", "momentum", "step"))
-"""Keys of pieces: weights and momentum behind the last round, and the step at which it ended."""
+OUTER_WEIGHT, OUTER_MOMENTUM, OUTER_SQUARE, OUTER_STEP = (
+    f"{OPTIONAL}outer_{name}" for name in ("weight", "momentum", "square", "step")
+)
+"""Keys of pieces: weights, momentum and mean of squares behind the last round, and the step at which it ended."""
 _NEVER = -1
 
 
@@ -28,6 +31,7 @@ class _Outer:
     weight: torch.Tensor
     """Float32, flat, on the CPU."""
     momentum: torch.Tensor
+    square: torch.Tensor
 
 
 class OuterOptimizer:
@@ -35,38 +39,32 @@ class OuterOptimizer:
 
     Args:
         list_pieces: gives the pieces of this rank's engine, anew each time.
-        lr: of the outer step.
-        momentum: Nesterov's; 0: none is kept.
-        fragments: parts that are exchanged one after another.
-        mix: what stays of the own weights behind an exchange.
+        config: `islands.*`.
     """
 
-    def __init__(
-        self,
-        list_pieces: Callable[[], Iterable[Piece]],
-        *,
-        lr: float,
-        momentum: float,
-        fragments: int = 1,
-        mix: float = 0.0,
-    ) -> None:
-        self._owned = OwnedPieces(list_pieces)
-        self._lr, self._momentum, self._mix = lr, momentum, mix
-        sizes = [piece.view.numel() for piece in self._owned.held()]
-        self._fragment = share_out(sizes, fragments)
+    def __init__(self, list_pieces: Callable[[], Iterable[Piece]], config: IslandsConfig) -> None:
+        self._config, self.owned = config, OwnedPieces(list_pieces)
+        self._has_square = config.outer_optimizer is OuterRule.adam
+        self._has_momentum = config.outer_momentum > 0 or self._has_square
+        sizes = [piece.view.numel() for piece in self.owned.held()]
+        self._fragment = share_out(sizes, config.fragments)
         """Of each piece that this rank holds."""
-        self._own_fragment = [part for part, is_own in zip(self._fragment, self._owned.is_own, strict=True) if is_own]
+        self._own_fragment = [part for part, is_own in zip(self._fragment, self.owned.is_own, strict=True) if is_own]
         self._step = torch.full((1,), _NEVER)
         self._outer = [
-            _Outer(torch.zeros(size), torch.zeros(size if momentum > 0 else 0))
-            for size in (piece.view.numel() for piece in self._owned.own())
+            _Outer(
+                torch.zeros(size),
+                torch.zeros(size if self._has_momentum else 0),
+                torch.zeros(size if self._has_square else 0),
+            )
+            for size in (piece.view.numel() for piece in self.owned.own())
         ]
         self._digest: str | None = None
 
     @property
     def layout(self) -> str:
         """Equal for ranks that hold the same pieces."""
-        return self._owned.layout
+        return self.owned.layout
 
     @property
     def step(self) -> int:
@@ -78,7 +76,7 @@ class OuterOptimizer:
         self._digest = None
         if self._step == _NEVER:
             self._step.fill_(step)
-            for outer, piece in zip(self._outer, self._owned.own(), strict=True):
+            for outer, piece in zip(self._outer, self.owned.own(), strict=True):
                 outer.weight.copy_(to_host(piece.view))
 
     def digest(self) -> str:
@@ -88,6 +86,7 @@ class OuterOptimizer:
             for outer in self._outer:
                 found.update(outer.weight.numpy().data)
                 found.update(outer.momentum.numpy().data)
+                found.update(outer.square.numpy().data)
             self._digest = found.hexdigest()
         return self._digest
 
@@ -97,15 +96,17 @@ class OuterOptimizer:
 
     def pieces(self) -> Iterator[Piece]:
         """List the outer state for a checkpoint."""
-        for outer, piece in zip(self._outer, self._owned.own(), strict=True):
+        for outer, piece in zip(self._outer, self.owned.own(), strict=True):
             yield replace(piece, key=OUTER_WEIGHT, view=outer.weight, set_number=None)
-            if self._momentum > 0:
+            if self._has_momentum:
                 yield replace(piece, key=OUTER_MOMENTUM, view=outer.momentum, set_number=None)
-        yield Piece(name=self._owned.first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
+            if self._has_square:
+                yield replace(piece, key=OUTER_SQUARE, view=outer.square, set_number=None)
+        yield Piece(name=self.owned.first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
 
     def changes(self, fragment: int | None) -> torch.Tensor:
         """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
-        held = zip(self._outer, self._owned.own(), self._own_fragment, strict=True)
+        held = zip(self._outer, self.owned.own(), self._own_fragment, strict=True)
         # A weight of less precision began at the rounded outer one.
         return join(
             outer.weight.to(piece.view.dtype).float() - to_host(piece.view)
@@ -126,16 +127,24 @@ class OuterOptimizer:
         moved = [outer for outer, part in zip(self._outer, self._own_fragment, strict=True) if fragment in (None, part)]
         changes = mean.split([len(outer.weight) for outer in moved]) if moved else ()
         for outer, change in zip(moved, changes, strict=True):
-            if self._momentum > 0:
-                outer.momentum.mul_(self._momentum).add_(change)
-                change = change + self._momentum * outer.momentum
-            outer.weight.sub_(change, alpha=self._lr)
+            outer.weight.sub_(self._direction(outer, change), alpha=self._config.outer_lr)
         self._step.fill_(step)
         self._digest = None
         among = [fragment in (None, part) for part in self._fragment]
         # All of it behind the last exchange of a run.
-        mix = 0.0 if fragment is None else self._mix
-        self._owned.spread([outer.weight for outer in moved], among=among, mix=mix)
+        mix = 0.0 if fragment is None else self._config.mix
+        self.owned.spread([outer.weight for outer in moved], among=among, mix=mix)
+
+    def _direction(self, outer: _Outer, change: torch.Tensor) -> torch.Tensor:
+        config, momentum = self._config, self._config.outer_momentum
+        if self._has_square:
+            outer.momentum.lerp_(change, 1 - momentum)
+            outer.square.mul_(config.outer_beta2).addcmul_(change, change, value=1 - config.outer_beta2)
+            return outer.momentum / (outer.square.sqrt() + config.outer_eps)
+        if self._has_momentum:
+            outer.momentum.mul_(momentum).add_(change)
+            return change + momentum * outer.momentum
+        return change
 
 
 def is_finite(vector: torch.Tensor) -> bool:

@@ -7,7 +7,9 @@ it: if an island is lost before, it is aborted, and the rest come to another ren
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,10 @@ class Arrival:
     """Of the last round that counts."""
     digest: str
     """Of the outer weights behind it."""
+    weight: float = 1.0
+    """Of what it has learned, in the mean of all."""
+    rests: bool = False
+    """Whether it does not train in this round, and waits for what the others learn."""
 
     @property
     def outer(self) -> tuple[int, str]:
@@ -67,9 +73,14 @@ class Rendezvous:
     def take(self, island: Island, rank: int, message: dict[str, Any], payload: bytes) -> None:
         """Take what a rank has sent."""
         if "at" in message:
-            step, outer_step, digest = message["at"]
-            arrival = Arrival(step=int(step), outer_step=int(outer_step), digest=str(digest))
-            self._arrivals[island.index] = arrival
+            step, outer_step, digest, weight, rests = message["at"]
+            self._arrivals[island.index] = Arrival(
+                step=int(step),
+                outer_step=int(outer_step),
+                digest=str(digest),
+                weight=float(weight),
+                rests=bool(rests),
+            )
             self._meet()
         elif "done" in message:
             self._note(island.index, int(message["done"]), bool(message["ok"]))
@@ -102,11 +113,14 @@ class Rendezvous:
         # The newest, and of several those of most islands.
         newest = max(outers, key=lambda outer: (outer[0], outers.count(outer), outer[1]))
         alike = {index: arrival for index, arrival in arrivals.items() if arrival.outer == newest}
+        # If all who were to train are lost, the others do.
+        alike = {index: arrival for index, arrival in alike.items() if not arrival.rests} or alike
         starting = [index for index, arrival in alike.items() if arrival.is_start]
         self._number += 1
         if starting:
             # They have nothing to exchange yet. All others wait for them.
-            self._tell(starting, {"round": self._number, "members": {}, "sources": {}})
+            nobody: dict[str, Any] = {"members": {}, "sources": {}, "weights": {}}
+            self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
             return
         last = max(arrival.step for arrival in alike.values())
         members = sorted(index for index, arrival in alike.items() if arrival.step == last)
@@ -115,9 +129,17 @@ class Rendezvous:
         self._under_way = _Rendezvous(self._number, members, sources, set(members))
         addresses = {index: self._islands[index].addresses for index in (*members, *others)}
         message = {"round": self._number, "members": {index: addresses[index] for index in members}}
+        message |= {"weights": {index: arrivals[index].weight for index in members}}
+        message |= {"resting": self._draw_resting([*members, *others])}
         self._tell([*members, *others], message | {"sources": {j: [s, addresses[j]] for j, s in sources.items()}})
         text = f"step {last}: islands {', '.join(map(str, members))} exchange"
         self._say(text + (f"; {', '.join(map(str, others))} will get their state" if others else ""))
+
+    def _draw_resting(self, there: Sequence[int]) -> list[int]:
+        """Draw who does not train in the round that follows."""
+        share = float(self._islands[there[0]].job.get("islands.participation", 1.0))
+        number = len(there) - math.ceil(share * len(there))
+        return random.Random(self._number).sample(sorted(there), number)
 
     def _note(self, index: int, number: int, is_ok: bool) -> None:
         under_way = self._under_way

@@ -35,6 +35,9 @@ class _Exchange:
     step: int
     fragment: int | None
     changes: torch.Tensor
+    weight: float
+    """Of the changes, in the mean of all."""
+    rests: bool
     sent_before: int
     participants: Participants | None = None
     """None: they are not known yet."""
@@ -73,6 +76,8 @@ class Rounds:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="islands")
         self._exchange: _Exchange | None = None
         self._figures: dict[str, float] = {}
+        self.rests = False
+        """Whether this island does not train in the round that begins."""
 
     @property
     def is_open(self) -> bool:
@@ -85,12 +90,14 @@ class Rounds:
         assert self._exchange is not None
         return self._exchange.step
 
-    def begin(self, step: int, fragment: int | None = None) -> None:
+    def begin(self, step: int, fragment: int | None = None, *, weight: float = 1.0, rests: bool = False) -> None:
         """Meet the other islands behind a step, or before the first one, and begin to exchange.
 
         Args:
             step: behind which it is.
             fragment: of the model, that is exchanged; None: all.
+            weight: of what this island has learned, in the mean of all.
+            rests: whether it has not trained, and waits for what the others learn.
 
         Raises:
             NumericsError: the weights of this island are not finite.
@@ -102,7 +109,7 @@ class Rounds:
         if not all(gather_json(is_finite(changes))):
             what = "the weights of this island are not finite, so that it leaves the others"
             raise NumericsError(what, where=f"step {step}", hint="the same command goes on from its last checkpoint")
-        self._exchange = _Exchange(step, fragment, changes, self._transport.sent_bytes)
+        self._exchange = _Exchange(step, fragment, changes, weight, rests, self._transport.sent_bytes)
         self._come(self._exchange)
         self._exchange.waited_seconds = time.monotonic() - begin
 
@@ -131,8 +138,9 @@ class Rounds:
             elif participants is not None and (found := self._receive(participants)) is not None:
                 break
             self._come(one)
-        self._exchange = None
-        if (participants := one.participants) is not None and participants.members:
+        self._exchange, participants = None, one.participants
+        self.rests = participants is not None and self._config.index in participants.resting
+        if participants is not None and participants.members:
             self._transport.forget(participants.number)
             self._figures["islands/members"] = len(participants.members)
             sent = self._figures.get("islands/sent_bytes", 0) + self._transport.sent_bytes - one.sent_before
@@ -161,23 +169,31 @@ class Rounds:
 
     def _come(self, one: _Exchange) -> None:
         """Come to a rendezvous, and begin to exchange if this island is a member."""
-        one.participants, one.mean = self._arrive(one.step), None
+        one.participants, one.mean = self._arrive(one), None
         if one.participants is None or not one.participants.members:
             return
         number, members = one.participants.number, one.participants.members
         if self._config.index in members:
             addresses = [members[index][rank()] for index in sorted(members)]
             self._transport.keep(addresses)
+            total = sum(one.participants.weights.values())
+            weighted = one.changes * (one.weight * len(members) / total if total > 0 else 1.0)
             # One thread has the sockets at a time: this one again, once it has the result.
             one.mean = self._sender.submit(
-                self._transport.mean, number, one.changes, addresses, lambda: self._member.is_aborted(number)
+                self._transport.mean, number, weighted, addresses, lambda: self._member.is_aborted(number)
             )
 
-    def _arrive(self, step: int) -> Participants | None:
+    def _arrive(self, one: _Exchange) -> Participants | None:
         """Come to a rendezvous; None: the connection of some rank has ended."""
         on_all_ranks(self._member.connect)
         self._transport.begin(self._member.nonce)
-        arrival = Arrival(step=step, outer_step=self._outer.step, digest=digest_of(gather_json(self._outer.digest())))
+        arrival = Arrival(
+            step=one.step,
+            outer_step=self._outer.step,
+            digest=digest_of(gather_json(self._outer.digest())),
+            weight=one.weight,
+            rests=one.rests,
+        )
         answer = gather_json(self._member.arrive(arrival) if rank() == 0 else None)[0]
         return None if answer is None else Participants.from_json(answer)
 

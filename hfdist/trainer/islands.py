@@ -15,8 +15,10 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.config.islands import IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.schema import plain
+from hfdist.data.cache import digest_of
 from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
+from hfdist.islands.proximal import ProximalTerm
 from hfdist.watch.callback import watches_among
 from hfdist.watch.diagnosis import MEETING
 
@@ -81,18 +83,26 @@ class Island(TrainerCallback):
         for watch, exempt in zip(watches, before, strict=True):
             watch.progress.exempt = exempt
 
+    def _targets_of_step(self) -> float:
+        """Count the targets of the step that has ended; 1 if they are not counted."""
+        number = self._trainer.num_targets
+        return 1.0 if number is None else float(number)
+
     def _job(self, layout: str, *keys: str) -> dict[str, Any]:
         """What all islands must have alike, by key; `keys` are those of `islands`."""
         trainer, values = self._trainer, plain(self._config)
         stream, strategy = trainer.token_stream, trainer.strategy
-        return {f"islands.{key}": values[key] for key in ("method", "count", "codec", *keys)} | {
+        job = {f"islands.{key}": values[key] for key in ("method", "count", "codec", *keys)} | {
             "strategy": strategy.topology.describe(),
             "strategy.sharding": strategy.config.sharding.value,
             "train.max_steps": trainer.state.max_steps,
-            "train.global_batch_size": strategy.batch.global_batch_size,
-            "data": None if stream is None else stream.identity,
             "model, or what of it is trained": layout,
         }
+        if self._config.method is IslandMethod.federated:
+            # Clients have data and batches of their own.
+            return job | {"model.tokenizer": digest_of(sorted(trainer.processing_class.get_vocab().items()))}
+        data = None if stream is None else stream.identity
+        return job | {"train.global_batch_size": strategy.batch.global_batch_size, "data": data}
 
 
 class RoundIsland(Island):
@@ -102,17 +112,16 @@ class RoundIsland(Island):
         super().__init__(trainer, config)
         self._outer: OuterOptimizer | None = None
         self._rounds: Rounds | None = None
+        self._proximal: ProximalTerm | None = None
+        self._lr = 0.0
+        self._num_targets = 0.0
+        """Since the last exchange."""
 
     def begin(self) -> None:
         """Make the outer optimizer."""
-        config = self._config
-        self._outer = OuterOptimizer(
-            self._trainer.engine.pieces,
-            lr=config.outer_lr,
-            momentum=config.outer_momentum,
-            fragments=config.fragments,
-            mix=config.mix,
-        )
+        self._outer = OuterOptimizer(self._trainer.engine.pieces, self._config)
+        if self._config.proximal > 0:
+            self._proximal = ProximalTerm(self._outer.owned, self._config.proximal)
 
     def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
         """Add the outer state."""
@@ -130,17 +139,25 @@ class RoundIsland(Island):
         assert self._outer is not None
         self._outer.begin(state.global_step)
         trainer = self._trainer
-        keys = ("every", "outer_lr", "outer_momentum", "fragments", "overlap", "mix")
-        job = self._job(self._outer.layout, *keys)
+        own = ("index", "address", "timeout_seconds", "staleness", "method", "count", "codec")
+        job = self._job(self._outer.layout, *(name for name in plain(self._config) if name not in own))
         self._rounds = Rounds(self._config, job, self._outer, lambda: list(trainer.checkpointer.pieces()))
         self._begin(self._outer.step)
         self._end(state, control)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the rate of the step: behind it the schedule has the next one."""
+        self._lr = float(self._trainer.lr_scheduler.get_last_lr()[0])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Begin an exchange, or end one, if it is time; behind the last step exchange all."""
         assert self._outer is not None
         assert self._rounds is not None
         config, rounds = self._config, self._rounds
+        self._num_targets += self._targets_of_step()
+        if self._proximal is not None:
+            self._proximal.step(self._lr)
+            self._trainer.engine.after_load()
         # A checkpoint has no exchange that is under way.
         is_saved = control.should_save or self._trainer.checkpointer.replicates_at(state.global_step)
         is_due = rounds.is_open and state.global_step >= rounds.open_step + config.overlap
@@ -164,19 +181,28 @@ class RoundIsland(Island):
             self._rounds.leave()
             self._rounds = None
 
-    def _begin(self, step: int, fragment: int | None = None) -> None:
+    def _begin(self, step: int, fragment: int | None = None, *, rests: bool = False) -> None:
         assert self._rounds is not None
+        weight = self._num_targets if self._config.method is IslandMethod.federated else 1.0
         with self._waiting():
-            self._rounds.begin(step, fragment)
+            self._rounds.begin(step, fragment, weight=weight, rests=rests)
+        self._num_targets = 0.0
 
     def _end(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._rounds is not None
+        assert self._outer is not None
         trainer = self._trainer
-        with self._waiting():
-            found = self._rounds.end(lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
-            trainer.engine.after_load()
-        if found is not None:
-            self._go_on_from(found, state, control)
+        while True:
+            with self._waiting():
+                found = self._rounds.end(lambda: trainer.checkpointer.progress_state() | {"step": state.global_step})
+                trainer.engine.after_load()
+            if found is not None:
+                self._go_on_from(found, state, control)
+            if not self._rounds.rests or state.global_step >= state.max_steps:
+                break
+            self._begin(self._outer.step, rests=True)
+        if self._proximal is not None:
+            self._proximal.begin_round()
 
 
 class ParameterIsland(Island):
@@ -222,10 +248,9 @@ class ParameterIsland(Island):
         """Push, and take weights."""
         assert self._client is not None
         trainer = self._trainer
-        targets = 1.0 if trainer.num_targets is None else float(trainer.num_targets)
         progress = trainer.checkpointer.progress_state()
         with self._waiting():
-            found = self._client.exchange(state.global_step, self._recorder(), targets, progress)
+            found = self._client.exchange(state.global_step, self._recorder(), self._targets_of_step(), progress)
             trainer.engine.after_load()
         if found is not None:
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)

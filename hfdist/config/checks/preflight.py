@@ -62,6 +62,7 @@ def _check_packages(config: RunConfig) -> None:
     needs = [
         (config.train.precision, Precision.fp8, "train.precision", "torchao", "'torchao>=0.18,<0.19'", "bf16"),
         (config.islands.method, IslandMethod.diloco, "islands.method", "zmq", "'pyzmq>=26'", "none"),
+        (config.islands.method, IslandMethod.federated, "islands.method", "zmq", "'pyzmq>=26'", "none"),
     ]
     for value, needing, key, module, package, instead in needs:
         if value is needing and importlib.util.find_spec(module) is None:
@@ -90,7 +91,7 @@ def plan_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topol
         data_size=topology.data_size,
         sequence_length=config.data.sequence_length,
         lanes=config.data.lanes,
-        islands=config.islands.count,
+        islands=config.islands.shares,
     )
     return topology, batch
 

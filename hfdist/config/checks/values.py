@@ -483,6 +483,16 @@ def _check_checkpoints(config: RunConfig) -> None:
         raise _conflict(config, "checkpoint.resume", what, allowed=allowed, hint=hint)
 
 
+_ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
+_OF_METHODS = (
+    dict.fromkeys(("every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS)
+    | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
+    | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
+    | {"staleness": (IslandMethod.parameter_server,)}
+)
+"""Keys of `islands`: the methods that read them."""
+
+
 def _check_islands(config: RunConfig) -> None:
     islands, default = config.islands, IslandsConfig()
     if not islands.is_used:
@@ -496,12 +506,10 @@ def _check_islands(config: RunConfig) -> None:
         hint = "hfdist serve port=29600, and islands.address=HOST:29600"
         raise _conflict(config, "islands.address islands.method", what, allowed="HOST:PORT", hint=hint)
     is_server = islands.method is IslandMethod.parameter_server
-    of_rounds = ("every", "outer_lr", "outer_momentum", "fragments", "overlap", "mix")
-    for name in of_rounds if is_server else ("staleness",):
-        if getattr(islands, name) != getattr(default, name):
+    for name, methods in _OF_METHODS.items():
+        if islands.method not in methods and getattr(islands, name) != getattr(default, name):
             what = f"this key does not belong to islands.method={islands.method.value}"
-            hint = f"islands={'diloco' if is_server else 'parameter_server'}"
-            raise _conflict(config, f"islands.{name} islands.method", what, hint=hint)
+            raise _conflict(config, f"islands.{name} islands.method", what, hint=f"islands={methods[0].value}")
     if is_server and config.train.precision is Precision.fp16:
         what = "a loss scaler looks at the gradients of one island alone"
         raise _conflict(

@@ -335,7 +335,7 @@ class Checkpointer:
             return None
         of_ranks = map(Cursor.from_json, gather_json(stream.state_dict()))
         islands = self._trainer.options.islands
-        return Cursor.merge(list(of_ranks), islands=1 if islands is None else islands.count)
+        return Cursor.merge(list(of_ranks), islands=1 if islands is None else islands.shares)
 
     def data_reports(self) -> list[PoolReport]:
         """How much of each pool of documents the run has read."""

@@ -16,6 +16,7 @@ from hfdist.checkpoint.replicas import NAMES_FILE
 from hfdist.collectives import on_rank_zero
 from hfdist.config.composition.compose import to_values
 from hfdist.config.composition.diff import Change, check_changes, find_changes
+from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError
 from hfdist.trainer.checkpointing.checkpointer import CHECKPOINTS
@@ -107,7 +108,8 @@ def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
 def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path) -> None:
     """Refuse an island's checkpoint where another share of the data is read: it does not know where that stands."""
     count, index, islands = before.get("count", 1), before.get("index", 0), config.islands
-    if count > 1 and (count, index) != (islands.count, islands.index):
+    has_share = count > 1 and before.get("method") != IslandMethod.federated.name
+    if has_share and (count, index) != (islands.shares, islands.index):
         raise CheckpointError(
             "the checkpoint of an island knows its own share of the data only",
             where=str(checkpoint),

@@ -382,9 +382,9 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         tokenizer,
         config.data,
         # So that an island reads the same sequences in any layout.
-        data_rank=topology.data_rank * islands.count + islands.index,
-        data_size=islands.count * topology.data_size,
-        global_batch_size=islands.count * config.train.global_batch_size,
+        data_rank=topology.data_rank * islands.shares + islands.index % islands.shares,
+        data_size=islands.shares * topology.data_size,
+        global_batch_size=islands.shares * config.train.global_batch_size,
     )
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

@@ -23,6 +23,7 @@ NEEDED = {
     ("data", "hub"): ["data.sources.hub.path=some/dataset"],
     ("data", "mixture"): ["+data.sources.web={path: /texts/*.parquet, weight: 1}"],
     ("islands", "diloco"): ["islands.address=localhost:29600"],
+    ("islands", "federated"): ["islands.address=localhost:29600"],
     ("islands", "local_sgd"): ["islands.address=localhost:29600"],
     ("islands", "parameter_server"): ["islands.address=localhost:29600"],
     ("islands", "streaming"): ["islands.address=localhost:29600"],
