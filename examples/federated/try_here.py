@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CLIENTS = 3
 SMALL = "data.sequence_length=64 data.workers=0 data.eval_sequences=32 train.micro_batch_size=2 train.global_batch_size=8"
-TRAIN = "train.max_steps=40 optimizer.lr=3e-3 optimizer.schedule=constant checkpoint=none report=quiet launch.processes=2"
+TRAIN = "train.max_steps=40 optimizer.lr=3e-3 optimizer.schedule=constant checkpoint=none report=quiet strategy=ddp launch.processes=2"
 
 
 def write_rows(path: Path, most: int = 600) -> None:

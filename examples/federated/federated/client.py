@@ -30,18 +30,23 @@ class HfdistClient(NumPyClient):
         self._model, self._work = Path(settings["model"]), Path(settings["work"])
 
     def fit(self, parameters: list[np.ndarray], config: dict) -> tuple[list[np.ndarray], int, dict]:
-        """Train from these weights; give new ones, the number of sequences, and the loss before."""
+        """Train from these weights; give new ones, the number of tokens, and the loss before."""
         folder = self._work / f"round-{config['round']}"
         shutil.rmtree(folder, ignore_errors=True)
         write_model(self._model, folder / "start", parameters)
         run = folder / "run"
         start = [f"model.name={folder / 'start'}", f"run.dir={run}", "evaluate.at_start=true"]
         # Its processes are of its own: torchrun or accelerate inside a client.
-        subprocess.run([*self._hfdist, "pretrain", "model=hub", *start, *self._overrides], check=True)
+        command = [*self._hfdist, "pretrain", "model=hub", *start, *self._overrides]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        (folder / "hfdist.log").write_text(ended.stdout, encoding="utf-8")
+        if ended.returncode != 0:
+            last = ended.stdout[-2000:]
+            raise RuntimeError(f"hfdist ended with {ended.returncode}; {folder / 'hfdist.log'} ends with:\n{last}")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         before = next(line["eval_loss"] for line in lines if "eval_loss" in line)
-        sequences = next(line["data/all/sequences"] for line in reversed(lines) if "data/all/sequences" in line)
-        return read_arrays(run / "model"), int(sequences), {"loss": float(before)}
+        tokens = next(line["tokens"] for line in reversed(lines) if "tokens" in line)
+        return read_arrays(run / "model"), int(tokens), {"loss": float(before)}
 
 
 def make_client(context: Context) -> Client:

@@ -1,4 +1,4 @@
-"""The server: it averages what clients have learned, weighted by their sequences. It trains nothing, and sees no data."""
+"""The server: it averages what clients have learned, weighted by their tokens. It trains nothing, and sees no data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = ServerApp()
 
 
 def mean_loss(of_clients: list[tuple[int, Metrics]]) -> Metrics:
-    """Weight the losses with which clients have begun their round by their sequences."""
+    """Weight the losses with which clients have begun their round by their tokens."""
     total = sum(number for number, _ in of_clients)
     loss = sum(number * metrics["loss"] for number, metrics in of_clients) / total
     print(f"held-out loss of the model that clients have got: {loss:.4f}", flush=True)
@@ -54,7 +54,10 @@ def main(grid: Grid, context: Context) -> None:
         config=ServerConfig(num_rounds=int(config["rounds"])),
         strategy=make_strategy(config, model),
     )
-    secure = SecAggPlusWorkflow(num_shares=int(config["clients"]), reconstruction_threshold=int(config["clients"]) - 1)
+    num_clients = int(config["clients"])
+    secure = SecAggPlusWorkflow(
+        num_shares=num_clients, reconstruction_threshold=num_clients - 1, max_weight=float(config["most-tokens"])
+    )
     DefaultWorkflow(fit_workflow=secure if config["secure-aggregation"] else None)(grid, legacy)
     found = arrayrecord_to_parameters(legacy.state.array_records[MAIN_PARAMS_RECORD], keep_input=True)
     write_model(model, Path(str(config["out"])), parameters_to_ndarrays(found))
