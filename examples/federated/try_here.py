@@ -21,14 +21,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CLIENTS = 3
-SMALL = "data.sequence_length=64 data.workers=0 data.eval_sequences=32 train.micro_batch_size=2 train.global_batch_size=8"
-TRAIN = "train.max_steps=40 optimizer.lr=3e-3 optimizer.schedule=constant checkpoint=none report=quiet strategy=ddp launch.processes=2"
+SMALL = """data.sequence_length=64 data.workers=0 data.eval_sequences=32 train.micro_batch_size=2
+    train.global_batch_size=8 checkpoint=none report=quiet"""
+TRAIN = "train.max_steps=40 optimizer.lr=3e-3 optimizer.schedule=constant strategy=ddp launch.processes=2"
 
 
 def write_rows(path: Path, most: int = 600) -> None:
     """Write the sources of the standard library, each with the package that it is in."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in sorted(library.rglob("*.py")) if "site-packages" not in file.parts and "test" not in str(file)]
+    left_out = {"site-packages", "test", "tests"}
+    files = [file for file in sorted(library.rglob("*.py")) if not left_out.intersection(file.parts)]
     with path.open("w", encoding="utf-8") as rows:
         for file in files[:most]:
             text = file.read_text(encoding="utf-8", errors="ignore")
@@ -64,18 +66,29 @@ def main() -> None:
     work, programs = args.work.resolve(), Path(sys.executable).parent
     work.mkdir(parents=True, exist_ok=True)
     write_rows(work / "rows.jsonl")
-    split = ["--clients", str(CLIENTS), "--key", "label", "--alpha", "0.5"]
-    subprocess.run([sys.executable, str(HERE / "split.py"), str(work / "rows.jsonl"), str(work / "data"), *split], check=True)
+    split = [
+        str(work / "rows.jsonl"),
+        str(work / "data"),
+        "--clients",
+        str(CLIENTS),
+        "--key",
+        "label",
+        "--alpha",
+        "0.5",
+    ]
+    subprocess.run([sys.executable, str(HERE / "split.py"), *split], check=True)
     # The model with which all begin: one step that changes nothing.
     data = f"data=files data.sources.files.path={work}/rows.jsonl"
-    begin = f"pretrain model=tiny run.dir={work}/begin {data} {SMALL} train.max_steps=1 optimizer.lr=1e-30 checkpoint=none"
-    subprocess.run([args.hfdist, *begin.split(), "report=quiet"], check=True)
+    begin = f"pretrain model=tiny run.dir={work}/begin {data} {SMALL} train.max_steps=1 optimizer.lr=1e-30"
+    subprocess.run([args.hfdist, *begin.split()], check=True)
     port = free_port()
     address = f"127.0.0.1:{port}"
     home = work / "flower"
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n')
-    environment = os.environ | {"FLWR_HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}", "FLWR_TELEMETRY_ENABLED": "0"}
+    link = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{address}"\ninsecure = true\n'
+    (home / "config.toml").write_text(link)
+    own = {"FLWR_HOME": str(home), "PATH": f"{programs}:{os.environ['PATH']}", "FLWR_TELEMETRY_ENABLED": "0"}
+    environment = os.environ | own
     started = []
 
     def start(name: str, *command: str) -> None:
@@ -88,13 +101,19 @@ def main() -> None:
         start("superlink", str(programs / "flower-superlink"), *options)
         wait_for(port)
         for client in range(CLIENTS):
-            overrides = f"data=files data.sources.files.path={work}/data/{client}.jsonl {SMALL} {TRAIN} data.seed={client}"
-            settings = {"hfdist": args.hfdist, "model": f"{work}/begin/model", "work": f"{work}/client-{client}", "overrides": overrides}
+            data = f"data=files data.sources.files.path={work}/data/{client}.jsonl data.seed={client}"
+            settings = {
+                "hfdist": args.hfdist,
+                "model": f"{work}/begin/model",
+                "work": f"{work}/client-{client}",
+                "overrides": " ".join(f"{data} {SMALL} {TRAIN}".split()),
+            }
             node = " ".join(f'{key}="{value}"' for key, value in settings.items())
             own = ["--superlink", address, "--node-config", node, "--port", str(free_port())]
             start(f"supernode-{client}", str(programs / "flower-supernode"), "--insecure", *own)
         config = " ".join([f'model="{work}/begin/model"', f'out="{work}/model"', *args.config])
-        subprocess.run([str(programs / "flwr"), "run", str(HERE), "here", "--stream", "--run-config", config], env=environment, check=True)
+        run = [str(programs / "flwr"), "run", str(HERE), "here", "--stream", "--run-config", config]
+        subprocess.run(run, env=environment, check=True)
     finally:
         for process in reversed(started):
             process.terminate()

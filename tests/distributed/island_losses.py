@@ -20,13 +20,13 @@ from tests.distributed.runs import eval_losses, pretrain, weights
 from tests.imports import import_all
 
 BEGIN, END = "<!-- losses: begin -->", "<!-- losses: end -->"
-NUM_ISLANDS, NUM_STEPS, BATCH = 4, 1600, 4
+NUM_ISLANDS, NUM_STEPS, BATCH = 4, 400, 4
 MOST_SECONDS = 1800
-INNER = (1.5e-3, 3e-3)
-OUTER = ((0.7, 0.8), (0.7, 0.5), (1.0, 0.5))
+INNER = (1.5e-3, 3e-3, 6e-3)
+OUTER = ((0.4, 0.8), (0.7, 0.8), (1.0, 0.5))
 """Rates and momenta."""
 COMMON = (f"train.max_steps={NUM_STEPS}", "train.micro_batch_size=4", "data.eval_sequences=64", "data.lanes=48",
-          "optimizer.warmup_steps=50")  # fmt: skip
+          "optimizer.warmup_steps=20")  # fmt: skip
 
 
 @dataclass(frozen=True)

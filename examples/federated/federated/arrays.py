@@ -23,4 +23,5 @@ def write_model(template: Path, folder: Path, arrays: list[np.ndarray]) -> None:
     shutil.copytree(template, folder, ignore=shutil.ignore_patterns(WEIGHTS))
     before = load_file(template / WEIGHTS)
     found = {name: array.reshape(before[name].shape) for name, array in zip(sorted(before), arrays, strict=True)}
-    save_file({name: array.astype(before[name].dtype) for name, array in found.items()}, folder / WEIGHTS, {"format": "pt"})
+    weights = {name: array.astype(before[name].dtype) for name, array in found.items()}
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})

@@ -1,7 +1,7 @@
 """A client: for each round it launches hfdist on its own data, in any layout, and gives back the weights.
 
-Its settings are those of its SuperNode (--node-config): hfdist (the command), model (a folder like the server's), work (a
-folder for its runs), overrides (of the run's config, separated by spaces; data among them).
+Its settings are those of its SuperNode (--node-config): hfdist (the command), model (a folder like the server's), work
+(a folder for its runs), overrides (of the run's config, separated by spaces; data among them).
 """
 
 from __future__ import annotations

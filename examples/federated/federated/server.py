@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flwr.common import Context, FitRes, Metrics, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Context, Metrics, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.recorddict_compat import arrayrecord_to_parameters
 from flwr.server import Grid, LegacyContext, ServerApp, ServerConfig
 from flwr.server.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvg, Strategy

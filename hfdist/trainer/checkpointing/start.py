@@ -115,7 +115,7 @@ def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path)
             where=str(checkpoint),
             found=f"island {index} of {count}",
             allowed=f"islands.count={count} islands.index={index}",
-            hint=f"a new run that begins with its weights: model=hub model.path={checkpoint}",
+            hint=f"a new run that begins with its weights: model=hub model.name={checkpoint}",
         )
 
 
