@@ -21,8 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CLIENTS = 3
-SMALL = """data.sequence_length=64 data.workers=0 data.eval_sequences=32 train.micro_batch_size=2
-    train.global_batch_size=8 checkpoint=none report=quiet"""
+SMALL = """data.sequence_length=64 data.workers=0 data.eval_sequences=32 data.eval_fraction=0.1
+    train.micro_batch_size=2 train.global_batch_size=8 checkpoint=none report=quiet"""
 TRAIN = "train.max_steps=40 optimizer.lr=3e-3 optimizer.schedule=constant strategy=ddp launch.processes=2"
 
 
