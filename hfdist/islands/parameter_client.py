@@ -39,8 +39,10 @@ class GradientRecorder(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    kept = self.state[parameter].setdefault(_GRADIENT, torch.zeros_like(parameter))
-                    kept.copy_(parameter.grad)
+                    state = self.state[parameter]
+                    if _GRADIENT not in state:
+                        state[_GRADIENT] = torch.zeros_like(parameter)
+                    state[_GRADIENT].copy_(parameter.grad)
             self.taken_lr = float(group["lr"])
         super().step(closure)
 
@@ -101,7 +103,7 @@ class ParameterClient:
             ConfigError: the server refuses this island.
         """
         self._member = make_member(self._config, job, gather_json(f"rank {rank()}"))
-        return self._join(step, state)
+        return self._join(step, state, may_begin=True)
 
     def exchange(self, step: int, recorder: GradientRecorder, targets: float, state: Any) -> dict[str, Any] | None:
         """Push the gradients of a step, and take weights.
@@ -126,7 +128,7 @@ class ParameterClient:
         if answer is not None:
             self._take(answer, with_slots=False)
         else:
-            found = self._join(step, state)
+            found = self._join(step, state, may_begin=False)
         self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + len(content)
         waited = self._figures.get("islands/wait_seconds", 0.0) + time.monotonic() - begin
         self._figures |= {"islands/wait_seconds": waited, "islands/updates": float(self._updates)}
@@ -157,13 +159,17 @@ class ParameterClient:
         self._member.close()
         self._member = None
 
-    def _join(self, step: int, state: Any) -> dict[str, Any]:
-        """Bring what this island has, to begin with it or to be given what the others have."""
+    def _join(self, step: int, state: Any, *, may_begin: bool) -> dict[str, Any]:
+        """Bring what this island has, to begin with it or to be given what the others have.
+
+        `may_begin` is False behind a step: what the optimizer keeps is then older than the weights.
+        """
         assert self._member is not None
         for _ in range(_MOST_CONNECTIONS):
             on_all_ranks(self._member.connect)
             own = self._owned.own()
             message = {"segments": list(map(place_of, own)), "step": step, "updates": int(self._updates)}
+            message["may_begin"] = may_begin
             kept = (value for values in self._kept.values() for value in values)
             content = join([*(to_host(piece.view) for piece in own), *kept]).numpy().tobytes()
             answer = self._ask(message | {"state": state if rank() == 0 else None}, content)
@@ -171,7 +177,8 @@ class ParameterClient:
                 self._take(answer, with_slots=True)
                 found: dict[str, Any] = gather_json({"step": answer["step"], "state": answer["state"]})[0]
                 return found
-        what, hint = "the server of the islands ends each connection", "its own lines say why; start it again"
+        what = "the server of the islands has ended each connection, or was started anew and has no weights"
+        hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
 
     def _ask(self, message: Mapping[str, Any], content: bytes = b"") -> dict[str, Any] | None:

@@ -42,6 +42,8 @@ class _Worker:
     """By rank: weights and optimizer as it brings them; empty once it trains."""
     updates: int = 0
     step: int = 0
+    state: Any = None
+    """What others need besides tensors to go on from its step."""
     pushes: dict[int, _Push] = field(default_factory=dict)
     """By rank."""
     pulls: set[int] = field(default_factory=set)
@@ -126,9 +128,12 @@ class ParameterServer:
             Segment(str(name), tuple(map(int, shape)), *map(int, place)) for name, shape, *place in message["segments"]
         ]
         worker.contents[rank] = payload
+        if self._store is None and not message["may_begin"]:
+            # What its optimizer had kept was at a server that is gone.
+            self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
+            raise ValueError("no weights")
         worker.step, worker.updates = int(message["step"]), int(message["updates"])
-        if rank == 0 and (self._state is None or worker.step > self._step):
-            self._step, self._state = worker.step, message["state"]
+        worker.state = message["state"] if rank == 0 else worker.state
         if not worker.has_all(worker.segments):
             return
         if self._store is not None:
@@ -141,6 +146,7 @@ class ParameterServer:
             self._say(f"{len(there)} of {self._least} islands are there")
             return
         newest = max(there, key=lambda one: one.step)
+        self._step, self._state = newest.step, newest.state
         self._store = ParameterStore(self._optimizer, self._max_norm, newest.segments, newest.contents, newest.updates)
         self._say(f"islands {', '.join(str(one.island.index) for one in there)} train from step {newest.step}")
         self._admit(there)

@@ -35,7 +35,8 @@ class Worker:
         self.step = 0
 
     def begin(self, step=0, weights=START, **more):
-        message = {"segments": SEGMENTS, "step": step, "updates": step, "state": {"of": step}} | more
+        message = {"segments": SEGMENTS, "step": step, "updates": step, "state": {"of": step}, "may_begin": True}
+        message |= more
         self._member.send(message, np.array(weights, np.float32).tobytes())
         return self.take()
 
@@ -125,6 +126,16 @@ def test_the_newest_begins_and_who_comes_later_gets_what_there_is():
         assert late.begin() == [8.0, 8.0]
         assert late.answer["step"] == 6
         assert "islands 0, 1 train from step 6" in lines or "islands 1, 0 train from step 6" in lines
+
+
+def test_a_server_that_was_started_anew_does_not_begin_behind_a_step():
+    """What its optimizer had kept is lost; the islands have an older one."""
+    with served(least=1) as (address, lines):
+        worker = Worker(address, 0, 0)
+        message = {"segments": SEGMENTS, "step": 5, "updates": 5, "state": {}, "may_begin": False}
+        worker._member.send(message, np.array(START, np.float32).tobytes())
+        assert worker._member.wait_for("weights") is None
+        assert "island 0 must go on from its checkpoint: this server has no weights" in lines
 
 
 def test_what_is_no_gradient_ends_the_connection_and_a_gradient_that_is_not_finite_is_left_out():
