@@ -64,10 +64,10 @@ def _train(
 
 
 @contextmanager
-def served(**options: Any) -> Iterator[str]:
-    """Run a server meanwhile; gives its address."""
+def served(log: Path | None = None, **options: Any) -> Iterator[str]:
+    """Run a server meanwhile; gives its address. `log` gets its lines, each behind seconds."""
     listener = socket.create_server(("127.0.0.1", 0))
-    process = _FORK.Process(target=_serve, args=(listener, options))
+    process = _FORK.Process(target=_serve, args=(listener, log, options))
     process.start()
     try:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -77,8 +77,15 @@ def served(**options: Any) -> Iterator[str]:
         listener.close()
 
 
-def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
-    asyncio.run(IslandServer(listener, say=lambda line: os.write(1, f"{line}\n".encode()), **options).serve())
+def _serve(listener: socket.socket, log: Path | None, options: dict[str, Any]) -> None:
+    def say(line: str) -> None:
+        if log is None:
+            os.write(1, f"{line}\n".encode())
+        else:
+            with log.open("a") as file:
+                file.write(f"{time.monotonic()} {line}\n")
+
+    asyncio.run(IslandServer(listener, say=say, **options).serve())
 
 
 def overrides_of(address: str, index: int, count: int, *more: str) -> tuple[str, ...]:
