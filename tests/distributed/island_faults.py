@@ -1,4 +1,4 @@
-"""Eight islands of which one is killed every 29 seconds: `python -m tests.distributed.island_faults 900` prints a table.
+"""Eight islands, one killed every 29 seconds: `python -m tests.distributed.island_faults 900` prints a table.
 
 These are 62 faults in 30 minutes, as torchft was shown with 32 groups. What counts are steps whose result is in the
 weights of all; the same islands without faults are the measure. Islands sleep in each step: eight share the cores.
