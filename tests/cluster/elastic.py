@@ -20,7 +20,9 @@ from tests.e2e.forked import end, run_script, start_forked
 STEPS = 60
 _MOST_SECONDS = 120
 # As in tests/e2e/test_elastic.py: with one store for all starts, agents that join later never meet (torch 2.13).
-_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PAUSE_SECONDS": "0.2"}
+# Alone it trains slowly: on a busy machine an agent takes long to come back, and the run must not end before.
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PAUSE_SECONDS": "0.2",
+                "PAUSE_ALONE_SECONDS": "1.5"}  # fmt: skip
 
 
 def leave_and_come_back(machines: tuple[Machine, Machine], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Story:

@@ -24,13 +24,17 @@ class Pausing(AdamW):
     def step(self, closure=None):
         # Not for the small tensors on which hfdist tries an optimizer.
         if sum(parameter.numel() for group in self.param_groups for parameter in group["params"]) > 10_000:
-            time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
+            is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+            names = ["PAUSE_ALONE_SECONDS", "PAUSE_SECONDS"] if is_alone else ["PAUSE_SECONDS"]
+            time.sleep(float(next((os.environ[name] for name in names if name in os.environ), "0")))
         return super().step(closure)
 """
 
 
 def install_pausing_optimizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Give the overrides that choose AdamW with a pause of PAUSE_SECONDS before each step: time without CPU time.
+
+    One process alone pauses for PAUSE_ALONE_SECONDS, where that is given.
 
     Args:
         folder: for the package; it must be in PYTHONPATH of whoever trains.
