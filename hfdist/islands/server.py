@@ -156,7 +156,8 @@ class IslandServer:
         if self._coordinator is not None:
             self._coordinator.lose(island.index)
         if not self._islands:
-            self._coordinator = None
+            # The next one counts exchanges anew: what is still under way must not pass for one of these.
+            self._coordinator, self._nonce = None, secrets.token_hex(16)
 
 
 def _has_parameter_server(job: dict[str, Any]) -> bool:
